@@ -1,0 +1,6 @@
+"""moe-compressor: smaller Mixture-of-Experts checkpoints that every stock loader still loads."""
+
+from compressor.api import Request, Summary, apply, compress, inspect, plan
+from compressor.errors import CompressionError
+
+__all__ = ["CompressionError", "Request", "Summary", "apply", "compress", "inspect", "plan"]

@@ -1,0 +1,228 @@
+"""Lazy reading of a safetensors checkpoint: every header is read and checked, no tensor is, until it is asked for."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from compressor.errors import CompressionError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+}  # fmt: skip
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: `begin` and `end` are absolute byte offsets in its file."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self.end - self.begin
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored elements."""
+        return math.prod(self.shape)
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes that a tensor of this safetensors dtype and shape takes on disk."""
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str, TensorInfo]:
+    """Turn one file's decoded safetensors header into tensor places; raises `CompressionError` if it is malformed."""
+    tensors = {}
+    for name, entry in raw.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            info = TensorInfo(
+                name, file, str(entry["dtype"]), tuple(entry["shape"]), data_start + begin, data_start + end
+            )
+            sound = begin >= 0 and info.nbytes == tensor_bytes(info.dtype, info.shape)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CompressionError(
+                f"{file}: the header entry of tensor {name!r} cannot be read; download the file again"
+            ) from error
+        if not sound:
+            raise CompressionError(
+                f"{file}: tensor {name!r} claims {info.nbytes} bytes, its dtype {info.dtype} and shape {list(info.shape)} "
+                "need another number; download the file again"
+            )
+        tensors[name] = info
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of one safetensors file and check that the file holds all the bytes it promises."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CompressionError(
+                f"{path} is truncated: its header is cut off at {size} bytes; download the file again"
+            )
+        try:
+            raw = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CompressionError(
+                f"{path} is not a safetensors file: its header is no JSON; download it again"
+            ) from error
+    if not isinstance(raw, dict):
+        raise CompressionError(f"{path} is not a safetensors file: its header is no JSON object; download it again")
+    tensors = parse_header(raw, path.name, 8 + length)
+    promised = max((info.end for info in tensors.values()), default=8 + length)
+    if promised > size:
+        raise CompressionError(
+            f"{path} is truncated: its header promises {promised} bytes, it has {size}; download it again"
+        )
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CompressionError(f"{path} is not valid JSON ({error}); restore the file from its source") from error
+    if not isinstance(content, dict):
+        raise CompressionError(f"{path} should hold a JSON object; restore the file from its source")
+    return content
+
+
+def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
+    """Tensor name to shard name from the index; refuses shards that are missing or lie outside the folder."""
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CompressionError(f"{index_path} has no weight_map; restore the file from its source")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise CompressionError(
+                f"{index_path} places tensor {name!r} in {file!r}, a path outside the folder; it is refused"
+            )
+        if not (folder / file).is_file():
+            raise CompressionError(
+                f"{index_path} names the shard {file!r}, which is missing from {folder}; download it again"
+            )
+    return weight_map
+
+
+def _locate_tensors(folder: Path) -> dict[str, TensorInfo]:
+    index_path = folder / INDEX_NAME
+    if index_path.is_file():
+        weight_map = _indexed_files(folder, index_path)
+        headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
+        for name, file in weight_map.items():
+            if name not in headers[file]:
+                raise CompressionError(
+                    f"{index_path} promises tensor {name!r} in {file!r}, which does not hold it; download both again"
+                )
+        return {name: headers[file][name] for name, file in weight_map.items()}
+    if (folder / SINGLE_NAME).is_file():
+        return read_header(folder / SINGLE_NAME)
+    if any(True for pattern in PICKLE_PATTERNS for _ in folder.glob(pattern)):
+        raise CompressionError(
+            f"{folder} holds its weights only as pickle files, which can run code when opened; convert them to safetensors first"
+        )
+    stray = sorted(path.name for path in folder.glob("*.safetensors"))
+    if stray:
+        raise CompressionError(
+            f"{folder} has {stray[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}; download the missing file"
+        )
+    raise CompressionError(
+        f"{folder} has no {SINGLE_NAME} and no {INDEX_NAME}; name the folder of a safetensors checkpoint"
+    )
+
+
+class Checkpoint:
+    """A local checkpoint folder, opened lazily: tensors are views of mapped files until they are changed."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CompressionError(
+                f"{folder} is not a folder; name a local checkpoint folder or a Hub id such as org/model"
+            )
+        if not (folder / "config.json").is_file():
+            raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
+        self.folder = folder
+        self.raw_config = _read_json(folder / "config.json")
+        self.tensors: dict[str, TensorInfo] = _locate_tensors(folder)
+        self._handles: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.folder / self.tensors[name].file
+
+    def slice(self, name: str) -> Any:
+        """A lazy safetensors slice of one tensor; indexing it reads (maps) only what is asked for."""
+        file = self.tensors[name].file
+        if file not in self._handles:
+            self._handles[file] = safe_open(str(self.folder / file), framework="pt", device="cpu")
+        return self._handles[file].get_slice(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor as a view of its mapped file; do not write to it."""
+        tensor: torch.Tensor = self.slice(name)[...]
+        return tensor
+
+    def close(self) -> None:
+        """Drop the mapped files, so that their pages no longer count as this process's."""
+        self._handles.clear()
+
+
+def contains_nan(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of any stored dtype holds a NaN: one pass, no copy of it in memory."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return False
+    if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return bool(tensor.amax().isnan())  # the maximum hands a NaN on
+    bits = tensor.view(torch.uint8)
+    if tensor.dtype == torch.float8_e4m3fn:
+        return bool(((bits & 0x7F) == 0x7F).any())
+    if tensor.dtype == torch.float8_e5m2:
+        return bool(((bits & 0x7F) > 0x7C).any())
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return bool((bits == 0xFF).any())
+    return bool((bits == 0x80).any())  # the two FNUZ formats have a single NaN
+
+
+def refuse_nan(name: str, file: str, tensor: torch.Tensor) -> None:
+    """Raise `CompressionError` naming the tensor when it holds a NaN."""
+    if contains_nan(tensor):
+        raise CompressionError(f"tensor {name!r} in {file} holds NaN; repair or download the checkpoint again")

@@ -1,0 +1,245 @@
+"""The command line: `moe-compress inspect | plan | apply | compress | demo`. Errors are one sentence and exit status 2."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compressor.errors import CompressionError
+
+app = typer.Typer(
+    name="moe-compress", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Make Mixture-of-Experts checkpoints smaller; the output loads with stock transformers.",
+)  # fmt: skip
+
+Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+Experts = Annotated[int | None, typer.Option(help="Experts to keep in every MoE layer.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of the experts to remove; no more than this goes.")]
+StrategyName = Annotated[
+    str | None, typer.Option(help="How experts are chosen and merged; see `moe-compress strategies`.")
+]
+Merge = Annotated[str | None, typer.Option(help="How grouped experts become one: uniform, max, frequency or learned.")]
+NoMergeRouters = Annotated[
+    bool, typer.Option("--no-merge-routers", help="Keep one member's router row instead of merging rows.")
+]
+Representation = Annotated[str | None, typer.Option(help="model-centric: compare surrogate or vectorized weights.")]
+Similarity = Annotated[str | None, typer.Option(help="data-centric: linear-cka, rbf-cka or mean-output.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--option", help="name=value for an option of any strategy; may be repeated.")
+]
+Calibration = Annotated[str | None, typer.Option(help="A text or JSONL file, a data set id (default: C4), or 'demo'.")]
+Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
+Length = Annotated[int, typer.Option("--sequence-length", min=2, help="Tokens in each of them.")]
+Seed = Annotated[int, typer.Option(help="For the choice of calibration text and everything else that is drawn.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Dtype = Annotated[str, typer.Option(help="For computing: auto (the checkpoint's), float32, bfloat16 or float16.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing output once the new one is complete.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
+
+
+def main() -> None:
+    """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        app(standalone_mode=True)
+    except CompressionError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("Interrupted; run the same command again to go on.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _settings(
+    strategy: str,
+    merge: str | None,
+    no_merge_routers: bool,
+    representation: str | None,
+    similarity: str | None,
+    options: list[str] | None,
+) -> dict[str, Any]:
+    """A strategy's options from the command line, refusing what it does not have."""
+    from compressor.merging import METHODS
+    from compressor.registry import option_fields
+
+    known = option_fields(strategy)
+    given: dict[str, Any] = {"representation": representation, "similarity": similarity}
+    if merge is not None and merge not in METHODS:
+        raise CompressionError(f"there is no merge {merge!r}; known are {', '.join(METHODS)}")
+    if "merge" in known:
+        given["merge"] = merge
+        given["merge_routers"] = False if no_merge_routers else None
+    elif merge is not None or no_merge_routers:
+        logging.getLogger(__name__).warning(
+            "strategy %s drops experts and merges none: --merge has no effect", strategy
+        )
+    for option in options or ():
+        name, separator, text = option.partition("=")
+        if not separator:
+            raise CompressionError(f"--option {option!r} should be name=value")
+        given[name.replace("-", "_")] = _parsed(text)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    from compressor.progress import Silent
+    from compressor.rendering import Bars
+
+    if quiet:
+        yield Silent()
+    else:
+        with Bars() as bars:
+            yield bars
+
+
+@app.command()
+def inspect(
+    model: Model,
+    revision: Revision = None,
+    experts: Annotated[int | None, typer.Option(help="Show what keeping this many would leave.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model is made of and what compressing it would take; reads no weight."""
+    from compressor import api, rendering
+
+    rendering.show_inspection(api.inspect(model, revision, experts), as_json)
+
+
+@app.command()
+def plan(
+    model: Model,
+    output: Out,
+    experts: Experts = None,
+    ratio: Ratio = None,
+    strategy: StrategyName = None,
+    merge: Merge = None,
+    no_merge_routers: NoMergeRouters = False,
+    representation: Representation = None,
+    similarity: Similarity = None,
+    option: Settings = None,
+    calibration: Calibration = None,
+    samples: Samples = 128,
+    sequence_length: Length = 512,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decide what to do with every expert and write it as JSON; no weight is written."""
+    from compressor import api, rendering
+
+    if output.exists() and not overwrite:
+        raise CompressionError(f"{output} exists already; name another file or pass --overwrite")
+    if not output.parent.is_dir():
+        raise CompressionError(f"{output.parent} does not exist; create it or name another file")
+    chosen = strategy or api.DEFAULT_STRATEGY
+    with _progress(as_json) as progress:
+        made = api.plan(
+            model, revision=revision, progress=progress, experts=experts, ratio=ratio, strategy=chosen,
+            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option), calibration=calibration,
+            samples=samples, sequence_length=sequence_length, seed=seed, device=device, dtype=dtype,
+        )  # fmt: skip
+    fresh = output.with_name(f".{output.name}.new")
+    fresh.write_text(made.to_json(), encoding="utf-8")
+    fresh.replace(output)
+    rendering.show_plan(made, output, as_json)
+
+
+@app.command()
+def apply(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
+    output: Out,
+    model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where the plan says.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out a plan and write the smaller checkpoint."""
+    from compressor import api, rendering
+
+    with _progress(as_json) as progress:
+        summary = api.apply(plan_file, output, model=model, overwrite=overwrite, progress=progress)
+    rendering.show_summary(summary, as_json)
+
+
+@app.command()
+def compress(
+    model: Model,
+    output: Out,
+    experts: Experts = None,
+    ratio: Ratio = None,
+    strategy: StrategyName = None,
+    merge: Merge = None,
+    no_merge_routers: NoMergeRouters = False,
+    representation: Representation = None,
+    similarity: Similarity = None,
+    option: Settings = None,
+    calibration: Calibration = None,
+    samples: Samples = 128,
+    sequence_length: Length = 512,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
+    from compressor import api, rendering
+
+    chosen = strategy or api.DEFAULT_STRATEGY
+    with _progress(as_json) as progress:
+        summary = api.compress(
+            model, output, revision=revision, overwrite=overwrite, progress=progress, experts=experts, ratio=ratio, strategy=chosen,
+            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option), calibration=calibration,
+            samples=samples, sequence_length=sequence_length, seed=seed, device=device, dtype=dtype,
+        )  # fmt: skip
+    rendering.show_summary(summary, as_json)
+
+
+@app.command()
+def strategies(as_json: AsJson = False) -> None:
+    """List the strategies that are installed, built-in and third-party."""
+    from compressor import registry, rendering
+
+    loaded = [registry.load_strategy(name) for name in registry.names(registry.STRATEGIES)]
+    rendering.show_strategies(loaded, as_json)
+
+
+@app.command()
+def demo(
+    experts: Annotated[int, typer.Option(help="Experts to keep in every layer of the demo model.")] = 8,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Keep the compressed models in this new folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
+    from compressor import rendering
+    from compressor.demo.run import run_demo
+
+    with _progress(as_json) as progress:
+        rows = run_demo(experts, output, progress)
+    rendering.show_demo(rows, as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What one expert computes, for every stock experts module: fused parameters and flags instead of architectures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+Parameters = dict[str, torch.Tensor]
+
+
+def parameter_names(experts: Any) -> tuple[str, ...]:
+    """Names of the fused parameters [E, ...] that an expert is made of."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
+
+
+def expert_parameters(experts: Any, expert: int) -> Parameters:
+    """One expert's slices of the fused parameters: views, in the module's own layout."""
+    return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
+
+
+def apply_expert(experts: Any, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
+    """Output [T, H] of an expert with these parameters on tokens [T, H], before its gate weight."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+
+    def project(name: str, value: torch.Tensor) -> torch.Tensor:
+        weight, bias = parameters[name], parameters.get(f"{name}_bias")
+        return linear(value, weight.T if experts.is_transposed else weight, bias)
+
+    inner = project(up, x)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    output = project("down_proj", inner)
+    return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """One expert in canonical layout: gate and up [I, H] (gate is None where there is none), down [H, I]."""
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+def projections(experts: Any, expert: int) -> Projections:
+    """The canonical view of one expert's weight matrices, whatever the module's layout."""
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    fused, down = getattr(experts, name)[expert], experts.down_proj[expert]
+    if experts.is_transposed:
+        fused, down = fused.T, down.T
+    if not experts.has_gate:
+        return Projections(None, fused, down)
+    gate, up = fused.chunk(2, dim=0) if experts.is_concatenated else (fused[0::2], fused[1::2])
+    return Projections(gate, up, down)
+
+
+Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def observed_forward(
+    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, observe: Observe
+) -> torch.Tensor:
+    """The stock computation of an experts module, expert by expert, showing each one's routed outputs.
+
+    hidden [T, H], index and weights [T, K] -> [T, H]; `observe(expert, tokens, gate_weights, outputs)` sees the rows
+    [n], [n] and [n, H] of every expert that got a token.
+    """
+    result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    for expert in index.unique().tolist():
+        rows, slots = (index == expert).nonzero(as_tuple=True)
+        output = apply_expert(experts, expert_parameters(experts, expert), hidden[rows])
+        observe(expert, rows, weights[rows, slots], output)
+        result.index_add_(0, rows, (output * weights[rows, slots, None]).float())
+    return result.to(hidden.dtype)

@@ -1,0 +1,296 @@
+"""Split experts into groups of alike experts: one solver for eq. 5 of arXiv:2407.09590.
+
+E experts, G groups. Equation 5 minimises sum_i (within_i - across_i); within + across is the fixed sum of all
+distances, so the same groups minimise the within-group sum alone: the objective here. Up to `EXACT_LIMIT`
+free experts per routing block, dynamic programming over subsets proves the answer; above that, several starts
+descend by single moves, swaps and regroupings, and the best is kicked and descends again.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+
+EXACT_LIMIT = 16  # 3^14 subset pairs: about half a second and 250 MB; each further expert triples both
+RANDOM_STARTS = 4
+KICKS = 128  # at 512 experts a few seconds; more gains less than one per cent
+KICKED_EXPERTS = 8
+TOLERANCE = 1e-12  # a gain below this share of the cost it removes is rounding, and could cycle
+
+Changes = list[tuple[int, int]]  # (expert, its new group)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """A partition of the experts, with what it costs.
+
+    groups: every expert once, members ascending, groups ordered by their smallest member.
+    objective: sum of distances over unordered pairs within a group.
+    exact: whether no partition under the same constraints is cheaper; False means unproved, not worse.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    objective: float
+    exact: bool
+
+    def __post_init__(self) -> None:
+        members = sorted(expert for group in self.groups for expert in group)
+        if members != list(range(len(members))) or not all(self.groups):
+            raise ValueError(f"groups {self.groups} are not a partition of {len(members)} experts")
+
+
+def group_experts(
+    distances: Tensor,
+    count: int,
+    *,
+    seed: int = 0,
+    blocks: Sequence[Sequence[int]] | None = None,
+    alone: Collection[int] = (),
+) -> Grouping:
+    """Partition experts into `count` groups of least within-group distance (eq. 5): [E, E] -> Grouping.
+
+    blocks: routing groups; no group crosses them and each gets count / len(blocks) groups.
+    alone: protected experts, each a group of its own.
+    """
+    table = _checked_distances(distances)
+    experts = table.shape[0]
+    if not 1 <= count <= experts:
+        raise CompressionError(f"cannot split {experts} experts into {count} groups: ask for 1 to {experts}")
+    partition = _checked_blocks(blocks, experts)
+    if count % len(partition):
+        raise CompressionError(f"{count} groups cannot be shared evenly by {len(partition)} routing blocks")
+    strangers = sorted(set(alone) - set(range(experts)))
+    if strangers:
+        raise CompressionError(f"protected experts {strangers} do not exist: the layer has {experts}")
+    generator = torch.Generator().manual_seed(seed)
+    parts = [_group_block(table, block, count // len(partition), alone, generator) for block in partition]
+    groups = tuple(sorted(group for found, _ in parts for group in found))
+    objective = sum(float(table[list(group)][:, list(group)].triu(1).sum()) for group in groups)
+    return Grouping(groups, objective, all(proved for _, proved in parts) or objective == 0)
+
+
+def _checked_distances(distances: Tensor) -> Tensor:
+    """Refuse what is no distance matrix; float64 on the CPU, diagonal zero: [E, E] -> [E, E]."""
+    if distances.ndim != 2 or distances.shape[0] != distances.shape[1] or not distances.numel():
+        raise CompressionError(f"distances must be a square matrix [E, E], not {list(distances.shape)}")
+    table = distances.detach().to("cpu", torch.float64)
+    for fault, wrong in (("not finite", ~table.isfinite()), ("negative", table < 0)):
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise CompressionError(f"distance of experts {row} and {column} is {fault}: {table[row, column]:g}")
+    if not table.sum().isfinite():
+        raise CompressionError(f"distances up to {table.max():g} overflow when added: scale them down")
+    gap = (table - table.T).abs()
+    if gap.max() > 1e-6 * table.max():
+        row, column = divmod(int(gap.argmax()), table.shape[0])
+        raise CompressionError(f"distances are not symmetric: by {gap.max():g} for experts {row} and {column}")
+    return (table / 2 + table.T / 2).fill_diagonal_(0)
+
+
+def _checked_blocks(blocks: Sequence[Sequence[int]] | None, experts: int) -> list[list[int]]:
+    """The routing blocks with members ascending; one block of all experts when none are given."""
+    partition = [sorted(block) for block in ([range(experts)] if blocks is None else blocks)]
+    if sorted(chain.from_iterable(partition)) != list(range(experts)) or not all(partition):
+        raise CompressionError(f"routing blocks must hold each of the {experts} experts exactly once")
+    return partition
+
+
+def _group_block(
+    table: Tensor, block: list[int], count: int, alone: Collection[int], generator: torch.Generator
+) -> tuple[list[tuple[int, ...]], bool]:
+    """Groups of one routing block, and whether they are proved best; refuses a count out of reach."""
+    free = [expert for expert in block if expert not in alone]
+    groups: list[tuple[int, ...]] = [(expert,) for expert in block if expert in alone]
+    rest = count - len(groups)
+    if not min(1, len(free)) <= rest <= len(free):
+        raise CompressionError(
+            f"{len(block)} experts from expert {block[0]} on, {len(groups)} of them protected, form"
+            f" {len(groups) + min(1, len(free))} to {len(block)} groups, not {count}"
+        )
+    if not free:
+        return groups, True
+    distances = table[free][:, free]
+    exact = len(free) <= EXACT_LIMIT
+    labels = _solve(distances, rest) if exact else _search(distances, rest, generator)
+    for label in range(rest):
+        groups.append(tuple(free[member] for member in (labels == label).nonzero().flatten().tolist()))
+    return groups, exact or _is_least(distances, labels, rest)
+
+
+def _cost(distances: Tensor, labels: Tensor) -> float:
+    """Within-group sum over unordered pairs: [E, E], [E] -> scalar."""
+    return float((distances * (labels[:, None] == labels)).sum()) / 2
+
+
+def _is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
+    """Whether labels cost as little as the P shortest distances, P the fewest pairs `count` groups hold."""
+    size, larger = divmod(len(labels), count)
+    pairs = larger * size * (size + 1) // 2 + (count - larger) * size * (size - 1) // 2
+    upper = torch.triu_indices(len(labels), len(labels), 1)
+    bound = float(distances[upper[0], upper[1]].sort().values[:pairs].sum())
+    return _cost(distances, labels) <= bound * (1 + TOLERANCE)
+
+
+def _solve(distances: Tensor, count: int) -> Tensor:
+    """Best labels; best[k, M] = min of w(S) + best[k-1, M - S] over S with M's top expert: [E, E] -> [E]."""
+    experts = distances.shape[0]
+    weight = _subset_sums(distances)
+    best = torch.full((count + 1, weight.numel()), torch.inf, dtype=torch.float64)
+    best[1, 1:] = weight[1:]
+    inside, outside = _disjoint_pairs(max(experts - 2, 0) if count > 2 else 0)
+    for top in range(experts - 1):
+        group, others = inside[: 3**top] + 2**top, outside[: 3**top]
+        union, cost = group + others, weight[group]
+        # Experts above `top` form at most one group each, and the full set needs exactly `count`.
+        for level in range(max(2, count - (experts - 1 - top)), min(count, top + 2)):
+            best[level].scatter_reduce_(0, union, cost + best[level - 1][others], "amin")
+    labels = torch.zeros(experts, dtype=torch.long)
+    mask = 2**experts - 1
+    for level in range(count, 1, -1):
+        others = torch.arange(2 ** (mask.bit_length() - 1))
+        others = others[(others & ~mask) == 0]
+        chosen = mask - int(others[(weight[mask - others] + best[level - 1][others]).argmin()])
+        labels[[expert for expert in range(experts) if chosen >> expert & 1]] = level - 1
+        mask -= chosen
+    return labels
+
+
+def _subset_sums(distances: Tensor) -> Tensor:
+    """Within-group sum of every subset, written as a bit mask: [E, E] -> [2^E]."""
+    sums = torch.zeros(1, dtype=torch.float64)
+    for expert in range(distances.shape[0]):
+        row = torch.zeros(1, dtype=torch.float64)  # distances from `expert` to every subset of those before
+        for other in range(expert):
+            row = torch.cat((row, row + distances[expert, other]))
+        sums = torch.cat((sums, sums + row))
+    return sums
+
+
+def _disjoint_pairs(experts: int) -> tuple[Tensor, Tensor]:
+    """All pairs of disjoint subsets as bit masks: two [3^E]; those of the first n experts come first."""
+    first = second = torch.zeros(1, dtype=torch.long)
+    for expert in range(experts):
+        first = torch.cat((first, first + 2**expert, first))
+        second = torch.cat((second, second, second + 2**expert))
+    return first, second
+
+
+def _search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Good labels for many experts, the first found among equals: [E, E] -> [E]."""
+    cost = partial(_cost, distances)
+    starts = [_agglomerate(distances, count, linkage) for linkage in ("sum", "average", "complete")]
+    starts += [_scatter(distances, count, generator) for _ in range(RANDOM_STARTS)]
+    best = min((_descend(distances, start, count) for start in starts), key=cost)
+    nearest = distances.argsort(dim=1, stable=True)[:, :KICKED_EXPERTS]
+    for _ in range(0 if _is_least(distances, best, count) else KICKS):
+        kicked = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
+        shuffled = kicked[torch.randperm(len(kicked), generator=generator)]
+        best = min(best, _descend(distances, best.index_copy(0, kicked, best[shuffled]), count), key=cost)
+    return best
+
+
+def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:
+    """Merge the closest two groups until `count` are left: [E, E] -> [E]."""
+    experts = distances.shape[0]
+    links = distances.clone().fill_diagonal_(torch.inf)
+    sizes = torch.ones(experts, dtype=torch.float64)
+    labels = torch.arange(experts)
+    for _ in range(experts - count):
+        keep, gone = sorted(divmod(int(links.argmin()), experts))
+        if linkage == "complete":
+            merged = torch.maximum(links[keep], links[gone])
+        elif linkage == "average":
+            merged = (sizes[keep] * links[keep] + sizes[gone] * links[gone]) / (sizes[keep] + sizes[gone])
+        else:
+            merged = links[keep] + links[gone]
+        links[keep] = links[:, keep] = merged
+        links[gone] = links[:, gone] = links[keep, keep] = torch.inf
+        sizes[keep] += sizes[gone]
+        labels[labels == gone] = keep
+    return torch.searchsorted((labels == torch.arange(experts)).nonzero().flatten(), labels)
+
+
+def _scatter(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Farthest-point seeds, then each expert to the group it adds least to: [E, E] -> [E]."""
+    experts = distances.shape[0]
+    labels = torch.full((experts,), -1)
+    table = torch.zeros(experts, count, dtype=torch.float64)
+    reach = torch.full((experts,), torch.inf, dtype=torch.float64)
+    seed = int(torch.randint(experts, (1,), generator=generator))
+    for label in range(count):
+        labels[seed] = label
+        table[:, label] = distances[seed]
+        reach = torch.minimum(reach, distances[seed]).index_fill(0, torch.tensor(seed), -torch.inf)
+        seed = int(reach.argmax())
+    for expert in torch.randperm(experts, generator=generator).tolist():
+        if labels[expert] < 0:
+            labels[expert] = label = int(table[expert].argmin())
+            table[:, label] += distances[expert]
+    return labels
+
+
+def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:
+    """Follow best improvements until no move, swap or regrouping helps: [E, E], [E] -> [E]."""
+    labels = start.clone()
+    table = torch.zeros(labels.numel(), count, dtype=torch.float64).index_add_(1, labels, distances)
+    for _ in range(50 * labels.numel()):
+        changes = _best_move(table, labels) or _best_swap(distances, table, labels)
+        changes = changes or _best_regrouping(table, labels)
+        if not changes:
+            break
+        touched = {int(labels[expert]) for expert, _ in changes} | {group for _, group in changes}
+        for expert, group in changes:
+            labels[expert] = group
+        for group in touched:  # summed afresh, so that rounding does not pile up
+            table[:, group] = distances[:, (labels == group).nonzero().flatten()].sum(dim=1)
+    return labels
+
+
+def _best_move(table: Tensor, labels: Tensor) -> Changes:
+    """Expert e to group g, gain table[e, g] - table[e, own]: [E, G], [E] -> one change, or none."""
+    own = table.gather(1, labels[:, None])
+    lonely = labels.bincount(minlength=table.shape[1])[labels] == 1
+    gain = (table - own).scatter_(1, labels[:, None], torch.inf).masked_fill_(lonely[:, None], torch.inf)
+    expert, group = divmod(int(gain.argmin()), table.shape[1])
+    return [(expert, group)] if gain[expert, group] < -TOLERANCE * own[expert] else []
+
+
+def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
+    """Experts u, v trade groups: gain A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]: changes or none."""
+    own = table.gather(1, labels[:, None])
+    gain = table[:, labels] - own
+    gain = (gain + gain.T).sub_(distances, alpha=2).masked_fill_(labels[:, None] == labels, torch.inf)
+    one, two = divmod(int(gain.argmin()), labels.numel())
+    better = gain[one, two] < -TOLERANCE * (own[one] + own[two])
+    return [(one, int(labels[two])), (two, int(labels[one]))] if better else []
+
+
+def _best_regrouping(table: Tensor, labels: Tensor) -> Changes:
+    """Merge groups a, b and set one expert e apart in the freed group: [E, G], [E] -> changes, or none."""
+    count = table.shape[1]
+    own = table.gather(1, labels[:, None]).flatten()
+    between = torch.zeros(count, count, dtype=torch.float64).index_add_(0, labels, table)
+    between.fill_diagonal_(torch.inf)  # distances across every two groups
+    outside = between.clone()
+    heaviest = int(own.argmax())
+    outside[labels[heaviest]] = outside[:, labels[heaviest]] = torch.inf
+    inside = between[labels] - own[:, None] - table  # e stays, the rest of its group a joins b
+    inner, target = divmod(int(inside.argmin()), count)
+    first, second = divmod(int(between.argmin()), count)
+    apart = own.masked_fill((labels == first) | (labels == second), -torch.inf)
+    other = int(apart.argmax())
+    far_first, far_second = divmod(int(outside.argmin()), count)
+    gain, expert, source, target = min(
+        (float(inside[inner, target]), inner, int(labels[inner]), target),
+        (float(between[first, second] - apart[other]), other, first, second),
+        (float(outside[far_first, far_second] - own[heaviest]), heaviest, far_first, far_second),
+    )
+    if gain >= -TOLERANCE * float(own[expert]):
+        return []
+    joining = (labels == source).nonzero().flatten().tolist()
+    return [(member, target) for member in joining if member != expert] + [(expert, source)]

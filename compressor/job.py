@@ -1,0 +1,131 @@
+"""From an opened model and a plan to the job that an exporter carries out."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+from compressor.architecture import build_meta
+from compressor.checkpoint import refuse_nan
+from compressor.configuration import output_config
+from compressor.conversion import convert_unit, converted_outputs
+from compressor.model import OpenModel
+from compressor.output import MAX_SHARD_BYTES, OutputJob
+from compressor.plan import CompressionPlan, readable_json
+from compressor.planning import versions
+from compressor.surgery import OutputTensor, Piece, pieces, plan_outputs, tensor_bytes_view
+from compressor.verification import verify_output
+
+NOT_CARRIED = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".py",
+    ".md",
+    ".index.json",
+)
+NOT_CARRIED_NAMES = {"config.json", "compression.json", ".gitattributes", ".gitignore"}
+CARRIED_FOLDERS = ("additional_chat_templates",)
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence."""
+    found = {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
+    }
+    for name in CARRIED_FOLDERS:
+        found.update({f"{name}/{path.name}": path for path in sorted((folder / name).glob("*")) if path.is_file()})
+    return found
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTensor], zeroed: list[str]) -> bytes:
+    """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
+    tensors, made = model.checkpoint.tensors.values(), list(outputs)
+    content = plan.to_dict()
+    content["source"]["model"] = model.source.label
+    if content["calibration"] is not None:
+        content["calibration"]["source"] = Path(content["calibration"]["source"]).name
+    record = readable_json(
+        {
+            "tool": "moe-compressor",
+            "versions": versions(),
+            "parameters": {"before": sum(t.parameters for t in tensors), "after": sum(t.parameters for t in made)},
+            "bytes": {"before": sum(t.nbytes for t in tensors), "after": sum(t.nbytes for t in made)},
+            "left_out": list(model.layout.left_out),
+            "zeroed_fields": zeroed,
+            "plan_digest": plan.digest(),
+            "plan": content,
+        }
+    )
+    return record.encode()
+
+
+def _through_model(
+    model: OpenModel, plan: CompressionPlan, small: Any, unit: str
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    for name, tensor in convert_unit(model.partial, model.architecture, plan, small, unit):
+        refuse_nan(name, "the converted model", tensor)
+        yield name, iter([tensor_bytes_view(tensor)])
+
+
+def _stored(
+    model: OpenModel, by_unit: Mapping[str, list[OutputTensor]], unit: str
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    for output in by_unit.get(unit, ()):
+        yield output.name, pieces(model.checkpoint, output)
+    model.checkpoint.close()  # the finished layer's pages need not stay mapped
+
+
+def make_job(
+    model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None
+) -> tuple[OutputJob, list[str]]:
+    """The job, and the config fields that were set to zero because their tensors are left out."""
+    architecture, layout = model.architecture, model.layout
+    through_model = not layout.regular or (layout.quantized and not plan.is_drop)
+    if through_model:
+        outputs = converted_outputs(model.partial, architecture, plan)
+        small = build_meta(architecture.with_experts(plan.experts), model.partial.dtype)
+        produce: Any = bind(_through_model, model, plan, small)
+    else:
+        outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
+        by_unit: dict[str, list[OutputTensor]] = {}
+        for output in outputs:
+            by_unit.setdefault(output.unit, []).append(output)
+        produce = bind(_stored, model, by_unit)
+    dequantized = str(model.partial.dtype).removeprefix("torch.") if through_model and layout.quantized else None
+    config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
+    files: dict[str, bytes | Path] = dict(carried_files(model.source.folder))
+    config_bytes = _json_bytes(config)
+    files["config.json"] = config_bytes
+    files["compression.json"] = _record(model, plan, outputs, zeroed)
+    shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
+    facts = [
+        plan.to_dict(),
+        shard_bytes,
+        [[o.name, o.dtype, o.shape] for o in outputs],
+        hashlib.sha256(config_bytes).hexdigest(),
+    ]
+    job = OutputJob(
+        digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        outputs=tuple(outputs),
+        units=("", *architecture.units),
+        produce=produce,
+        files=files,
+        verify=bind(verify_output, count_field=architecture.count_field, experts=plan.experts),
+        max_shard_bytes=shard_bytes,
+    )
+    return job, zeroed

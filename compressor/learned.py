@@ -1,0 +1,216 @@
+"""Learned merging: coefficients and scales that bring the layer's output back (seed 003, equation 7).
+
+The merged expert n is lambda_n * sum_i alpha_i theta_i with alpha = softmax(logits), its router row sum_i alpha_i W_i;
+loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs of the experts. One merged expert exists at a time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from compressor.experts import Parameters, apply_expert, expert_parameters, observed_forward
+from compressor.plan import Group, LayerPlan
+from compressor.statistics import LayerStatistics
+from compressor.surgery import remap_table
+
+STEPS = 60
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """What is learned: logits of each group's coefficients and the logarithm of its scale."""
+
+    logits: tuple[torch.Tensor, ...]
+    log_scales: tuple[torch.Tensor, ...]
+
+    def alpha(self, slot: int) -> torch.Tensor:
+        return self.logits[slot].softmax(0)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (*self.logits, *self.log_scales) if tensor.requires_grad]
+
+
+def _start(plan: LayerPlan, device: torch.device) -> _Shares:
+    learn = [len(group.members) > 1 for group in plan.groups]
+    logits = tuple(
+        torch.zeros(len(g.members), device=device, requires_grad=on) for g, on in zip(plan.groups, learn, strict=True)
+    )
+    return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=on) for on in learn))
+
+
+def _merged(stats: LayerStatistics, group: Group, alpha: torch.Tensor, scale: torch.Tensor) -> Parameters:
+    """Parameters of one merged expert in float32, differentiable in alpha and scale."""
+    experts = stats.weights.experts
+    members = [expert_parameters(experts, expert) for expert in group.members]
+    return {
+        name: scale
+        * sum(
+            (share * member[name].float() for share, member in zip(alpha, members, strict=True)),
+            torch.zeros((), device=alpha.device),
+        )
+        for name in members[0]
+    }
+
+
+class _Router:
+    """The smaller model's own router, run on the sampled tokens with merged rows."""
+
+    def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
+        self.stats, self.plan = stats, plan
+        self.module = stats.weights.smaller_router(len(plan.groups))
+        layer = stats.layer
+        self.sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
+        self.state = {
+            f"{layer.router}.{key}": value.detach() for key, value in stats.weights.router.state_dict().items()
+        }
+        own = {f"{layer.block}.{key}": value for key, value in stats.weights.block.state_dict(keep_vars=True).items()}
+        self.outer = {key: own[key].detach() for key in self.sized if key not in self.state}
+        buffers = dict(stats.weights.router.named_buffers())
+        self.constant = {key: value for key, value in buffers.items() if f"{layer.router}.{key}" not in self.state}
+
+    def rows(self, key: str, value: torch.Tensor, alphas: list[torch.Tensor]) -> torch.Tensor:
+        tensor = self.sized[key]
+        merged = [
+            sum(
+                (a * value.select(tensor.dim, e).float() for a, e in zip(alpha, group.members, strict=True)),
+                torch.zeros((), device=value.device),
+            )
+            for alpha, group in zip(alphas, self.plan.groups, strict=True)
+        ]
+        merged += [value.select(tensor.dim, self.stats.layer.experts + place).float() for place in range(tensor.extra)]
+        return torch.stack(merged, tensor.dim)
+
+    def __call__(self, alphas: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, slots = self.stats.layer, self.plan.slots()
+        tensors: dict[str, Any] = dict(self.constant)
+        for key, value in self.state.items():
+            name = key.removeprefix(f"{layer.router}.")
+            if key in self.sized:
+                tensors[name] = self.rows(key, value, alphas)
+            elif key in layer.tables:
+                tensors[name] = remap_table(value.cpu(), tuple(slots.get(e, -1) for e in range(layer.experts))).to(
+                    value.device
+                )
+            else:
+                tensors[name] = value.float() if value.is_floating_point() else value
+        outer = {value.data_ptr(): self.rows(key, value, alphas) for key, value in self.outer.items()}
+        arguments = tuple(self._argument(value, outer) for value in self.stats.router_arguments)
+        output = functional_call(self.module, tensors, arguments)
+        return output[1].reshape(len(self.stats.inputs), -1).float(), output[2].reshape(len(self.stats.inputs), -1)
+
+    @staticmethod
+    def _argument(value: Any, outer: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return outer.get(value.data_ptr(), value.float())
+
+
+@torch.no_grad()
+def _forward(
+    stats: LayerStatistics, plan: LayerPlan, shares: _Shares, weights: torch.Tensor, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
+    x = stats.inputs
+    chosen = x.new_zeros(*index.shape, x.shape[1])
+    for slot, group in enumerate(plan.groups):
+        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
+        if len(rows):
+            merged = _merged(stats, group, shares.alpha(slot), shares.log_scales[slot].exp())
+            chosen[rows, places] = apply_expert(stats.weights.experts, merged, x[rows])
+    return (weights[..., None] * chosen).sum(1), chosen
+
+
+def _backward(
+    stats: LayerStatistics,
+    plan: LayerPlan,
+    shares: _Shares,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    slope: torch.Tensor,
+) -> None:
+    """Add the loss's gradient through the experts to the shares, one merged expert at a time; `slope` is dloss/doutput."""
+    for slot, group in enumerate(plan.groups):
+        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
+        if len(group.members) > 1 and len(rows):
+            merged = _merged(stats, group, shares.alpha(slot), shares.log_scales[slot].exp())
+            output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
+            output.backward(weights[rows, places, None].detach() * slope[rows])
+
+
+@torch.enable_grad()
+def learn_coefficients(
+    stats: LayerStatistics, plan: LayerPlan, merge_routers: bool = True, steps: int = STEPS
+) -> LayerPlan:
+    """Replace a plan's coefficients by learned ones, never worse than those it starts from on the sampled tokens.
+
+    A layer that no calibration token reached keeps the coefficients it has. Deterministic: no randomness is used.
+    """
+    if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
+        return plan
+    nothing = lambda *seen: None  # noqa: E731
+    with torch.no_grad():
+        target = observed_forward(
+            _FloatExperts(stats.weights.experts), stats.inputs, stats.top_k_index, stats.top_k_weights, nothing
+        )
+    size = float(target.square().sum()) or 1.0
+    shares, router = _start(plan, stats.inputs.device), _Router(stats, plan)
+    fixed = [torch.tensor(group.router_coefficients, device=stats.inputs.device) for group in plan.groups]
+    optimizer = torch.optim.Adam(shares.parameters(), lr=LEARNING_RATE)
+    first, best, kept = None, float("inf"), [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
+    for step in range(steps + 1):
+        optimizer.zero_grad()
+        weights, index = router([shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else fixed)
+        output, chosen = _forward(stats, plan, shares, weights.detach(), index)
+        residual = output - target
+        loss = float(residual.square().sum()) / size
+        first = loss if first is None else first
+        if loss < best:
+            best, kept = loss, [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
+        if step == steps:
+            break
+        slope = 2 * residual / size
+        _backward(stats, plan, shares, weights, index, slope)
+        if weights.requires_grad:
+            weights.backward((chosen * slope[:, None]).sum(-1))
+        optimizer.step()
+    return _learned_plan(plan, kept, merge_routers, first or 0.0, best)
+
+
+class _FloatExperts:
+    """A view of an experts module whose parameters are read in float32, one expert at a time."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return _FloatSlices(value) if isinstance(value, torch.Tensor) else value
+
+
+class _FloatSlices:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self._tensor[expert].float()
+
+
+def _learned_plan(
+    plan: LayerPlan, kept: list[torch.Tensor], merge_routers: bool, first: float, best: float
+) -> LayerPlan:
+    count, groups = len(plan.groups), []
+    for slot, group in enumerate(plan.groups):
+        if len(group.members) == 1:
+            groups.append(group)
+            continue
+        shares = kept[slot].double().softmax(0)
+        alpha = tuple(float(value) for value in (shares / shares.sum()).tolist())
+        router = alpha if merge_routers else group.router_coefficients
+        groups.append(
+            replace(group, coefficients=alpha, router_coefficients=router, scale=float(kept[count + slot].exp()))
+        )
+    figures = {**plan.figures, "error_uniform": round(first, 6), "error_learned": round(best, 6)}
+    return replace(plan, groups=tuple(groups), figures=figures)

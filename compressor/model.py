@@ -1,0 +1,96 @@
+"""An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from compressor.architecture import Architecture, MoeLayer, build_meta, discover, load_config
+from compressor.checkpoint import TORCH_DTYPES, Checkpoint
+from compressor.errors import CompressionError
+from compressor.layout import Layout, find_layout, fingerprint
+from compressor.loading import PartialModel
+from compressor.plan import check_count
+from compressor.source import ModelSource
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device for `auto` or a device's name; refuses one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CompressionError(f"device {name!r} cannot be used ({reason}); pass --device cpu or auto") from error
+    return device
+
+
+def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype for computing: `auto` is the checkpoint's own, bfloat16 where it is quantised."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    for node in (config, config.get_text_config()):
+        if isinstance(getattr(node, "dtype", None), torch.dtype):
+            return node.dtype  # type: ignore[no-any-return]
+    if checkpoint.raw_config.get("quantization_config"):
+        return torch.bfloat16
+    stored = [
+        TORCH_DTYPES.get(info.dtype) for info in checkpoint.tensors.values() if info.dtype in ("BF16", "F16", "F32")
+    ]
+    return max(set(stored), key=stored.count) if stored else torch.float32  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """Everything known of a model before a weight is read."""
+
+    source: ModelSource
+    checkpoint: Checkpoint
+    config: Any
+    architecture: Architecture
+    partial: PartialModel
+    layout: Layout
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the source checkpoint (reads the routers)."""
+        return fingerprint(self.checkpoint, self.layout)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token embedding."""
+        return int(self.partial.model.get_input_embeddings().weight.shape[0])
+
+
+def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
+    """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
+    checkpoint = Checkpoint(source.folder)
+    config = load_config(source.folder)
+    architecture = discover(config, build_meta(config))
+    partial = PartialModel(checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
+    return OpenModel(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
+
+
+def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: float | None) -> int:
+    """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
+    if (experts is None) == (ratio is None):
+        raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
+    layer = layers[0]
+    if ratio is not None:
+        if not 0 <= ratio < 1:
+            raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
+        experts = layer.experts - int(layer.experts * ratio + 1e-9)
+        experts += -experts % layer.routing_groups
+    assert experts is not None
+    if experts < 1:
+        raise CompressionError(f"--experts {experts} leaves nothing; keep at least the top-k of {layer.top_k}")
+    for entry in layers:
+        check_count(entry, experts, entry.name)
+    return experts

@@ -1,0 +1,364 @@
+"""The compression plan: which experts stay, merge or go, as JSON that a person can read and edit.
+
+A plan and its source checkpoint are enough to rebuild the output bit for bit. `LayerPlan` checks itself on creation,
+before any weight is read.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from compressor.architecture import MoeLayer
+from compressor.errors import CompressionError
+
+FORMAT = "moe-compressor-plan/1"
+SUM_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Experts that become one: the merged expert is scale * sum(coefficients * members) (seed 003, equations 6 and 7).
+
+    Router rows merge with `router_coefficients`, and without the scale.
+    """
+
+    members: tuple[int, ...]
+    coefficients: tuple[float, ...]
+    router_coefficients: tuple[float, ...]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
+            if len(values) != len(self.members):
+                raise CompressionError(
+                    f"group {list(self.members)} has {len(values)} {label} for {len(self.members)} members; give one each"
+                )
+            if not all(math.isfinite(value) for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
+                raise CompressionError(
+                    f"group {list(self.members)} has {label} that sum to {sum(values):.6g}; they must sum to 1"
+                )
+        if not math.isfinite(self.scale) or self.scale <= 0:
+            raise CompressionError(f"group {list(self.members)} has scale {self.scale}; it must be a positive number")
+
+    @classmethod
+    def single(cls, expert: int) -> Self:
+        """A group of one expert, kept as it is."""
+        return cls((expert,), (1.0,), (1.0,))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the merged expert is bit for bit one member."""
+        return (
+            len(self.members) == 1
+            and self.coefficients == (1.0,)
+            and self.router_coefficients == (1.0,)
+            and self.scale == 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What happens to one MoE layer; experts in no group are dropped. Slot n of the output holds group n."""
+
+    module: str  # the experts module's full name
+    layer: int  # the decoder layer's number
+    experts: int
+    top_k: int
+    groups: tuple[Group, ...]
+    routing_groups: int = 1
+    chosen_groups: int = 1
+    experts_per_group: int = 1
+    upstream: str = "original"  # what the earlier layers were while this one was planned
+    decided_by: str = ""  # the statistic that decided
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_groups(self)
+
+    @classmethod
+    def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
+        """Keep these experts as they are and drop the others."""
+        return cls.of(layer, [Group.single(expert) for expert in sorted(experts)], **details)
+
+    @classmethod
+    def of(cls, layer: MoeLayer, groups: Sequence[Group], **details: Any) -> Self:
+        """A plan with these groups, put in the order of their smallest members."""
+        ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
+        return cls(
+            module=layer.name, layer=layer.index, experts=layer.experts, top_k=layer.top_k, groups=ordered,
+            routing_groups=layer.routing_groups, chosen_groups=layer.chosen_groups,
+            experts_per_group=layer.experts_per_group, **details,
+        )  # fmt: skip
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Experts in no group."""
+        grouped = {expert for group in self.groups for expert in group.members}
+        return tuple(expert for expert in range(self.experts) if expert not in grouped)
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether no weight changes: every group is one untouched expert."""
+        return all(group.untouched for group in self.groups)
+
+    def slots(self) -> dict[int, int]:
+        """Slot of the output by expert of the source, for experts that are in a group."""
+        return {expert: slot for slot, group in enumerate(self.groups) for expert in group.members}
+
+
+def check_count(layer: MoeLayer | LayerPlan, count: int, where: str) -> None:
+    """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
+    if count > layer.experts:
+        raise CompressionError(
+            f"{where}: {count} experts asked for, it has {layer.experts}; ask for at most {layer.experts}"
+        )
+    if count < layer.top_k:
+        raise CompressionError(
+            f"{where}: {count} experts are fewer than the top-k of {layer.top_k}; keep at least {layer.top_k}"
+        )
+    groups = layer.routing_groups
+    if groups > 1:
+        if count % groups:
+            raise CompressionError(
+                f"{where}: {count} experts do not divide into its {groups} routing groups; keep a multiple of {groups}"
+            )
+        if count // groups < layer.experts_per_group:
+            raise CompressionError(
+                f"{where}: {count} experts leave {count // groups} in each of its {groups} routing groups, its router needs "
+                f"{layer.experts_per_group}; keep at least {groups * layer.experts_per_group}"
+            )
+        if layer.chosen_groups * (count // groups) < layer.top_k:
+            raise CompressionError(
+                f"{where}: {count} experts leave {layer.chosen_groups * (count // groups)} within a token's {layer.chosen_groups} routing "
+                f"groups, fewer than the top-k of {layer.top_k}; keep at least {math.ceil(layer.top_k / layer.chosen_groups) * groups}"
+            )
+
+
+def check_groups(plan: LayerPlan) -> None:
+    """Refuse groups that cannot be carried out; raises `CompressionError` naming layer and expert."""
+    where, seen = plan.module, set[int]()
+    for group in plan.groups:
+        if not group.members:
+            raise CompressionError(f"{where}: a group has no members; remove it")
+        for expert in group.members:
+            if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < plan.experts:
+                raise CompressionError(
+                    f"{where}: expert {expert!r} does not exist; experts are numbered 0 to {plan.experts - 1}"
+                )
+            if expert in seen:
+                raise CompressionError(f"{where}: expert {expert} is in two groups; an expert may be in one at most")
+            seen.add(expert)
+    check_count(plan, len(plan.groups), where)
+    if plan.routing_groups > 1:
+        size = plan.experts // plan.routing_groups
+        homes: list[int] = []
+        for group in plan.groups:
+            inside = {expert // size for expert in group.members}
+            if len(inside) > 1:
+                raise CompressionError(
+                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it within one"
+                )
+            homes.extend(inside)
+        counts = [homes.count(home) for home in range(plan.routing_groups)]
+        if len(set(counts)) > 1:
+            raise CompressionError(
+                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
+            )
+        if homes != sorted(homes):
+            raise CompressionError(
+                f"{where}: its groups are not in the order of the routing groups; order them by their members"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The checkpoint that a plan was made for."""
+
+    model: str  # local folder or Hub id
+    revision: str | None
+    fingerprint: str  # over all tensor names, dtypes and shapes and the routers' bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionPlan:
+    """A whole model's plan with its provenance."""
+
+    source: Source
+    experts: int  # per layer, in the output
+    strategy: str
+    options: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None  # source, digest, samples and seed; None when no data was read
+    layers: tuple[LayerPlan, ...]
+    seed: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [layer.module for layer in self.layers]
+        for name in names:
+            if names.count(name) > 1:
+                raise CompressionError(f"{name} appears twice in the plan; keep one entry for each layer")
+        for layer in self.layers:
+            if len(layer.groups) != self.experts:
+                raise CompressionError(
+                    f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer; make them equal"
+                )
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether the whole plan is a pure drop (or keeps everything)."""
+        return all(layer.is_drop for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, in the file's order."""
+        return {
+            "format": FORMAT,
+            "source": asdict(self.source),
+            "strategy": self.strategy,
+            "options": dict(self.options),
+            "seed": self.seed,
+            "calibration": None if self.calibration is None else dict(self.calibration),
+            "versions": dict(self.versions),
+            "experts": self.experts,
+            "layers": [_layer_to_dict(layer) for layer in self.layers],
+        }
+
+    def to_json(self) -> str:
+        """Indented JSON with short lists on one line each."""
+        return readable_json(self.to_dict())
+
+    def digest(self) -> str:
+        """SHA-256 of what decides the output: the source's fingerprint and the layers' groups."""
+        decisive = {
+            "source": self.source.fingerprint,
+            "layers": [_layer_to_dict(layer)["groups"] for layer in self.layers],
+        }
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], where: str = "plan") -> Self:
+        """Read a plan back; raises `CompressionError` saying what is missing, unknown or impossible."""
+        if content.get("format") != FORMAT:
+            raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
+        try:
+            return cls(
+                source=Source(**content["source"]),
+                experts=_integer(content["experts"], "experts"),
+                strategy=str(content["strategy"]),
+                options=dict(content["options"]),
+                calibration=content["calibration"],
+                layers=tuple(_layer_from_dict(entry) for entry in content["layers"]),
+                seed=_integer(content["seed"], "seed"),
+                versions=dict(content.get("versions") or {}),
+            )
+        except KeyError as error:
+            raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CompressionError(f"{where}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a plan file; raises `CompressionError` if it is missing, no JSON, or impossible."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CompressionError(f"{path} cannot be read ({error.strerror}); name a plan file") from error
+        except ValueError as error:
+            raise CompressionError(f"{path} is not valid JSON ({error}); mend it or plan again") from error
+        if not isinstance(content, dict):
+            raise CompressionError(f"{path} should hold a JSON object; plan again")
+        return cls.from_dict(content, str(path))
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CompressionError(f"{name} should be a whole number, it is {value!r}")
+    return value
+
+
+def _layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
+    groups = [
+        {
+            "members": list(group.members),
+            "coefficients": list(group.coefficients),
+            "router_coefficients": list(group.router_coefficients),
+            **({"scale": group.scale} if group.scale != 1.0 else {}),
+        }
+        for group in plan.groups
+    ]
+    return {
+        "module": plan.module, "layer": plan.layer, "experts": plan.experts, "top_k": plan.top_k,
+        **({"routing_groups": plan.routing_groups, "chosen_groups": plan.chosen_groups,
+            "experts_per_group": plan.experts_per_group} if plan.routing_groups > 1 else {}),
+        "groups": groups, "dropped": list(plan.dropped), "upstream": plan.upstream,
+        "decided_by": plan.decided_by, "figures": dict(plan.figures),
+    }  # fmt: skip
+
+
+def _group_from_dict(entry: Mapping[str, Any]) -> Group:
+    known = {"members", "coefficients", "router_coefficients", "scale"}
+    if unknown := sorted(set(entry) - known):
+        raise CompressionError(
+            f"group {entry.get('members')} has an unknown field {unknown[0]!r}; known are {sorted(known)}"
+        )
+    members = tuple(entry["members"])
+    coefficients = tuple(float(value) for value in entry["coefficients"])
+    router = tuple(float(value) for value in entry.get("router_coefficients", coefficients))
+    return Group(members, coefficients, router, float(entry.get("scale", 1.0)))
+
+
+def _layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
+    module = str(entry["module"])
+    try:
+        groups = tuple(_group_from_dict(group) for group in entry["groups"])
+    except CompressionError as error:
+        raise CompressionError(f"{module}: {error}") from error
+    plan = LayerPlan(
+        module=module, layer=_integer(entry["layer"], "layer"), experts=_integer(entry["experts"], "experts"),
+        top_k=_integer(entry["top_k"], "top_k"), groups=groups, routing_groups=entry.get("routing_groups", 1),
+        chosen_groups=entry.get("chosen_groups", 1), experts_per_group=entry.get("experts_per_group", 1),
+        upstream=str(entry.get("upstream", "original")), decided_by=str(entry.get("decided_by", "")),
+        figures=dict(entry.get("figures") or {}),
+    )  # fmt: skip
+    both = sorted({expert for group in groups for expert in group.members} & set(entry.get("dropped") or ()))
+    if both:
+        raise CompressionError(f"{module}: expert {both[0]} is in a group and in 'dropped'; take it out of one of them")
+    return plan
+
+
+def readable_json(content: Mapping[str, Any]) -> str:
+    """Indented JSON in which lists of plain values stand on one line, so that a person can read it."""
+
+    def one_line(match: re.Match[str]) -> str:
+        return "[" + re.sub(r"\s*\n\s*", " ", match.group(1)) + "]"
+
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", one_line, json.dumps(content, indent=2, ensure_ascii=False)) + "\n"
+
+
+def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
+    """Refuse a plan that was made for another model, or whose facts about the model were edited."""
+    if plan.source.fingerprint != fingerprint:
+        raise CompressionError(
+            "the plan was made for another model: its source fingerprint "
+            f"{plan.source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}; plan again for this one"
+        )
+    known = {layer.name: layer for layer in layers}
+    for layer_plan in plan.layers:
+        layer = known.get(layer_plan.module)
+        if layer is None:
+            raise CompressionError(
+                f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
+            )
+        facts = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
+        for fact in facts:
+            if getattr(layer_plan, fact) != getattr(layer, fact):
+                raise CompressionError(
+                    f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has {getattr(layer, fact)}; restore it"
+                )
+    missing = sorted(set(known) - {layer_plan.module for layer_plan in plan.layers})
+    if missing:
+        raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")

@@ -1,0 +1,148 @@
+"""Quantised checkpoints: the stock quantiser, set to give plain weights while a layer is loaded.
+
+Not for pruning, which copies raw tensors. Give what `dequantizer` returns to `get_model_conversion_mapping`
+and `LoadStateDictConfig`; its `preprocess_model` and `postprocess_model` stay out, as no module changes.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from compressor.errors import CompressionError
+
+
+def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
+    """The quantiser that dequantises this checkpoint while loading, or None for plain weights."""
+    told = getattr(config, "quantization_config", None)
+    told = told or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if not told:
+        return None
+    fields: dict[str, Any] = dict(told) if isinstance(told, dict) else told.to_dict()
+    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
+    settings: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if settings is None or "dequantize" not in inspect.signature(settings).parameters:
+        raise CompressionError(f"config.json: can't dequantise {method!r}; start from plain or fp8 weights.")
+    if fields.get("transform_config"):
+        raise CompressionError("config.json: transformers would ignore transform_config and be wrong.")
+    kind: Any = AUTO_QUANTIZER_MAPPING[method]
+    try:
+        quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(settings.from_dict(fields | {"dequantize": True}))
+    except (ImportError, ValueError, TypeError, KeyError) as fault:
+        raise CompressionError(f"config.json: this {method} checkpoint can't be read: {fault}") from fault
+    return quantizer
+
+
+def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | None]) -> None:
+    """Refuse a weight loaded without its scale; `targets`: each tensor on disk -> the parameter it fills."""
+    for parameter, names in quantizer.serialized_names.items():
+        companions = [name.removeprefix(parameter) for name in names if name.startswith(f"{parameter}_")]
+        for name, suffix in ((name, suffix) for name in targets for suffix in companions):
+            weight = name.removesuffix(suffix)
+            if weight != name and targets[name] is None and targets.get(weight) is not None:
+                raise CompressionError(f"Tensor {name}: transformers would load {weight} but not this scale.")
+
+
+def refuse_faults(report: LoadStateDictInfo) -> None:
+    """Refuse a layer with a tensor that could not be dequantised, or whose shape is not the model's."""
+    for name, fault in sorted(report.conversion_errors.items()):
+        lines = [line for line in fault.splitlines() if line.strip() and not line.startswith("Error:")]
+        raise CompressionError(f"Tensor {name} can't be converted: {lines[-1].strip()}")
+    for name, found, wanted in sorted(report.mismatched_keys):
+        raise CompressionError(f"Tensor {name} has shape {list(found)}, the model wants {list(wanted)}.")
+
+
+def _wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
+    """The dtype in which the parameter of a plain checkpoint would be loaded."""
+    dtype = model.get_parameter(name).dtype
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return next((wanted for glob, wanted in plan.items() if re.search(glob.replace("*", ".*"), name)), dtype)
+
+
+class _Fp8Dequantize(Fp8Dequantize):
+    """Upstream's, right also for a side that is no multiple of the block, and casting unscaled tensors."""
+
+    def _dequantize_one(self, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
+        block, (rows, columns) = self.hf_quantizer.quantization_config.weight_block_size, quantized.shape[-2:]
+        if block and quantized.is_floating_point():  # packed fp4 has blocks of its own
+            down, across = -(-rows // block[0]), -(-columns // block[1])
+            padding = (0, across * block[1] - columns, 0, down * block[0] - rows)
+            if any(padding) and scales.shape[-2:] == (down, across):
+                padded = torch.nn.functional.pad(quantized.float(), padding)
+                plain = super()._dequantize_one(padded, scales, *args, **kwargs)
+                return plain[..., :rows, :columns].contiguous()
+        return super()._dequantize_one(quantized, scales, *args, **kwargs)
+
+    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = _wanted_dtype(kwargs["model"], kwargs["full_layer_name"])
+        plain = super().convert(input_dict, *args, **kwargs)
+        return {k: [t.to(dtype) for t in v] if isinstance(v, list) else v.to(dtype) for k, v in plain.items()}
+
+
+class _CompressedTensorsDequantize(CompressedTensorsDequantize):
+    """Any format, by the package's `decompress`; upstream's reads only fp8 and symmetric packed experts."""
+
+    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        target, plain = kwargs["full_layer_name"], dict[str, torch.Tensor]()
+        dtype = _wanted_dtype(kwargs["model"], target)
+        modules: dict[str, dict[str, list[torch.Tensor]]] = {}  # pattern -> part -> one tensor per expert
+        for pattern, tensors in input_dict.items():
+            module, _, part = pattern.rpartition(".")
+            modules.setdefault(module, {})[part] = tensors if isinstance(tensors, list) else [tensors]
+        for module, parts in modules.items():
+            name = target.replace(kwargs["target_patterns"][0], module.replace("*", "0")) if module else target
+            experts, *others = {len(tensors) for tensors in parts.values()}
+            if others:
+                raise ValueError(f"{module} is quantised for some of the experts only")
+            for i in range(experts):
+                weight = self._weight({part: tensors[i] for part, tensors in parts.items()}, name)
+                if not module:  # no experts: the converter of all other weights
+                    return {target: weight.to(dtype)}
+                if i == 0:  # stacked here rather than by the merge that follows, to hold the weights once
+                    plain[f"{module}.weight"] = weight.new_empty((experts, *weight.shape), dtype=dtype)
+                plain[f"{module}.weight"][i] = weight
+        return plain
+
+    def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
+        """One module's plain weight, by the config group that names the module, or else has its class."""
+        if "weight_scale" not in parts:
+            return parts["weight"]
+        from compressed_tensors.compressors import BaseCompressor  # type: ignore
+        from compressed_tensors.utils.match import match_name  # type: ignore
+
+        config = self.hf_quantizer.compressor.quantization_config
+
+        def fit(group: Any) -> tuple[bool, bool]:
+            named = any(match_name(name.removesuffix(".weight"), target) for target in group.targets)
+            return named, any(target.isidentifier() for target in group.targets)
+
+        scheme = max(config.config_groups.values(), key=fit)
+        if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
+            parts["weight_scale"] = parts["weight_scale"].float()
+        compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+        return compressor.decompress(parts, scheme)["weight"]
+
+
+class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
+    def get_load_operations(self) -> dict[str, type]:
+        return {"dequantize": _Fp8Dequantize}
+
+
+class _CompressedQuantizer(CompressedTensorsHfQuantizer):
+    use_fp8_kernel = False  # what `validate_environment` would find out
+
+    def get_load_operations(self) -> dict[str, type]:
+        return {"dequantize": _CompressedTensorsDequantize}
+
+
+_CORRECTED = {FineGrainedFP8HfQuantizer: _Fp8Quantizer, CompressedTensorsHfQuantizer: _CompressedQuantizer}

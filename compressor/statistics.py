@@ -1,0 +1,246 @@
+"""Statistics of one MoE layer, collected while every calibration batch passes it; frozen afterwards.
+
+Routed statistics run over all tokens that the router sent to an expert, dense ones over a sample of tokens for every
+expert. The gate weight is the one that really multiplies an expert's output. Sums are float64, samples float32.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compressor.architecture import MoeLayer
+from compressor.errors import CompressionError
+from compressor.experts import apply_expert, expert_parameters, observed_forward
+
+SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
+IMPLEMENTATION = "moe_compressor"  # our name in transformers' registry of experts functions
+
+ROUTED = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
+ROUTED_OUTPUTS = frozenset({"norm_sum", "gated_norm_sum"})  # need each expert's own output: a slower forward
+SAMPLED = frozenset({"inputs", "router_logits", "top_k_index", "top_k_weights", "router_arguments"})
+DENSE = frozenset({"expert_outputs", "mixed_outputs"})
+WEIGHTS = frozenset({"weights"})
+ALL = ROUTED | ROUTED_OUTPUTS | SAMPLED | DENSE | WEIGHTS
+
+MEANINGS: Mapping[str, str] = {
+    "routed_count": "[E] tokens sent to each expert",
+    "gate_weight_sum": "[E] sum of gate weights over those tokens",
+    "probability_sum": "[E] softmax of the router logits, summed over all tokens",
+    "norm_sum": "[E] L2 norm of the expert's output, summed over its tokens",
+    "gated_norm_sum": "[E] gate weight times that norm, summed over its tokens",
+    "inputs": "[S, H] inputs of the experts at the sampled tokens",
+    "router_logits": "[S, E] router logits there",
+    "top_k_index": "[S, K] experts chosen there",
+    "top_k_weights": "[S, K] their gate weights",
+    "router_arguments": "what the router was called with there",
+    "expert_outputs": "[E, S, H] every expert's output there",
+    "mixed_outputs": "[E, S, H] every expert's output on random mixtures of those inputs",
+    "weights": "the layer's live experts and router modules, to be read only",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The layer's own modules while it is loaded. Strategies read them; they never write."""
+
+    experts: Any
+    router: Any
+    block: Any
+    smaller_router: Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What was measured of one layer; a statistic that was not declared as a need is an error, not a guess."""
+
+    layer: MoeLayer
+    tokens: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ALL:
+            values = object.__getattribute__(self, "values")
+            if name in values:
+                return values[name]
+            raise CompressionError(
+                f"statistic {name!r} was not collected for {self.layer.name}; the strategy must declare it in its NEEDS"
+            )
+        raise AttributeError(name)
+
+
+def check_needs(needs: frozenset[str], strategy: str) -> None:
+    """Refuse a need that nobody can measure, before anything is read."""
+    unknown = sorted(needs - ALL)
+    if unknown:
+        raise CompressionError(
+            f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are {sorted(ALL)}"
+        )
+
+
+def needs_data(needs: frozenset[str]) -> bool:
+    """Whether calibration data must run through the model for these needs."""
+    return bool(needs - WEIGHTS)
+
+
+class Collector:
+    """Observes one layer while batches pass it. `starts` are the batches' first positions among all tokens."""
+
+    def __init__(
+        self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: torch.Tensor, sizes: list[int], seed: int
+    ) -> None:
+        self.layer, self.needs, self.seed = layer, needs, seed
+        self.experts, self.router = model.get_submodule(layer.name), model.get_submodule(layer.router)
+        self.block = model.get_submodule(layer.block)
+        self.positions, self.sizes = positions, sizes
+        self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.batch, self.tokens = 0, 0
+        sums = (ROUTED | ROUTED_OUTPUTS) & needs
+        self.sums = {name: torch.zeros(layer.experts, dtype=torch.float64) for name in sums}
+        self.samples: dict[str, list[torch.Tensor]] = {}
+        self.arguments: list[tuple[tuple[int | None, Any], ...]] = []
+        self.handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Start observing; the stock computation is not changed."""
+        self.handles = [
+            self.experts.register_forward_pre_hook(self._before_experts),
+            self.router.register_forward_hook(self._after_router),
+        ]
+        if self.needs & ROUTED_OUTPUTS:
+            self.experts._moe_compressor_observe = self._observe_outputs
+
+    def _rows(self, tokens: int) -> torch.Tensor:
+        """Rows of the current batch that belong to the sample."""
+        if tokens != self.sizes[self.batch]:
+            return torch.arange(0)
+        start = self.starts[self.batch]
+        inside = (self.positions >= start) & (self.positions < start + tokens)
+        return self.positions[inside] - start
+
+    def _sample(self, name: str, value: torch.Tensor, rows: torch.Tensor) -> None:
+        if name in self.needs and rows.numel():
+            taken = value[rows.to(value.device)].detach()
+            self.samples.setdefault(name, []).append(taken if name == "top_k_index" else taken.float())
+
+    def _before_experts(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        hidden, index, weights = args
+        if hidden.numel() == 0:
+            return
+        if not bool(torch.isfinite(hidden.sum(dtype=torch.float32))) and not bool(torch.isfinite(hidden).all()):
+            raise CompressionError(
+                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
+            )
+        self.tokens += len(hidden)
+        used = weights != 0  # a skip expert is handed on as index 0 with weight 0
+        if "routed_count" in self.sums:
+            self.sums["routed_count"] += torch.bincount(index[used], minlength=self.layer.experts).cpu()
+        if "gate_weight_sum" in self.sums:
+            flat = torch.zeros(self.layer.experts, dtype=torch.float64, device=hidden.device)
+            self.sums["gate_weight_sum"] += flat.index_add_(0, index[used], weights[used].double()).cpu()
+        rows = self._rows(len(hidden))
+        for name in ("expert_outputs", "mixed_outputs"):
+            if name in self.needs and rows.numel():
+                self.samples.setdefault("dense_inputs", []).append(hidden[rows.to(hidden.device)].detach().clone())
+                break
+        self._sample("inputs", hidden, rows)
+        self._sample("top_k_index", index, rows)
+        self._sample("top_k_weights", weights, rows)
+
+    def _after_router(self, module: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        logits = output[0].reshape(-1, output[0].shape[-1])[:, : self.layer.experts]
+        if "probability_sum" in self.sums and len(logits):
+            self.sums["probability_sum"] += logits.float().softmax(-1).sum(0, dtype=torch.float64).cpu()
+        rows = self._rows(len(logits))
+        self._sample("router_logits", logits, rows)
+        if "router_arguments" in self.needs and rows.numel():
+            self.arguments.append(tuple(_token_rows(value, len(logits), rows) for value in args))
+
+    def _observe_outputs(self, expert: int, rows: torch.Tensor, weights: torch.Tensor, outputs: torch.Tensor) -> None:
+        norms = outputs.double().norm(dim=-1)
+        if "norm_sum" in self.sums:
+            self.sums["norm_sum"][expert] += norms[weights != 0].sum().cpu()
+        if "gated_norm_sum" in self.sums:
+            self.sums["gated_norm_sum"][expert] += (weights.double() * norms).sum().cpu()
+
+    def finish(self, smaller_router: Any) -> LayerStatistics:
+        """Stop observing, compute the dense statistics, and freeze."""
+        for handle in self.handles:
+            handle.remove()
+        if hasattr(self.experts, "_moe_compressor_observe"):
+            del self.experts._moe_compressor_observe
+        values: dict[str, Any] = dict(self.sums)
+        dense = self.samples.pop("dense_inputs", None)
+        values.update({name: torch.cat(parts) for name, parts in self.samples.items()})
+        for name in (SAMPLED - {"router_arguments"}) & self.needs:
+            values.setdefault(name, torch.zeros(0, self._width(name)))
+        if "router_arguments" in self.needs:
+            values["router_arguments"] = self._joined_arguments()
+        hidden = torch.cat(dense) if dense else None
+        if "expert_outputs" in self.needs:
+            values["expert_outputs"] = self._dense(hidden)
+        if "mixed_outputs" in self.needs:
+            values["mixed_outputs"] = self._dense(None if hidden is None else mix_tokens(hidden, self.seed))
+        if "weights" in self.needs:
+            values["weights"] = LayerWeights(self.experts, self.router, self.block, smaller_router)
+        return LayerStatistics(self.layer, self.tokens, values, self.seed)
+
+    def _width(self, name: str) -> int:
+        return {"inputs": 1, "router_logits": self.layer.experts}.get(name, self.layer.top_k)
+
+    def _joined_arguments(self) -> tuple[Any, ...]:
+        joined = []
+        for column in zip(*self.arguments, strict=True):
+            dims = {dim for dim, _ in column}
+            first = column[0][1]
+            joined.append(first if None in dims else torch.cat([value for _, value in column], dim=dims.pop()))
+        return tuple(joined)
+
+    @torch.no_grad()
+    def _dense(self, hidden: torch.Tensor | None) -> torch.Tensor:
+        if hidden is None:
+            return torch.zeros(self.layer.experts, 0, 1)
+        outputs = [
+            apply_expert(self.experts, expert_parameters(self.experts, e), hidden).float()
+            for e in range(self.layer.experts)
+        ]
+        return torch.stack(outputs)
+
+
+def _token_rows(value: Any, tokens: int, rows: torch.Tensor) -> tuple[int | None, Any]:
+    """(dimension of the tokens, sampled rows) of a router's argument: [T, ...] stays flat, [B, L, ...] becomes [1, S, ...].
+
+    An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
+    """
+    if isinstance(value, torch.Tensor):
+        rows = rows.to(value.device)
+        if value.dim() >= 1 and len(value) == tokens:
+            return 0, value[rows].detach().clone()
+        if value.dim() >= 2 and value.shape[:2].numel() == tokens:
+            return 1, value.reshape(tokens, *value.shape[2:])[rows].detach().clone()[None]
+    return None, value
+
+
+def mix_tokens(hidden: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random mixtures of tokens [S, H] -> [S, H]: each with another one, in proportions drawn uniformly (seed 003, 3.4)."""
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
+    share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
+    mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
+    return mixed.to(hidden.dtype)
+
+
+def register_experts_function() -> None:
+    """Put our observing experts function into transformers' registry (once)."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if IMPLEMENTATION in ALL_EXPERTS_FUNCTIONS:
+        return
+
+    def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        observe = getattr(module, "_moe_compressor_observe", lambda *seen: None)
+        return observed_forward(module, hidden, index, weights, observe)
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)

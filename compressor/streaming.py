@@ -1,0 +1,150 @@
+"""Lockstep streaming: every batch runs the stock forward, all stand still before each layer until it is loaded.
+
+Each batch's ordinary `model(input_ids)` runs inside its own greenlet; a pre-hook on every decoder layer switches
+back to the driver, which loads that layer, lets every batch pass it, hands it to the caller and empties it again.
+Masks, position embeddings and per-layer arguments stay the stock code's business.
+"""
+
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import nn
+
+from compressor.errors import CompressionError
+from compressor.loading import PartialModel
+
+DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
+
+
+class _Spill:
+    """Moves hidden states that wait between layers into unlinked mapped files once they pass a budget of bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.held: dict[int, int] = {}
+
+    def keep(self, batch: int, arguments: Sequence[Any]) -> None:
+        for value in arguments:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.device.type == "cpu"
+                and value.numel()
+            ):
+                self.held[batch] = value.numel() * value.element_size()
+                if sum(self.held.values()) > self.budget:
+                    self.held[batch] = 0
+                    self._to_file(value)
+
+    @staticmethod
+    def _to_file(value: torch.Tensor) -> None:
+        with tempfile.NamedTemporaryFile() as file:
+            file.truncate(value.numel() * value.element_size())
+            mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+        mapped.copy_(value)
+        value.data = mapped
+
+
+def _lazy_hook(partial: PartialModel, keys: list[str]) -> Callable[..., None]:
+    def load(module: nn.Module, args: Any) -> None:
+        partial.load(keys)
+
+    return load
+
+
+def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
+    """For each module outside the decoder layers: the tensors that its forward may use directly."""
+    model = partial.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = {}
+    for name, module in model.named_modules():
+        if any(name == unit or name.startswith(f"{unit}.") for unit in units):
+            continue
+        prefix = f"{name}." if name else ""
+        owners = [(prefix, module)] + [
+            (f"{prefix}{child_name}.", child)
+            for child_name, child in module.named_children()
+            if child is not head and f"{prefix}{child_name}" not in units
+        ]
+        keys = [f"{owner_prefix}{key}" for owner_prefix, owner in owners for key in _direct_tensors(owner)]
+        if keys:
+            found[name] = keys
+    return found
+
+
+def _direct_tensors(module: nn.Module) -> Iterator[str]:
+    yield from (name for name, value in module._parameters.items() if value is not None)
+    skipped = module._non_persistent_buffers_set
+    yield from (name for name, value in module._buffers.items() if value is not None and name not in skipped)
+
+
+def stream_layers(
+    partial: PartialModel,
+    batches: Sequence[torch.Tensor],
+    units: tuple[str, ...],
+    wanted: Collection[str],
+    *,
+    before: Callable[[str], None] = lambda unit: None,
+    entering: Callable[[int], None] = lambda batch: None,
+    activation_budget: int = DEFAULT_ACTIVATION_BUDGET,
+) -> Iterator[str]:
+    """Run `batches` (token ids [B, L]) through the decoder layers until all `wanted` ones have passed, one at a time.
+
+    Yields a layer's name when every batch has passed it, its weights still loaded. `before` is called when a layer
+    has been loaded, `entering` with a batch's number each time that batch is about to run.
+    """
+    model, driver = partial.model, getcurrent()
+    spill = _Spill(activation_budget)
+    current: dict[str, int] = {"batch": 0}
+
+    def stand(unit: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            spill.keep(current["batch"], [*args, *kwargs.values()][:1])
+            driver.switch(unit)
+
+        return hook
+
+    handles = [model.get_submodule(unit).register_forward_pre_hook(stand(unit), with_kwargs=True) for unit in units]
+    handles += [
+        model.get_submodule(name).register_forward_pre_hook(_lazy_hook(partial, keys))
+        for name, keys in _outside_keys(partial, units).items()
+    ]
+
+    def forward(tokens: torch.Tensor) -> None:
+        model(input_ids=tokens.to(partial.device), use_cache=False)
+
+    runs, waiting = [greenlet(forward) for _ in batches], set(wanted)
+
+    def resume(number: int, *values: Any) -> Any:
+        current["batch"] = number
+        entering(number)
+        with torch.no_grad():
+            return runs[number].switch(*values)
+
+    try:
+        places = [resume(number, tokens) for number, tokens in enumerate(batches)]
+        while places and places[0] is not None:
+            unit = places[0]
+            if any(place != unit for place in places):
+                raise CompressionError(
+                    f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
+                )
+            partial.load(partial.keys_under(unit))
+            before(unit)
+            places = [resume(number) for number in range(len(batches))]
+            yield unit
+            partial.release(unit)
+            waiting.discard(unit)
+            if not waiting:
+                break
+    finally:
+        for run in runs:
+            if run:
+                run.throw(GreenletExit)
+        for handle in handles:
+            handle.remove()
+        for unit in units:
+            partial.release(unit)

@@ -1,0 +1,318 @@
+"""Streamed, resumable, atomic writing of a sharded safetensors checkpoint.
+
+Shards are laid out before the first byte is written, so every tensor has its place and no order of work changes the
+result. All work happens in a hidden sibling of the output folder, with a journal of finished layers; the verified
+result is renamed into place.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.output import OutputJob
+from compressor.surgery import FileRange, OutputTensor, Piece
+
+COPY_BYTES = 64 * 2**20
+SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
+MARKER = "moe-compressor-work.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of the output: its name, header bytes, and each tensor's absolute offset."""
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
+def lay_out(outputs: tuple[OutputTensor, ...], max_shard_bytes: int) -> list[Shard]:
+    """Fill shards in order up to a size; within a shard, wide dtypes come first so that every tensor is aligned."""
+    bins: list[list[OutputTensor]] = [[]]
+    filled = 0
+    for output in outputs:
+        if bins[-1] and filled + output.nbytes > max_shard_bytes:
+            bins.append([])
+            filled = 0
+        bins[-1].append(output)
+        filled += output.nbytes
+    shards = []
+    for number, content in enumerate(bins, start=1):
+        name = "model.safetensors" if len(bins) == 1 else f"model-{number:05d}-of-{len(bins):05d}.safetensors"
+        shards.append(_shard(name, sorted(content, key=_width, reverse=True)))
+    return shards
+
+
+def _width(output: OutputTensor) -> int:
+    from compressor.checkpoint import DTYPE_BITS
+
+    return DTYPE_BITS[output.dtype]
+
+
+def _shard(name: str, content: list[OutputTensor]) -> Shard:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, places = 0, {}
+    for output in content:
+        entries[output.name] = {
+            "dtype": output.dtype,
+            "shape": list(output.shape),
+            "data_offsets": [position, position + output.nbytes],
+        }
+        places[output.name] = position
+        position += output.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    header = len(text).to_bytes(8, "little") + text
+    return Shard(name, header, {key: start + place for key, place in places.items()}, start + position)
+
+
+def index_json(job: OutputJob, shards: list[Shard]) -> bytes:
+    """The index file that tells loaders which shard holds a tensor."""
+    weight_map = {name: shard.name for shard in shards for name in shard.offsets}
+    parameters = sum(output.parameters for output in job.outputs)
+    metadata = {"total_parameters": parameters, "total_size": job.nbytes}
+    return (
+        json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    ).encode()
+
+
+def _copy_range(piece: FileRange, target: int, offset: int) -> None:
+    source = os.open(piece.path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < piece.length:
+            size = min(piece.length - done, COPY_BYTES)
+            done += _copy_some(source, piece.offset + done, target, offset + done, size, piece.path)
+    finally:
+        os.close(source)
+
+
+def _copy_some(source: int, begin: int, target: int, offset: int, size: int, path: Path) -> int:
+    copy_in_kernel = getattr(os, "copy_file_range", None)
+    if copy_in_kernel is not None:
+        try:
+            copied = int(copy_in_kernel(source, target, size, begin, offset))
+            if copied:
+                return copied
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    chunk = os.pread(source, min(size, 8 * 2**20), begin)
+    if not chunk:
+        raise CompressionError(f"{path} ended while it was copied; it was changed or cut off meanwhile")
+    return os.pwrite(target, chunk, offset)
+
+
+def _put(piece: Piece, target: int, offset: int) -> int:
+    if isinstance(piece, FileRange):
+        _copy_range(piece, target, offset)
+        return piece.length
+    view = memoryview(piece)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
+    return len(view)
+
+
+class _Work:
+    """The hidden folder beside the output in which everything is made."""
+
+    def __init__(self, out: Path, digest: str) -> None:
+        self.folder = work_folder(out)
+        self.content = self.folder / "output"
+        self.digest = digest
+        self.finished: set[str] = set()
+
+    def open(self) -> None:
+        marker = self.folder / MARKER
+        if marker.is_file():
+            try:
+                state = json.loads(marker.read_text())
+            except ValueError:
+                state = {}
+            if state.get("digest") == self.digest and state.get("boot") == _boot() and self.content.is_dir():
+                self.finished = set(state["finished"])
+                return
+        shutil.rmtree(self.content, ignore_errors=True)
+        self.content.mkdir(parents=True)
+        self.save()
+
+    def save(self) -> None:
+        marker = self.folder / MARKER
+        fresh = marker.with_suffix(".new")
+        fresh.write_text(json.dumps({"digest": self.digest, "boot": _boot(), "finished": sorted(self.finished)}))
+        os.replace(fresh, marker)
+
+
+def _boot() -> str:
+    """Changes with every start of the machine: a journal that outlived one may be ahead of the disk."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def work_folder(out: Path) -> Path:
+    """The hidden sibling in which `out` is made."""
+    return out.parent / f".{out.name}.moe-compressor"
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint."""
+    replaced = work_folder(out) / "replaced"
+    if replaced.is_dir() and not out.exists():
+        os.replace(replaced, out)  # a run was killed between the two renames of an overwrite
+    if not out.parent.is_dir():
+        raise CompressionError(f"{out.parent} does not exist; create it or name another output folder")
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not overwrite:
+        raise CompressionError(f"{out} exists already; name another folder or pass --overwrite")
+    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
+        raise CompressionError(
+            f"{out} is not a checkpoint folder, so --overwrite will not replace it; name another folder"
+        )
+
+
+def check_space(out: Path, nbytes: int) -> None:
+    """Refuse when the disk cannot hold the output beside what is already there."""
+    reusable = sum(path.stat().st_blocks * 512 for path in work_folder(out).rglob("*") if path.is_file())
+    free = shutil.disk_usage(out.parent).free + reusable
+    if free < nbytes + SPARE_BYTES:
+        raise CompressionError(
+            f"the output needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB free; free some space or write elsewhere"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CompressionError(
+                f"another run is writing this output (it holds {folder}); wait for it or stop it"
+            ) from error
+        yield
+
+
+def write(
+    job: OutputJob, out: Path, overwrite: bool = False, progress: Callable[[str, int], None] = lambda unit, nbytes: None
+) -> None:
+    """Write, verify and rename into place; an interrupted run of the same job goes on where it stopped.
+
+    Raises `CompressionError` and leaves nothing behind when the input is bad, the disk full or the result not good.
+    """
+    check_target(out, overwrite)
+    check_space(out, job.nbytes)
+    work = _Work(out, job.digest)
+    try:
+        with _locked(work.folder):
+            try:
+                _fill(job, work, progress)
+                job.verify(work.content)
+                _publish(work, out)
+            except Exception:  # a fault leaves nothing; a kill leaves the journal and the finished layers
+                shutil.rmtree(work.folder, ignore_errors=True)
+                raise
+        shutil.rmtree(work.folder, ignore_errors=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CompressionError(
+                f"the disk of {out.parent} is full; free some space and run the command again"
+            ) from error
+        raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
+
+
+def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> None:
+    work.open()
+    shards = lay_out(job.outputs, job.max_shard_bytes)
+    place = {name: (shard, offset) for shard in shards for name, offset in shard.offsets.items()}
+    sizes = {output.name: output.nbytes for output in job.outputs}
+    files = {shard.name: _open_shard(work.content / shard.name, shard) for shard in shards}
+    try:
+        for unit in job.units:
+            expected = {output.name for output in job.outputs if output.unit == unit}
+            if unit not in work.finished:
+                for name, content in job.produce(unit):
+                    if name not in expected:
+                        raise CompressionError(
+                            f"tensor {name!r} was made but has no place in the output; please report this model"
+                        )
+                    expected.discard(name)
+                    shard, offset = place[name]
+                    _write_tensor(content, files[shard.name], offset, sizes[name], name)
+                if expected:
+                    raise CompressionError(
+                        f"tensor {min(expected)!r} of the output was not made; please report this model"
+                    )
+                work.finished.add(unit)
+                work.save()
+            progress(unit, sum(output.nbytes for output in job.outputs if output.unit == unit))
+        for file in files.values():
+            os.fsync(file)
+    finally:
+        for file in files.values():
+            os.close(file)
+    if len(shards) > 1:
+        _write_file(work.content / "model.safetensors.index.json", index_json(job, shards))
+    for file_name, source in job.files.items():
+        _write_file(work.content / file_name, source if isinstance(source, bytes) else source.read_bytes())
+
+
+def _open_shard(path: Path, shard: Shard) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if os.fstat(file).st_size != shard.nbytes:
+        os.ftruncate(file, 0)
+        try:
+            os.posix_fallocate(file, 0, shard.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                os.close(file)
+                raise
+            os.ftruncate(file, shard.nbytes)
+    os.pwrite(file, shard.header, 0)
+    return file
+
+
+def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
+    written = 0
+    for piece in content:
+        written += _put(piece, file, offset + written)
+    if written != nbytes:
+        raise CompressionError(
+            f"tensor {name!r} came out with {written} bytes instead of {nbytes}; please report this model"
+        )
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _publish(work: _Work, out: Path) -> None:
+    """Rename the finished folder into place; one that it replaces is deleted only afterwards."""
+    replaced = work.folder / "replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out.exists():
+        os.replace(out, replaced)
+    os.replace(work.content, out)
+    directory = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,63 @@
+"""Data-centric: group experts whose outputs on mixed calibration tokens are alike, then merge them (seed 003, arXiv:2407.09590)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from compressor.errors import CompressionError
+from compressor.grouping import group_experts
+from compressor.merging import merge_groups, merge_needs, routing_blocks
+from compressor.plan import LayerPlan
+from compressor.similarity import linear_cka, mean_output_distances, rbf_cka
+from compressor.statistics import LayerStatistics
+
+NEEDS = frozenset({"mixed_outputs"})
+SIMILARITIES = ("linear-cka", "rbf-cka", "mean-output")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How experts are compared and merged; `mix_tokens` augments the tokens by random mixtures."""
+
+    similarity: str = "linear-cka"
+    mix_tokens: bool = True
+    merge: str = "uniform"
+    merge_routers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.similarity not in SIMILARITIES:
+            raise CompressionError(f"there is no similarity {self.similarity!r}; known are {', '.join(SIMILARITIES)}")
+        merge_needs(self.merge, self.merge_routers)
+
+
+def needs(options: Options) -> frozenset[str]:
+    """Outputs of all experts, on mixtures or on the tokens themselves, and what the merging needs."""
+    outputs = frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
+    return outputs | merge_needs(options.merge, options.merge_routers)
+
+
+def distances(outputs: torch.Tensor, similarity: str) -> torch.Tensor:
+    """Distances of experts by their outputs: [E, S, H] -> [E, E]; 1 - CKA, or between mean outputs.
+
+    An expert layer that no calibration token reached has no outputs; all its experts count as equally far apart.
+    """
+    if outputs.shape[1] == 0:
+        return 1 - torch.eye(len(outputs), dtype=torch.float64)
+    if similarity == "mean-output":
+        return mean_output_distances(outputs)
+    return 1 - (linear_cka if similarity == "linear-cka" else rbf_cka)(outputs)
+
+
+@torch.no_grad()
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Group by equation 5 on the distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
+    options = options or Options()
+    outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
+    table = distances(outputs, options.similarity).clamp(min=0).cpu()
+    grouping = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected)
+    figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
+    return merge_groups(
+        stats, grouping.groups, options.merge, options.merge_routers, decided_by=options.similarity, figures=figures
+    )

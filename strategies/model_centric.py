@@ -1,0 +1,90 @@
+"""Model-centric: group experts whose surrogate weights are close, then merge them (seed 003, section 3.4, arXiv:2407.09590)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from compressor.errors import CompressionError
+from compressor.experts import projections
+from compressor.grouping import group_experts
+from compressor.merging import merge_groups, merge_needs, routing_blocks
+from compressor.plan import LayerPlan
+from compressor.similarity import pairwise_distances
+from compressor.statistics import LayerStatistics, LayerWeights
+
+NEEDS = frozenset({"weights"})
+REPRESENTATIONS = ("surrogate", "vectorized")
+BLOCK_BYTES = 256 * 2**20  # of surrogate rows of all experts held at once
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How experts are compared and merged."""
+
+    representation: str = "surrogate"
+    merge: str = "uniform"
+    merge_routers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.representation not in REPRESENTATIONS:
+            raise CompressionError(
+                f"there is no representation {self.representation!r}; known are {', '.join(REPRESENTATIONS)}"
+            )
+        merge_needs(self.merge, self.merge_routers)
+
+
+def needs(options: Options) -> frozenset[str]:
+    """Weights, and what the merging needs."""
+    return NEEDS | merge_needs(options.merge, options.merge_routers)
+
+
+def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
+    """Frobenius distances [E, E] of the surrogates down (gate * up), [H, I] x [I, H], in blocks of output rows.
+
+    Where experts have no gate, the surrogate is down x up.
+    """
+    views = [projections(weights.experts, expert) for expert in range(count)]
+    hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
+    rows = max(1, min(hidden_out, BLOCK_BYTES // (4 * count * hidden_in)))
+    squared = torch.zeros(count, count, dtype=torch.float64)
+    block = torch.empty(count, rows, hidden_in)
+    for begin in range(0, hidden_out, rows):
+        part = block[:, : min(rows, hidden_out - begin)]
+        for expert, view in enumerate(views):
+            inner = view.up.float() if view.gate is None else view.gate.float() * view.up.float()
+            part[expert] = view.down[begin : begin + rows].float() @ inner
+        squared += pairwise_distances(part.flatten(1)).square().cpu()
+    return squared.sqrt()
+
+
+def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
+    """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end."""
+    experts = weights.experts
+    fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj)
+    squared = [pairwise_distances(tensor.detach().flatten(1)).square().cpu() for tensor in fused]
+    return (squared[0] + squared[1]).sqrt()
+
+
+@torch.no_grad()
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Group by equation 5 on the distances of the experts' weights, merge by equation 6; protected experts stay alone."""
+    options = options or Options()
+    distances = surrogate_distances if options.representation == "surrogate" else vectorized_distances
+    grouping = group_experts(
+        distances(stats.weights, stats.layer.experts),
+        keep,
+        seed=stats.seed,
+        blocks=routing_blocks(stats),
+        alone=protected,
+    )
+    figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
+    return merge_groups(
+        stats,
+        grouping.groups,
+        options.merge,
+        options.merge_routers,
+        decided_by=f"{options.representation} weights",
+        figures=figures,
+    )

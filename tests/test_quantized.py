@@ -1,0 +1,216 @@
+"""Quantised checkpoints give, whole or one layer at a time, the weights that our own formulas give.
+
+Where stock transformers reads one wrongly, the test says so: once it fails, drop the correction it is about.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    PreTrainedConfig,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.quantization_config import Mxfp4Config
+
+from compressor.errors import CompressionError
+from compressor.quantized import dequantizer, refuse_faults, refuse_unread_scales
+from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+
+Save = Callable[[Path], None]
+
+HALF_A_BLOCK = {"qk_rope_head_dim": 8}  # 40 rows under 3 scales of 16 rows, as DeepSeek's 576 under 5 of 128
+HALF_A_BLOCK_EVEN = HALF_A_BLOCK | {"kv_lora_rank": 16}  # 24 rows under 2 scales, which 2 divides
+
+READ_BY_STOCK: dict[str, tuple[Save, type]] = {
+    "fp8-qwen3_moe": (save_fp8, FineGrainedFP8Config),
+    "fp8-deepseek_v3": (lambda folder: save_fp8(folder, "deepseek_v3"), FineGrainedFP8Config),
+    "fp8-minimax_m2": (lambda folder: save_fp8(folder, "minimax_m2"), FineGrainedFP8Config),
+    "mxfp4-gpt_oss": (save_mxfp4, Mxfp4Config),
+    "float-qwen3_moe": (
+        lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"),
+        CompressedTensorsConfig,
+    ),
+    "packed-qwen3_moe": (save_compressed_tensors, CompressedTensorsConfig),
+    "packed-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral"), CompressedTensorsConfig),
+}
+REFUSED_BY_STOCK: dict[str, tuple[Save, type]] = {
+    "fp8-ragged": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK), FineGrainedFP8Config),
+    "int8-qwen3_moe": (
+        lambda folder: save_compressed_tensors(folder, "qwen3_moe", "int-quantized"),
+        CompressedTensorsConfig,
+    ),
+    "naive-int8-mixtral": (
+        lambda folder: save_compressed_tensors(folder, "mixtral", "naive-quantized"),
+        CompressedTensorsConfig,
+    ),
+    "packed-asymmetric": (
+        lambda folder: save_compressed_tensors(folder, symmetric=False),
+        CompressedTensorsConfig,
+    ),
+}
+SILENTLY_WRONG: dict[str, tuple[Save, type]] = {
+    "fp8-ragged-even": (
+        lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN),
+        FineGrainedFP8Config,
+    ),
+}
+ALL = READ_BY_STOCK | REFUSED_BY_STOCK | SILENTLY_WRONG
+
+
+def save(folder: Path, case: str) -> type:
+    """Write the case's checkpoint; gives its config class."""
+    pytest.importorskip("accelerate")  # stock transformers wants it for FP8
+    pytest.importorskip("compressed_tensors")
+    write, config_class = ALL[case]
+    write(folder)
+    return config_class
+
+
+def stock(folder: Path, config_class: type) -> Any:
+    config = config_class(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+
+
+def configured(**quantization: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model("qwen3_moe", quantization_config=quantization)
+
+
+def load_layer(folder: Path, layer: int, dtype: torch.dtype) -> Any:
+    """A meta model of which one decoder layer is loaded, from lazy slices."""
+    config = AutoConfig.from_pretrained(folder)
+    quantizer = dequantizer(config)
+    assert quantizer is not None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
+    parameters = model.state_dict()
+    targets: dict[str, str | None] = {}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (the file is no dict)
+            target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+            targets[name] = target if target in parameters else None
+        refuse_unread_scales(quantizer, targets)
+        start = f"model.layers.{layer}."
+        slices = {
+            n: file.get_slice(n) for n, target in targets.items() if target and target.startswith(start)
+        }
+        plan, transforms = model._get_dtype_plan(dtype), cast("list[Any]", mapping)
+        load = LoadStateDictConfig(
+            hf_quantizer=quantizer, dtype=dtype, dtype_plan=plan, weight_mapping=transforms
+        )
+        report, _ = convert_and_load_state_dict_in_model(model, slices, load)
+    refuse_faults(report)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("case", READ_BY_STOCK)
+def test_stock_loader_gives_the_hand_dequantised_model(tmp_path: Path, case: str) -> None:
+    loaded = stock(tmp_path, save(tmp_path, case)).eval()
+    plain = plain_model(tmp_path, torch.bfloat16)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(plain(tokens).logits, loaded(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ALL)
+def test_one_layer_alone_has_the_hand_dequantised_weights(
+    tmp_path: Path, case: str, dtype: torch.dtype
+) -> None:
+    save(tmp_path, case)
+    layer = load_layer(tmp_path, 1, dtype)
+    plain = plain_model(tmp_path, dtype).state_dict()
+    for name, tensor in layer.state_dict().items():
+        assert tensor.is_meta == (not name.startswith("model.layers.1.")), name
+        if not tensor.is_meta:
+            assert tensor.dtype == plain[name].dtype, name
+            assert torch.equal(tensor, plain[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("case", REFUSED_BY_STOCK)
+def test_stock_loader_still_refuses(tmp_path: Path, case: str) -> None:
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        stock(tmp_path, save(tmp_path, case))
+
+
+def test_stock_loader_still_stretches_a_block_that_is_half_full(tmp_path: Path) -> None:
+    loaded = stock(tmp_path, save(tmp_path, "fp8-ragged-even"))
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    assert not torch.equal(
+        loaded.state_dict()[name], plain_model(tmp_path, torch.bfloat16).state_dict()[name]
+    )
+
+
+def test_plain_checkpoint_has_no_quantiser() -> None:
+    assert dequantizer(AutoConfig.for_model("qwen3_moe")) is None
+
+
+def test_config_is_left_as_it_is(tmp_path: Path) -> None:
+    save(tmp_path, "packed-qwen3_moe")
+    config = AutoConfig.from_pretrained(tmp_path)
+    before = json.dumps(config.to_dict(), default=str)
+    dequantizer(config)
+    assert json.dumps(config.to_dict(), default=str) == before
+
+
+def test_unreadable_method_is_refused() -> None:
+    with pytest.raises(CompressionError, match="can't dequantise 'gptq'"):
+        dequantizer(configured(quant_method="gptq", bits=4))
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_compressed_tensors(tmp_path)
+    monkeypatch.setattr(
+        "transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False
+    )
+    with pytest.raises(CompressionError, match="pip install compressed-tensors"):
+        dequantizer(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_a_transform_is_refused() -> None:
+    config = configured(quant_method="compressed-tensors", transform_config={"config_groups": {"R3": {}}})
+    with pytest.raises(CompressionError, match="transform_config"):
+        dequantizer(config)
+
+
+def test_a_scale_that_would_not_be_read_is_refused() -> None:
+    quantizer = dequantizer(configured(quant_method="fp8"))
+    assert quantizer is not None
+    weight = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(CompressionError, match="gate_up_proj_scale_inv: transformers would load"):
+        refuse_unread_scales(quantizer, {weight: weight, f"{weight}_scale_inv": None})
+    refuse_unread_scales(quantizer, {"model.layers.61.eh_proj.weight": None})
+
+
+def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "packed-qwen3_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.7.down_proj.weight_scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CompressionError, match=r"layers\.1\.mlp\.experts\.down_proj .*for some of the experts only"
+    ):
+        load_layer(tmp_path, 1, torch.float32)
