@@ -77,6 +77,10 @@ class Request:
     device: str = "auto"
     dtype: str = "auto"
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
+
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> "Inspection":
     """What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
@@ -114,9 +118,13 @@ def _plan(model: "OpenModel", request: Request, progress: Progress) -> Compressi
     calibration = None
     if needs_data(strategy.needs):
         calibration = calibrate(
-            request.calibration or DEFAULT_SOURCE, load_tokenizer(model.source.folder), samples=request.samples,
-            length=request.sequence_length, seed=request.seed, vocab=model.vocabulary,
-        )  # fmt: skip
+            DEFAULT_SOURCE if request.calibration is None else request.calibration,
+            load_tokenizer(model.source.folder),
+            samples=request.samples,
+            length=request.sequence_length,
+            seed=request.seed,
+            vocab=model.vocabulary,
+        )
     return make_plan(model, strategy, experts, request.options, calibration, progress, request.seed)
 
 
@@ -159,12 +167,19 @@ def compress(
     wanted, target, clock = Request(**request), Path(out), _Clock()
     with PeakMemory() as peak:
         with clock.phase("open"):
-            opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
+            source = locate(model, revision)
+            opened = open_model(source, wanted.dtype, wanted.device)
             experts, _ = _prepare(opened, wanted)
             _check_target(opened, target, overwrite, experts)
-        with clock.phase("plan"):
-            made = _resumed_plan(opened, wanted, target, progress or Silent())
-        return _apply(opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes)
+        try:
+            with clock.phase("plan"):
+                made = _resumed_plan(opened, wanted, target, progress or Silent())
+                if wanted.dtype != "auto":  # the computing dtype was for planning; `apply` does not know it
+                    opened = open_model(source, device=wanted.device)
+            return _apply(opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes)
+        except Exception:
+            _exporter().discard(target)
+            raise
 
 
 def _exporter() -> Any:
@@ -178,8 +193,11 @@ def _check_target(model: "OpenModel", out: Path, overwrite: bool, experts: int) 
     from compressor.inspection import stored_bytes_with
 
     exporter = _exporter()
-    if out.resolve() == model.source.folder or model.source.folder in out.resolve().parents:
+    place, source = out.resolve(), model.source.folder
+    if place == source or source in place.parents:
         raise CompressionError(f"{out} lies in the source checkpoint itself; name another output folder")
+    if place in source.parents and (overwrite or not place.is_dir()):
+        raise CompressionError(f"{out} holds the source checkpoint, which it would replace; name another output folder")
     exporter.check_target(out, overwrite)
     exporter.check_space(out, stored_bytes_with(model.checkpoint.tensors, model.layout, model.architecture, experts))
 
@@ -190,9 +208,20 @@ def _request_digest(model: "OpenModel", request: Request) -> str:
     path = Path(request.calibration) if request.calibration else None
     data = hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else request.calibration
     facts = [
-        model.fingerprint, request.experts, request.ratio, request.strategy, sorted(request.options.items()), data,
-        request.samples, request.sequence_length, request.seed, str(model.partial.device), str(model.partial.dtype), versions(),
-    ]  # fmt: skip
+        model.fingerprint,
+        model.checkpoint.stamp(),
+        request.experts,
+        request.ratio,
+        request.strategy,
+        sorted(request.options.items()),
+        data,
+        request.samples,
+        request.sequence_length,
+        request.seed,
+        str(model.partial.device),
+        str(model.partial.dtype),
+        versions(),
+    ]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
@@ -238,7 +267,15 @@ def _apply(
         sum(t.nbytes for t in model.checkpoint.tensors.values()),
     )
     return Summary(
-        out=str(out), strategy=plan.strategy, experts_before=model.architecture.experts, experts_after=plan.experts,
-        before=before, after=Size(sum(output.parameters for output in job.outputs), job.nbytes), seconds=dict(clock.seconds),
-        peak_memory=peak.anonymous, left_out=model.layout.left_out, zeroed_fields=tuple(zeroed), plan=plan,
-    )  # fmt: skip
+        out=str(out),
+        strategy=plan.strategy,
+        experts_before=model.architecture.experts,
+        experts_after=plan.experts,
+        before=before,
+        after=Size(sum(output.parameters for output in job.outputs), job.nbytes),
+        seconds=dict(clock.seconds),
+        peak_memory=peak.anonymous,
+        left_out=model.layout.left_out,
+        zeroed_fields=tuple(zeroed),
+        plan=plan,
+    )

@@ -1,4 +1,4 @@
-"""What a model is made of, asked of the stock transformers model built on the meta device: no tables of module names."""
+"""What a model is made of, asked of the stock transformers model built on meta: no tables of module names."""
 
 import copy
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -86,9 +86,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
+    except Exception as error:  # config classes raise what they like
+        raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason_of(error)}") from error
 
 
 def model_class(config: Any) -> type[Any]:
@@ -100,15 +99,27 @@ def model_class(config: Any) -> type[Any]:
         if isinstance(found, type):
             return found
     automatic = (
-        transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModelForTokenClassification,
-    )  # fmt: skip
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForTokenClassification,
+    )
     for mapping in automatic:
         found = mapping._model_mapping.get(type(config), None)
         if isinstance(found, type):
             return found
     raise CompressionError(
-        f"transformers has no language model for model type {config.model_type!r}; only stock architectures are supported"
+        f"transformers has no language model for model type {config.model_type!r}; only stock architectures "
+        "are supported"
     )
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
+    """A copy of the config that asks for `dtype`, for classes that build their inner model by its config's own."""
+    copied = copy.deepcopy(config)
+    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
+        if node is not None:
+            node.dtype = dtype
+    return copied
 
 
 def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -119,13 +130,12 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
-            model = stock_class(copy.deepcopy(config))
+            model = stock_class(_with_dtype(config, wanted))
     except CompressionError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CompressionError(
-            f"transformers cannot build {stock_class.__name__} from this config: {reason}"
+            f"transformers cannot build {stock_class.__name__} from this config: {reason_of(error)}"
         ) from error
     return model.eval()
 
@@ -274,7 +284,8 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     stock = type(model).__name__
     if not found:
         raise CompressionError(
-            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is a dense model, "
+            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is "
+            "a dense model, "
             "or an MoE architecture of another interface, which is not supported"
         )
     count_field = find_count_field(config, model)
@@ -298,12 +309,20 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
         layers.append(
             MoeLayer(
-                name=name, block=block_name, router=f"{prefix}{router_child}", unit=unit, index=int(unit.rsplit(".", 1)[-1]),
-                experts=count, top_k=top_k, routing_groups=groups, chosen_groups=chosen,
-                experts_per_group=fewest, tensors=tuple(own.values()),
+                name=name,
+                block=block_name,
+                router=f"{prefix}{router_child}",
+                unit=unit,
+                index=int(unit.rsplit(".", 1)[-1]),
+                experts=count,
+                top_k=top_k,
+                routing_groups=groups,
+                chosen_groups=chosen,
+                experts_per_group=fewest,
+                tensors=tuple(own.values()),
                 tables=_value_tables(router, f"{prefix}{router_child}.", top_k),
             )
-        )  # fmt: skip
+        )
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     stray = sorted(key for key in tensors if key not in covered and key not in tied)
     if stray:

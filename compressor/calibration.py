@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,19 @@ def _document(entry: Any, tokenizer: Any, where: str) -> str:
             raise CompressionError(
                 f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
             )
-        return str(tokenizer.apply_chat_template(entry["messages"], tokenize=False))
+        try:
+            return str(tokenizer.apply_chat_template(entry["messages"], tokenize=False))
+        except Exception as error:  # a template raises what it likes
+            raise CompressionError(
+                f"{where}: the chat template cannot take these messages ({reason_of(error)}); mend or remove them"
+            ) from error
     raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
 
 
 def _file_documents(path: Path, tokenizer: Any) -> list[str]:
     """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CompressionError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
@@ -60,11 +65,11 @@ def _file_documents(path: Path, tokenizer: Any) -> list[str]:
     if path.suffix not in (".jsonl", ".json"):
         return [part.strip("\n") + "\n" for part in content.split("\n\n") if part.strip()]
     documents = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):  # not splitlines: JSON text may hold U+2028
         if line.strip():
             try:
                 entry = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CompressionError(
                     f"{path}, line {number} is not valid JSON ({error}); mend or remove it"
                 ) from error
@@ -102,7 +107,11 @@ def _documents(source: str, seed: int, tokenizer: Any) -> Iterable[str]:
         found = [text for text, _ in load_documents("calibration")]
     elif path.is_file():
         found = _file_documents(path, tokenizer)
-    elif path.is_dir() or path.suffix in (".txt", ".jsonl", ".json"):
+    elif path.is_dir():
+        raise CompressionError(
+            f"calibration {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
+        )
+    elif path.suffix in (".txt", ".jsonl", ".json"):
         raise CompressionError(
             f"calibration file {source} does not exist; name a text or JSONL file, a data set id, or 'demo'"
         )
@@ -174,9 +183,13 @@ def calibrate(
         logger.warning("calibration data %s fills %d of %d tokens asked for", source, used, samples * length)
     digest = hashlib.sha256(torch.cat([batch.reshape(-1) for batch in batches]).numpy().tobytes()).hexdigest()
     identity = {
-        "source": source, "samples": sum(len(batch) for batch in batches), "sequence_length": batches[0].shape[1],
-        "tokens": used, "seed": seed, "sha256": digest,
-    }  # fmt: skip
+        "source": source,
+        "samples": sum(len(batch) for batch in batches),
+        "sequence_length": batches[0].shape[1],
+        "tokens": used,
+        "seed": seed,
+        "sha256": digest,
+    }
     return Calibration(batches, identity)
 
 

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import mmap
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from compressor.errors import CompressionError
 
@@ -16,18 +17,52 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
-}  # fmt: skip
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "U16": 16,
+    "I16": 16,
+    "U32": 32,
+    "I32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F16": 16,
+    "BF16": 16,
+    "F32": 32,
+    "F64": 64,
+    "C64": 64,
+}
 TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -65,22 +100,47 @@ def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str
         if name == "__metadata__":
             continue
         try:
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-            info = TensorInfo(
-                name, file, str(entry["dtype"]), tuple(entry["shape"]), data_start + begin, data_start + end
-            )
-            sound = begin >= 0 and info.nbytes == tensor_bytes(info.dtype, info.shape)
+            begin, end = (_natural(offset) for offset in entry["data_offsets"])
+            shape = tuple(_natural(size) for size in entry["shape"])
+            info = TensorInfo(name, file, str(entry["dtype"]), shape, data_start + begin, data_start + end)
+            if info.dtype not in DTYPE_BITS:
+                raise CompressionError(
+                    f"{file}: tensor {name!r} has dtype {info.dtype!r}, which the safetensors format does not know; "
+                    "download the file again"
+                )
+            sound = info.nbytes == tensor_bytes(info.dtype, info.shape)
         except (KeyError, TypeError, ValueError) as error:
             raise CompressionError(
                 f"{file}: the header entry of tensor {name!r} cannot be read; download the file again"
             ) from error
         if not sound:
             raise CompressionError(
-                f"{file}: tensor {name!r} claims {info.nbytes} bytes, its dtype {info.dtype} and shape {list(info.shape)} "
+                f"{file}: tensor {name!r} claims {info.nbytes} bytes, its dtype {info.dtype} and shape "
+                f"{list(info.shape)} "
                 "need another number; download the file again"
             )
         tensors[name] = info
     return tensors
+
+
+def _natural(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _check_order(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    """Tensors must fill the file without gaps or overlaps, as the format asks; stock loaders refuse other files."""
+    end = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
+        if info.begin != end:
+            raise CompressionError(
+                f"{path}: tensor {info.name!r} begins at byte {info.begin} instead of {end}, so tensors overlap or "
+                "leave a gap; download the file again"
+            )
+        end = info.end
+    if end != size:
+        raise CompressionError(f"{path} has {size - end} bytes after its last tensor; download the file again")
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -95,7 +155,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             )
         try:
             raw = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CompressionError(
                 f"{path} is not a safetensors file: its header is no JSON; download it again"
             ) from error
@@ -107,13 +167,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CompressionError(
             f"{path} is truncated: its header promises {promised} bytes, it has {size}; download it again"
         )
+    _check_order(path, tensors, 8 + length, size)
     return tensors
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CompressionError(f"{path} is not valid JSON ({error}); restore the file from its source") from error
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a JSON object; restore the file from its source")
@@ -152,7 +213,8 @@ def _locate_tensors(folder: Path) -> dict[str, TensorInfo]:
         return read_header(folder / SINGLE_NAME)
     if any(True for pattern in PICKLE_PATTERNS for _ in folder.glob(pattern)):
         raise CompressionError(
-            f"{folder} holds its weights only as pickle files, which can run code when opened; convert them to safetensors first"
+            f"{folder} holds its weights only as pickle files, which can run code when opened; convert them to "
+            "safetensors first"
         )
     stray = sorted(path.name for path in folder.glob("*.safetensors"))
     if stray:
@@ -177,7 +239,6 @@ class Checkpoint:
         self.folder = folder
         self.raw_config = _read_json(folder / "config.json")
         self.tensors: dict[str, TensorInfo] = _locate_tensors(folder)
-        self._handles: dict[str, Any] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -189,21 +250,46 @@ class Checkpoint:
         """The file that holds a tensor."""
         return self.folder / self.tensors[name].file
 
-    def slice(self, name: str) -> Any:
-        """A lazy safetensors slice of one tensor; indexing it reads (maps) only what is asked for."""
-        file = self.tensors[name].file
-        if file not in self._handles:
-            self._handles[file] = safe_open(str(self.folder / file), framework="pt", device="cpu")
-        return self._handles[file].get_slice(name)
+    def stamp(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of change of each weight file; an interrupted run goes on only if they are the same."""
+        files = sorted({info.file for info in self.tensors.values()})
+        return [(file, (stat := (self.folder / file).stat()).st_size, stat.st_mtime_ns) for file in files]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as a view of its mapped file; do not write to it."""
-        tensor: torch.Tensor = self.slice(name)[...]
-        return tensor
+        """One tensor as a read-only view of its mapped file."""
+        return self.read_all([name])[name]
 
-    def close(self) -> None:
-        """Drop the mapped files, so that their pages no longer count as this process's."""
-        self._handles.clear()
+    def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors as read-only views of their files; neighbours share a mapping, which ends with its last tensor.
+
+        Only the bytes asked for are mapped, so neither memory nor address space need hold more than these tensors.
+        """
+        infos = sorted((self.tensors[name] for name in names), key=lambda info: (info.file, info.begin))
+        found: dict[str, torch.Tensor] = {}
+        extent: list[TensorInfo] = []
+        for info in infos:
+            if extent and (info.file != extent[-1].file or info.begin > extent[-1].end + GAP_BYTES):
+                found.update(self._map(extent))
+                extent = []
+            extent.append(info)
+        return found | (self._map(extent) if extent else {})
+
+    def _map(self, extent: list[TensorInfo]) -> dict[str, torch.Tensor]:
+        start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        end = max(info.end for info in extent)
+        with (self.folder / extent[0].file).open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_READ, offset=start)
+        return {info.name: _view(mapped, info, start) for info in extent}
+
+
+def _view(mapped: mmap.mmap, info: TensorInfo, start: int) -> torch.Tensor:
+    dtype = TORCH_DTYPES.get(info.dtype, torch.uint8)
+    if info.nbytes == 0:
+        return torch.empty(info.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the view cannot be written to, and nobody does
+        flat = torch.frombuffer(mapped, dtype=dtype, count=info.nbytes // dtype.itemsize, offset=info.begin - start)
+    return flat.view(info.shape) if info.dtype in TORCH_DTYPES else flat
 
 
 def contains_nan(tensor: torch.Tensor) -> bool:

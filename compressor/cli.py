@@ -1,4 +1,4 @@
-"""The command line: `moe-compress inspect | plan | apply | compress | demo`. Errors are one sentence and exit status 2."""
+"""The command line `moe-compress`. Errors are one sentence and exit status 2."""
 
 import json
 import logging
@@ -6,16 +6,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
 from compressor.errors import CompressionError
+from compressor.memory import give_memory_back
 
 app = typer.Typer(
-    name="moe-compress", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="moe-compress",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="Make Mixture-of-Experts checkpoints smaller; the output loads with stock transformers.",
-)  # fmt: skip
+)
+
+USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
+INTERRUPTED = 130
 
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
@@ -49,14 +56,35 @@ Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
 def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    give_memory_back()
     try:
-        app(standalone_mode=True)
+        status = app(prog_name="moe-compress", standalone_mode=False)
     except CompressionError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
+        _fail(str(error))
+    except USAGE_ERROR as error:
+        _fail(_usage(error))
+    except OSError as error:  # a name too long, a folder without permission ...
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"{place}{error.strerror or error}")
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    if status == INTERRUPTED:  # which typer too may have made of the key
         print("Interrupted; run the same command again to go on.", file=sys.stderr)
-        raise SystemExit(130) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"Error: {' '.join(message.splitlines())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _usage(error: Any) -> str:
+    """A fault in the arguments as one sentence; no arguments at all is a call for help, which has been shown."""
+    message = str(error.format_message()).strip().rstrip(".")
+    context = getattr(error, "ctx", None)
+    if not message:
+        raise SystemExit(2)
+    return message + (f"; see {context.command_path} --help" if context is not None else "")
 
 
 def _settings(
@@ -88,6 +116,14 @@ def _settings(
             raise CompressionError(f"--option {option!r} should be name=value")
         given[name.replace("-", "_")] = _parsed(text)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and str(content.get("format", "")).startswith("moe-compressor-plan/")
 
 
 def _parsed(text: str) -> Any:
@@ -149,18 +185,33 @@ def plan(
 
     if output.exists() and not overwrite:
         raise CompressionError(f"{output} exists already; name another file or pass --overwrite")
+    if output.exists() and not _is_plan(output):
+        raise CompressionError(f"{output} is not a plan, so --overwrite will not replace it; name another file")
     if not output.parent.is_dir():
         raise CompressionError(f"{output.parent} does not exist; create it or name another file")
-    chosen = strategy or api.DEFAULT_STRATEGY
+    chosen = api.DEFAULT_STRATEGY if strategy is None else strategy
     with _progress(as_json) as progress:
         made = api.plan(
-            model, revision=revision, progress=progress, experts=experts, ratio=ratio, strategy=chosen,
-            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option), calibration=calibration,
-            samples=samples, sequence_length=sequence_length, seed=seed, device=device, dtype=dtype,
-        )  # fmt: skip
+            model,
+            revision=revision,
+            progress=progress,
+            experts=experts,
+            ratio=ratio,
+            strategy=chosen,
+            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option),
+            calibration=calibration,
+            samples=samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
     fresh = output.with_name(f".{output.name}.new")
-    fresh.write_text(made.to_json(), encoding="utf-8")
-    fresh.replace(output)
+    try:
+        fresh.write_text(made.to_json(), encoding="utf-8")
+        fresh.replace(output)
+    finally:
+        fresh.unlink(missing_ok=True)
     rendering.show_plan(made, output, as_json)
 
 
@@ -205,13 +256,25 @@ def compress(
     """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
     from compressor import api, rendering
 
-    chosen = strategy or api.DEFAULT_STRATEGY
+    chosen = api.DEFAULT_STRATEGY if strategy is None else strategy
     with _progress(as_json) as progress:
         summary = api.compress(
-            model, output, revision=revision, overwrite=overwrite, progress=progress, experts=experts, ratio=ratio, strategy=chosen,
-            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option), calibration=calibration,
-            samples=samples, sequence_length=sequence_length, seed=seed, device=device, dtype=dtype,
-        )  # fmt: skip
+            model,
+            output,
+            revision=revision,
+            overwrite=overwrite,
+            progress=progress,
+            experts=experts,
+            ratio=ratio,
+            strategy=chosen,
+            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option),
+            calibration=calibration,
+            samples=samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
     rendering.show_summary(summary, as_json)
 
 

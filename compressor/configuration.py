@@ -6,9 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compressor.architecture import Architecture, get_field
+from compressor.errors import CompressionError
 from compressor.layout import Layout, expert_prefixes
 from compressor.plan import CompressionPlan
 
+PATTERNS = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
+PART_OF_NAME = re.compile(r"experts?\.\d+")
+LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
 EXTRA_HEAD = re.compile(r"(?=.*(mtp|nextn))(?=.*(num|layers))")  # fields that announce a multi-token-prediction head
 
 
@@ -25,10 +29,24 @@ def _set_count(raw: dict[str, Any], architecture: Architecture, count: int) -> N
     for parent in parents:
         node = node.setdefault(parent, {})
     owner = get_field(architecture.config, ".".join(parents)) if parents else architecture.config
-    present = [alias for alias in _aliases(owner, name) if alias in node]
-    for alias in present or [name]:
+    names, before = _aliases(owner, name), architecture.experts
+    for alias in sorted(names & set(node)) or [name]:
         value = node.get(alias)
-        node[alias] = [count] * len(value) if isinstance(value, list) else count
+        node[alias] = [count if item == before else item for item in value] if isinstance(value, list) else count
+    for key, value in node.items():
+        if isinstance(value, dict) and not hasattr(getattr(owner, key, None), "model_type"):
+            _set_repeats(value, names, before, count)
+
+
+def _set_repeats(node: dict[str, Any], names: set[str], before: int, count: int) -> None:
+    """Update fields of the same name in tables that no stock config reads, such as a sparsity recipe's."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            _set_repeats(value, names, before, count)
+        elif key in names and isinstance(value, list):
+            node[key] = [count if item == before else item for item in value]
+        elif key in names and value == before:
+            node[key] = count
 
 
 def _walk(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
@@ -69,13 +87,45 @@ def _expert_renames(architecture: Architecture, layout: Layout, plan: Compressio
     return renames
 
 
+def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
+    """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
+    prefix, _, body = pattern.rpartition(":") if pattern.startswith(PATTERNS) else ("", "", pattern)
+    if prefix:
+        try:
+            matches = re.compile(body).match
+        except re.error as error:
+            raise CompressionError(f"config.json: {pattern!r} in quantization_config is no regex: {error}") from error
+        samples = ("", ".", *(f".{leaf}" for leaf in LEAVES))
+        return any(
+            bool(matches(old + end)) != bool(matches(new + end))
+            for old, new in renames.items()
+            for end in samples
+            if new is not None
+        )
+    named = PART_OF_NAME.search(pattern)
+    return named is not None and any(
+        new != old and re.search(rf"\b{re.escape(named.group())}$", old) for old, new in renames.items()
+    )
+
+
+def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
+    changed = _renumbered(text, renames)
+    if changed == text and text not in renames and _tells_experts_apart(text, renames):
+        raise CompressionError(
+            f"config.json: {text!r} in quantization_config speaks of single experts, which get other numbers; "
+            "write it with full module names"
+        )
+    return changed
+
+
 def _renumber_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
     if isinstance(node, dict):
-        return {key: _renumber_quantization(value, renames) for key, value in node.items()}
+        named = {key: _renumber_text(key, renames) for key in node}
+        return {new: _renumber_quantization(node[key], renames) for key, new in named.items() if new is not None}
     if isinstance(node, list):
         items = [_renumber_quantization(item, renames) for item in node]
         return [item for item in items if item is not None]
-    return _renumbered(node, renames) if isinstance(node, str) else node
+    return _renumber_text(node, renames) if isinstance(node, str) else node
 
 
 def output_config(

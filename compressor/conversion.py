@@ -12,6 +12,7 @@ import torch
 from compressor.architecture import Architecture, build_meta
 from compressor.loading import PartialModel, quiet_transformers
 from compressor.plan import CompressionPlan
+from compressor.quantized import wanted_dtype
 from compressor.surgery import OutputTensor, mix_rows, remap_table, tensor_output
 
 
@@ -35,7 +36,7 @@ def _keys_of(partial: PartialModel, unit: str, units: tuple[str, ...]) -> list[s
 def converted_outputs(partial: PartialModel, architecture: Architecture, plan: CompressionPlan) -> list[OutputTensor]:
     """Every tensor of the output, named and shaped as stock `save_pretrained` would write the smaller model."""
     small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
-    state = small.state_dict()
+    state = {key: value.to(wanted_dtype(small, key)) for key, value in small.state_dict().items()}
     outputs = []
     for unit in ("", *architecture.units):
         keys = [key for key in _keys_of(partial, unit, architecture.units) if key in state]
@@ -47,7 +48,7 @@ def converted_outputs(partial: PartialModel, architecture: Architecture, plan: C
 def convert_unit(
     partial: PartialModel, architecture: Architecture, plan: CompressionPlan, small: Any, unit: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors under their stored names."""
+    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored."""
     keys = _keys_of(partial, unit, architecture.units)
     partial.load(keys)
     state = partial.model.state_dict()

@@ -3,3 +3,9 @@
 
 class CompressionError(Exception):
     """A fault a user can mend, told in one sentence."""
+
+
+def reason_of(error: BaseException, most: int = 300) -> str:
+    """What another library's exception says, on one line and not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]} ..."

@@ -118,7 +118,7 @@ class _HeaderCheckpoint(Checkpoint):
     """A checkpoint of which only headers are at hand."""
 
     def __init__(self, folder: Path, raw_config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
-        self.folder, self.raw_config, self.tensors, self._handles = folder, raw_config, tensors, {}
+        self.folder, self.raw_config, self.tensors = folder, raw_config, tensors
 
 
 def inspect_model(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
@@ -185,12 +185,24 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
     config_quantization = checkpoint.raw_config.get("quantization_config") or {}
     largest = max(layers.values(), default=0)
     return Inspection(
-        model=model, revision=revision, family=architecture.family, model_class=architecture.model_class,
-        moe_layers=len({layer.unit for layer in architecture.layers}), layers=len(architecture.units),
-        experts=architecture.experts, top_k=first.top_k, routing=_routing(first, stock.get_submodule(first.router)),
+        model=model,
+        revision=revision,
+        family=architecture.family,
+        model_class=architecture.model_class,
+        moe_layers=len({layer.unit for layer in architecture.layers}),
+        layers=len(architecture.units),
+        experts=architecture.experts,
+        top_k=first.top_k,
+        routing=_routing(first, stock.get_submodule(first.router)),
         quantization=str(config_quantization.get("quant_method")) if config_quantization else None,
-        parameters=sum(info.parameters for info in tensors.values()), bytes=total,
-        parts=tuple(Part(name, *totals[name]) for name in PARTS if totals[name][0]), outcomes=tuple(outcomes),
-        largest_layer_bytes=largest, peak_memory=2 * largest, bytes_read=total + written, bytes_written=written,
-        left_out=layout.left_out, module_of_layers=tuple(layer.name for layer in architecture.layers),
-    )  # fmt: skip
+        parameters=sum(info.parameters for info in tensors.values()),
+        bytes=total,
+        parts=tuple(Part(name, *totals[name]) for name in PARTS if totals[name][0]),
+        outcomes=tuple(outcomes),
+        largest_layer_bytes=largest,
+        peak_memory=2 * largest,
+        bytes_read=total + written,
+        bytes_written=written,
+        left_out=layout.left_out,
+        module_of_layers=tuple(layer.name for layer in architecture.layers),
+    )

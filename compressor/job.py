@@ -7,11 +7,14 @@ from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
-from compressor.architecture import build_meta
+import torch
+
+from compressor.architecture import Architecture, build_meta
 from compressor.checkpoint import refuse_nan
 from compressor.configuration import output_config
 from compressor.conversion import convert_unit, converted_outputs
-from compressor.model import OpenModel
+from compressor.loading import PartialModel
+from compressor.model import OpenModel, pick_dtype
 from compressor.output import MAX_SHARD_BYTES, OutputJob
 from compressor.plan import CompressionPlan, readable_json
 from compressor.planning import versions
@@ -74,10 +77,17 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
     return record.encode()
 
 
+def _writing_model(model: OpenModel) -> PartialModel:
+    """The partial model in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with."""
+    partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
+    same = partial.dtype == dtype and partial.device == device
+    return partial if same else PartialModel(model.checkpoint, model.config, dtype, device)
+
+
 def _through_model(
-    model: OpenModel, plan: CompressionPlan, small: Any, unit: str
+    partial: PartialModel, architecture: Architecture, plan: CompressionPlan, small: Any, unit: str
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
-    for name, tensor in convert_unit(model.partial, model.architecture, plan, small, unit):
+    for name, tensor in convert_unit(partial, architecture, plan, small, unit):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])
 
@@ -87,7 +97,6 @@ def _stored(
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
     for output in by_unit.get(unit, ()):
         yield output.name, pieces(model.checkpoint, output)
-    model.checkpoint.close()  # the finished layer's pages need not stay mapped
 
 
 def make_job(
@@ -96,17 +105,19 @@ def make_job(
     """The job, and the config fields that were set to zero because their tensors are left out."""
     architecture, layout = model.architecture, model.layout
     through_model = not layout.regular or (layout.quantized and not plan.is_drop)
+    dequantized: str | None = None
     if through_model:
-        outputs = converted_outputs(model.partial, architecture, plan)
-        small = build_meta(architecture.with_experts(plan.experts), model.partial.dtype)
-        produce: Any = bind(_through_model, model, plan, small)
+        partial = _writing_model(model)
+        outputs = converted_outputs(partial, architecture, plan)
+        small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
+        produce: Any = bind(_through_model, partial, architecture, plan, small)
+        dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
         by_unit: dict[str, list[OutputTensor]] = {}
         for output in outputs:
             by_unit.setdefault(output.unit, []).append(output)
         produce = bind(_stored, model, by_unit)
-    dequantized = str(model.partial.dtype).removeprefix("torch.") if through_model and layout.quantized else None
     config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
     files: dict[str, bytes | Path] = dict(carried_files(model.source.folder))
     config_bytes = _json_bytes(config)
@@ -115,6 +126,7 @@ def make_job(
     shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     facts = [
         plan.to_dict(),
+        model.checkpoint.stamp(),
         shard_bytes,
         [[o.name, o.dtype, o.shape] for o in outputs],
         hashlib.sha256(config_bytes).hexdigest(),

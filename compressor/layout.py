@@ -72,7 +72,7 @@ def _adopt_companions(keys: KeyMap, rename: Any) -> tuple[dict[str, Key], list[s
 
 
 def _fused_dim(checkpoint: Checkpoint, names: list[str], target: str, partial: Any, doubled: "_Doubled") -> int:
-    """The stored dimension that counts experts: growing it makes the converted tensor fit the model with twice as many."""
+    """The stored dimension that counts experts: growing it makes the converted tensor fit a model with twice them."""
     wanted = doubled.shapes[target]
     pattern = partial.plain_keys.patterns[names[0]]
     converter = next(
@@ -166,7 +166,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
                 family=f"{target}|{pattern}|{suffix}",
             )
             if pattern is not None and "*" in pattern:
-                roles.update(_one_each(names, kind, layer))
+                roles.update(_one_each(checkpoint, names, kind, layer))
             else:
                 dim = tensor.dim
                 if suffix:
@@ -183,7 +183,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
-def _one_each(names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
+def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
     """Roles of tensors stored one for each expert, in the order in which the loader stacks them."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -191,7 +191,20 @@ def _one_each(names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
         raise CompressionError(
             f"{layer.name}: the checkpoint holds {len(names)} tensors like {min(names)!r} for {layer.experts} experts"
         )
-    return {name: replace(kind, expert=expert) for expert, name in enumerate(sorted(names, key=dot_natural_key))}
+    ordered = sorted(names, key=dot_natural_key)
+    columns = [set(column) for column in zip(*(name.split(".") for name in ordered), strict=False)]
+    numbers = [column for column in columns if len(column) > 1 and all(part.isdecimal() for part in column)]
+    if len(numbers) == 1 and (absent := set(range(layer.experts)) - {int(part) for part in numbers[0]}):
+        raise CompressionError(
+            f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; download it again"
+        )
+    shapes = {checkpoint.tensors[name].shape: name for name in reversed(ordered)}
+    if len(shapes) > 1:
+        (usual, _), (other, odd) = sorted(shapes.items(), key=lambda item: item[1] != ordered[0])[:2]
+        raise CompressionError(
+            f"tensor {odd!r} has shape {list(other)}, {ordered[0]!r} has {list(usual)}; download it again"
+        )
+    return {name: replace(kind, expert=expert) for expert, name in enumerate(ordered)}
 
 
 def _many_targets(conversions: list[Any], pattern: str | None) -> bool:
@@ -221,7 +234,7 @@ def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
 
 
 def fingerprint(checkpoint: Checkpoint, layout: Layout) -> str:
-    """SHA-256 over every tensor's name, dtype and shape and over the bytes of all routers (small, and each model's own)."""
+    """SHA-256 over every tensor's name, dtype and shape and over all routers' bytes (small, and each model's own)."""
     digest = hashlib.sha256()
     digest.update(json.dumps(sorted((t.name, t.dtype, t.shape) for t in checkpoint.tensors.values())).encode())
     for name in sorted(name for name, role in layout.roles.items() if role.is_router):

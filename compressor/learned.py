@@ -41,18 +41,25 @@ def _start(plan: LayerPlan, device: torch.device) -> _Shares:
     return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=on) for on in learn))
 
 
+@torch.no_grad()
 def _merged(stats: LayerStatistics, group: Group, alpha: torch.Tensor, scale: torch.Tensor) -> Parameters:
-    """Parameters of one merged expert in float32, differentiable in alpha and scale."""
-    experts = stats.weights.experts
-    members = [expert_parameters(experts, expert) for expert in group.members]
-    return {
-        name: scale
-        * sum(
-            (share * member[name].float() for share, member in zip(alpha, members, strict=True)),
-            torch.zeros((), device=alpha.device),
-        )
-        for name in members[0]
-    }
+    """Parameters of one merged expert in float32."""
+    merged: Parameters = {}
+    for share, expert in zip((alpha * scale).tolist(), group.members, strict=True):
+        for name, value in expert_parameters(stats.weights.experts, expert).items():
+            if name not in merged:
+                merged[name] = torch.zeros_like(value, dtype=torch.float32)
+            merged[name].add_(value.float(), alpha=share)
+    return merged
+
+
+@torch.no_grad()
+def _products(stats: LayerStatistics, group: Group, slopes: Parameters) -> torch.Tensor:
+    """<dloss/dmerged, theta_i> of every member, one at a time: -> [members]."""
+    members = [expert_parameters(stats.weights.experts, expert) for expert in group.members]
+    return torch.stack(
+        [sum((slope * member[name].float()).sum() for name, slope in slopes.items()) for member in members]  # type: ignore[misc]
+    )
 
 
 class _Router:
@@ -97,8 +104,10 @@ class _Router:
             else:
                 tensors[name] = value.float() if value.is_floating_point() else value
         outer = {value.data_ptr(): self.rows(key, value, alphas) for key, value in self.outer.items()}
-        arguments = tuple(self._argument(value, outer) for value in self.stats.router_arguments)
-        output = functional_call(self.module, tensors, arguments)
+        positional, by_keyword = self.stats.router_arguments
+        arguments = tuple(self._argument(value, outer) for value in positional)
+        named = {name: self._argument(value, outer) for name, value in by_keyword.items()}
+        output = functional_call(self.module, tensors, arguments, named)
         return output[1].reshape(len(self.stats.inputs), -1).float(), output[2].reshape(len(self.stats.inputs), -1)
 
     @staticmethod
@@ -131,13 +140,17 @@ def _backward(
     index: torch.Tensor,
     slope: torch.Tensor,
 ) -> None:
-    """Add the loss's gradient through the experts to the shares, one merged expert at a time; `slope` is dloss/doutput."""
+    """Add the loss's gradient through the experts to the shares, one merged expert at a time; `slope` is dloss/dy."""
     for slot, group in enumerate(plan.groups):
         rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
         if len(group.members) > 1 and len(rows):
-            merged = _merged(stats, group, shares.alpha(slot), shares.log_scales[slot].exp())
+            alpha, scale = shares.alpha(slot), shares.log_scales[slot].exp()
+            merged = {name: value.requires_grad_() for name, value in _merged(stats, group, alpha, scale).items()}
             output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
-            output.backward(weights[rows, places, None].detach() * slope[rows])
+            slopes = torch.autograd.grad(
+                output, list(merged.values()), weights[rows, places, None].detach() * slope[rows]
+            )
+            (scale * alpha * _products(stats, group, dict(zip(merged, slopes, strict=True)))).sum().backward()
 
 
 @torch.enable_grad()

@@ -134,36 +134,33 @@ class PartialModel:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
+        from compressor.quantized import refuse_faults
+
         wanted = [key for key in keys if key not in self._loaded]
         if not wanted:
             return
         sources = {self.tied.get(key, key) for key in wanted}
         first_targets = self._first_targets(sources)
         names = [name for target in first_targets for name in self._sources.get(target, ())]
+        tensors = self.checkpoint.read_all(names)
         for name in names:
             if name not in self._checked:
-                refuse_nan(name, self.checkpoint.tensors[name].file, self.checkpoint.read(name))
+                refuse_nan(name, self.checkpoint.tensors[name].file, tensors[name])
                 self._checked.add(name)
         load_config = LoadStateDictConfig(
-            device_map={"": self.device}, dtype=self.dtype, dtype_plan=self.model._get_dtype_plan(self.dtype),
-            hf_quantizer=self.quantizer, weight_mapping=self.conversions,
-        )  # fmt: skip
+            device_map={"": self.device},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            hf_quantizer=self.quantizer,
+            weight_mapping=self.conversions,
+        )
         with quiet_transformers():
-            info, _ = convert_and_load_state_dict_in_model(
-                self.model, {name: self.checkpoint.slice(name) for name in names}, load_config
-            )
-        if info.mismatched_keys:
-            key, found, expected = sorted(info.mismatched_keys)[0]
-            raise CompressionError(
-                f"tensor {key!r} has shape {list(found)} in the checkpoint, its config.json asks for {list(expected)}; they do not belong together"
-            )
-        if info.conversion_errors:
-            key, reason = sorted(info.conversion_errors.items())[0]
-            raise CompressionError(f"transformers could not convert {key!r}: {str(reason).strip().splitlines()[-1]}")
+            info, _ = convert_and_load_state_dict_in_model(self.model, tensors, load_config)
+        refuse_faults(info)
         self._settle(wanted)
 
     def _first_targets(self, sources: set[str]) -> set[str]:
-        """Targets by which the loader files the tensors of `sources`: a one-to-many conversion files under its first."""
+        """Targets under which the loader files the tensors of `sources`: of a one-to-many conversion, the first."""
         direct = {target for target in sources if target in self._sources}
         rest = sources - direct
         if rest:

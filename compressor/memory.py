@@ -1,5 +1,7 @@
 """Resident memory of this process, sampled: anonymous pages apart from mapped file pages."""
 
+import ctypes
+import os
 import resource
 import threading
 from pathlib import Path
@@ -44,3 +46,23 @@ class PeakMemory:
         self._thread.join()
         anonymous, mapped = resident()
         self.anonymous, self.mapped = max(self.anonymous, anonymous), max(self.mapped, mapped)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's mallopt parameters
+KEPT_BYTES = 2**20  # freed blocks above this go back to the system at once
+CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
+
+
+def give_memory_back() -> None:
+    """Make freed memory leave the process: for a program's start, before torch computes anything.
+
+    Without it glibc keeps freed activations and oneDNN hundreds of compiled kernels, which together outweigh a layer.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, CACHED_KERNELS)
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return
+    for parameter, value in ((M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES), (M_ARENA_MAX, 2)):
+        libc.mallopt(parameter, value)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from compressor.errors import CompressionError
-from compressor.plan import Group, LayerPlan
+from compressor.plan import Group, LayerPlan, check_count
 from compressor.statistics import LayerStatistics
 
 METHODS = ("uniform", "max", "frequency", "learned")
@@ -95,6 +95,7 @@ def keep_best(
 ) -> LayerPlan:
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
     layer = stats.layer
+    check_count(layer, keep, layer.name)
     ranked = scores.double().cpu().clone()
     if protected:
         ranked[torch.tensor(sorted(protected))] = torch.inf

@@ -8,7 +8,7 @@ import torch
 
 from compressor.architecture import Architecture, MoeLayer, build_meta, discover, load_config
 from compressor.checkpoint import TORCH_DTYPES, Checkpoint
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.layout import Layout, find_layout, fingerprint
 from compressor.loading import PartialModel
 from compressor.plan import check_count
@@ -23,9 +23,9 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = reason_of(error, 120)
         raise CompressionError(f"device {name!r} cannot be used ({reason}); pass --device cpu or auto") from error
     return device
 
@@ -36,15 +36,19 @@ def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
         if name not in DTYPES:
             raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
         return DTYPES[name]
+    if checkpoint.raw_config.get("quantization_config"):
+        return _commonest(checkpoint, ("BF16", "F16")) or torch.bfloat16
     for node in (config, config.get_text_config()):
         if isinstance(getattr(node, "dtype", None), torch.dtype):
             return node.dtype  # type: ignore[no-any-return]
-    if checkpoint.raw_config.get("quantization_config"):
-        return torch.bfloat16
-    stored = [
-        TORCH_DTYPES.get(info.dtype) for info in checkpoint.tensors.values() if info.dtype in ("BF16", "F16", "F32")
-    ]
-    return max(set(stored), key=stored.count) if stored else torch.float32  # type: ignore[return-value]
+    return _commonest(checkpoint, ("BF16", "F16", "F32")) or torch.float32
+
+
+def _commonest(checkpoint: Checkpoint, names: tuple[str, ...]) -> torch.dtype | None:
+    """Of these dtypes the one that most tensors are stored in; None if there is none."""
+    counts = {name: sum(info.dtype == name for info in checkpoint.tensors.values()) for name in names}
+    best = max(names, key=lambda name: counts[name])
+    return TORCH_DTYPES[best] if counts[best] else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,10 @@ def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: floa
     if ratio is not None:
         if not 0 <= ratio < 1:
             raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
-        experts = layer.experts - int(layer.experts * ratio + 1e-9)
+        removed = int(layer.experts * ratio) + 1
+        while removed / layer.experts > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
+            removed -= 1
+        experts = layer.experts - removed
         experts += -experts % layer.routing_groups
     assert experts is not None
     if experts < 1:

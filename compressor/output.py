@@ -11,7 +11,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class OutputJob:
-    """One output to write. `produce` yields, for a unit, each of its tensors' names and bytes; it may be called again."""
+    """One output to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
 
     digest: str  # decides whether an interrupted run of the same job may be resumed
     outputs: tuple[OutputTensor, ...]

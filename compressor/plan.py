@@ -18,6 +18,38 @@ from compressor.errors import CompressionError
 
 FORMAT = "moe-compressor-plan/1"
 SUM_TOLERANCE = 1e-6
+GROUP_FIELDS = frozenset({"members", "coefficients", "router_coefficients", "scale"})
+LAYER_FIELDS = frozenset(
+    {
+        "module",
+        "layer",
+        "experts",
+        "top_k",
+        "routing_groups",
+        "chosen_groups",
+        "experts_per_group",
+        "groups",
+        "dropped",
+        "upstream",
+        "decided_by",
+        "figures",
+    }
+)
+ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
+SOURCE_FIELDS = frozenset({"model", "revision", "fingerprint"})
+PLAN_FIELDS = frozenset(
+    {
+        "format",
+        "source",
+        "strategy",
+        "options",
+        "seed",
+        "calibration",
+        "versions",
+        "experts",
+        "layers",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +68,8 @@ class Group:
         for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
             if len(values) != len(self.members):
                 raise CompressionError(
-                    f"group {list(self.members)} has {len(values)} {label} for {len(self.members)} members; give one each"
+                    f"group {list(self.members)} has {len(values)} {label} for {len(self.members)} members; "
+                    "give one each"
                 )
             if not all(math.isfinite(value) for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
                 raise CompressionError(
@@ -90,10 +123,16 @@ class LayerPlan:
         """A plan with these groups, put in the order of their smallest members."""
         ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
         return cls(
-            module=layer.name, layer=layer.index, experts=layer.experts, top_k=layer.top_k, groups=ordered,
-            routing_groups=layer.routing_groups, chosen_groups=layer.chosen_groups,
-            experts_per_group=layer.experts_per_group, **details,
-        )  # fmt: skip
+            module=layer.name,
+            layer=layer.index,
+            experts=layer.experts,
+            top_k=layer.top_k,
+            groups=ordered,
+            routing_groups=layer.routing_groups,
+            chosen_groups=layer.chosen_groups,
+            experts_per_group=layer.experts_per_group,
+            **details,
+        )
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -129,13 +168,16 @@ def check_count(layer: MoeLayer | LayerPlan, count: int, where: str) -> None:
             )
         if count // groups < layer.experts_per_group:
             raise CompressionError(
-                f"{where}: {count} experts leave {count // groups} in each of its {groups} routing groups, its router needs "
+                f"{where}: {count} experts leave {count // groups} in each of its {groups} routing groups, its "
+                "router needs "
                 f"{layer.experts_per_group}; keep at least {groups * layer.experts_per_group}"
             )
         if layer.chosen_groups * (count // groups) < layer.top_k:
             raise CompressionError(
-                f"{where}: {count} experts leave {layer.chosen_groups * (count // groups)} within a token's {layer.chosen_groups} routing "
-                f"groups, fewer than the top-k of {layer.top_k}; keep at least {math.ceil(layer.top_k / layer.chosen_groups) * groups}"
+                f"{where}: {count} experts leave {layer.chosen_groups * (count // groups)} within a token's "
+                f"{layer.chosen_groups} routing "
+                f"groups, fewer than the top-k of {layer.top_k}; keep at least "
+                f"{math.ceil(layer.top_k / layer.chosen_groups) * groups}"
             )
 
 
@@ -161,13 +203,15 @@ def check_groups(plan: LayerPlan) -> None:
             inside = {expert // size for expert in group.members}
             if len(inside) > 1:
                 raise CompressionError(
-                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it within one"
+                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it "
+                    "within one"
                 )
             homes.extend(inside)
         counts = [homes.count(home) for home in range(plan.routing_groups)]
         if len(set(counts)) > 1:
             raise CompressionError(
-                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
+                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally "
+                "many in each"
             )
         if homes != sorted(homes):
             raise CompressionError(
@@ -198,6 +242,8 @@ class CompressionPlan:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
+            raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
         names = [layer.module for layer in self.layers]
         for name in names:
             if names.count(name) > 1:
@@ -205,7 +251,8 @@ class CompressionPlan:
         for layer in self.layers:
             if len(layer.groups) != self.experts:
                 raise CompressionError(
-                    f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer; make them equal"
+                    f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
+                    "every layer; make them equal"
                 )
 
     @property
@@ -244,9 +291,10 @@ class CompressionPlan:
         """Read a plan back; raises `CompressionError` saying what is missing, unknown or impossible."""
         if content.get("format") != FORMAT:
             raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
+        _refuse_unknown(content, PLAN_FIELDS, where)
         try:
             return cls(
-                source=Source(**content["source"]),
+                source=_source_from_dict(content["source"]),
                 experts=_integer(content["experts"], "experts"),
                 strategy=str(content["strategy"]),
                 options=dict(content["options"]),
@@ -257,8 +305,8 @@ class CompressionPlan:
             )
         except KeyError as error:
             raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CompressionError(f"{where}: {error}") from error
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CompressionError(f"{where} is not built like a plan ({error}); restore it or plan again") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -267,7 +315,7 @@ class CompressionPlan:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CompressionError(f"{path} cannot be read ({error.strerror}); name a plan file") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CompressionError(f"{path} is not valid JSON ({error}); mend it or plan again") from error
         if not isinstance(content, dict):
             raise CompressionError(f"{path} should hold a JSON object; plan again")
@@ -278,6 +326,29 @@ def _integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise CompressionError(f"{name} should be a whole number, it is {value!r}")
     return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CompressionError(f"{value!r} stands where a number should")
+    return float(value)
+
+
+def _refuse_unknown(entry: Any, known: frozenset[str], where: str) -> None:
+    if not isinstance(entry, dict):
+        raise CompressionError(f"{where}: {entry!r} stands where an object with {', '.join(sorted(known))} should")
+    if unknown := sorted(set(entry) - known):
+        raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def _source_from_dict(entry: Any) -> Source:
+    _refuse_unknown(entry, SOURCE_FIELDS, "source")
+    source = Source(entry["model"], entry["revision"], entry["fingerprint"])
+    if not (isinstance(source.model, str) and isinstance(source.fingerprint, str)):
+        raise CompressionError("the source's model and fingerprint should be text; restore them")
+    if not isinstance(source.revision, str | None):
+        raise CompressionError(f"the source's revision should be text or null, it is {source.revision!r}")
+    return source
 
 
 def _layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
@@ -291,42 +362,63 @@ def _layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
         for group in plan.groups
     ]
     return {
-        "module": plan.module, "layer": plan.layer, "experts": plan.experts, "top_k": plan.top_k,
-        **({"routing_groups": plan.routing_groups, "chosen_groups": plan.chosen_groups,
-            "experts_per_group": plan.experts_per_group} if plan.routing_groups > 1 else {}),
-        "groups": groups, "dropped": list(plan.dropped), "upstream": plan.upstream,
-        "decided_by": plan.decided_by, "figures": dict(plan.figures),
-    }  # fmt: skip
+        "module": plan.module,
+        "layer": plan.layer,
+        "experts": plan.experts,
+        "top_k": plan.top_k,
+        **(
+            {
+                "routing_groups": plan.routing_groups,
+                "chosen_groups": plan.chosen_groups,
+                "experts_per_group": plan.experts_per_group,
+            }
+            if plan.routing_groups > 1
+            else {}
+        ),
+        "groups": groups,
+        "dropped": list(plan.dropped),
+        "upstream": plan.upstream,
+        "decided_by": plan.decided_by,
+        "figures": dict(plan.figures),
+    }
 
 
 def _group_from_dict(entry: Mapping[str, Any]) -> Group:
-    known = {"members", "coefficients", "router_coefficients", "scale"}
-    if unknown := sorted(set(entry) - known):
-        raise CompressionError(
-            f"group {entry.get('members')} has an unknown field {unknown[0]!r}; known are {sorted(known)}"
-        )
+    _refuse_unknown(entry, GROUP_FIELDS, f"group {entry.get('members')}" if isinstance(entry, dict) else "groups")
     members = tuple(entry["members"])
-    coefficients = tuple(float(value) for value in entry["coefficients"])
-    router = tuple(float(value) for value in entry.get("router_coefficients", coefficients))
-    return Group(members, coefficients, router, float(entry.get("scale", 1.0)))
+    coefficients = tuple(_number(value) for value in entry["coefficients"])
+    router = tuple(_number(value) for value in entry.get("router_coefficients", coefficients))
+    return Group(members, coefficients, router, _number(entry.get("scale", 1.0)))
 
 
 def _layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
-    module = str(entry["module"])
+    module = str(entry["module"]) if isinstance(entry, dict) else "layers"
+    _refuse_unknown(entry, LAYER_FIELDS, module)
     try:
         groups = tuple(_group_from_dict(group) for group in entry["groups"])
     except CompressionError as error:
         raise CompressionError(f"{module}: {error}") from error
     plan = LayerPlan(
-        module=module, layer=_integer(entry["layer"], "layer"), experts=_integer(entry["experts"], "experts"),
-        top_k=_integer(entry["top_k"], "top_k"), groups=groups, routing_groups=entry.get("routing_groups", 1),
-        chosen_groups=entry.get("chosen_groups", 1), experts_per_group=entry.get("experts_per_group", 1),
-        upstream=str(entry.get("upstream", "original")), decided_by=str(entry.get("decided_by", "")),
+        module=module,
+        layer=_integer(entry["layer"], "layer"),
+        experts=_integer(entry["experts"], "experts"),
+        top_k=_integer(entry["top_k"], "top_k"),
+        groups=groups,
+        **{name: _integer(entry.get(name, 1), name) for name in ROUTING_FIELDS},
+        upstream=str(entry.get("upstream", "original")),
+        decided_by=str(entry.get("decided_by", "")),
         figures=dict(entry.get("figures") or {}),
-    )  # fmt: skip
-    both = sorted({expert for group in groups for expert in group.members} & set(entry.get("dropped") or ()))
-    if both:
-        raise CompressionError(f"{module}: expert {both[0]} is in a group and in 'dropped'; take it out of one of them")
+    )
+    for expert in entry.get("dropped") or ():
+        if expert in plan.slots():
+            raise CompressionError(
+                f"{module}: expert {expert} is in a group and in 'dropped'; take it out of one of them"
+            )
+        if expert not in plan.dropped:
+            raise CompressionError(
+                f"{module}: 'dropped' names expert {expert!r}, which does not exist; "
+                f"experts are numbered 0 to {plan.experts - 1}"
+            )
     return plan
 
 
@@ -357,7 +449,8 @@ def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint
         for fact in facts:
             if getattr(layer_plan, fact) != getattr(layer, fact):
                 raise CompressionError(
-                    f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has {getattr(layer, fact)}; restore it"
+                    f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "
+                    f"{getattr(layer, fact)}; restore it"
                 )
     missing = sorted(set(known) - {layer_plan.module for layer_plan in plan.layers})
     if missing:

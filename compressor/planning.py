@@ -14,13 +14,10 @@ from compressor.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Progress
 from compressor.registry import Strategy
 from compressor.statistics import (
-    IMPLEMENTATION,
-    ROUTED_OUTPUTS,
     SAMPLE_TOKENS,
     Collector,
     LayerStatistics,
     needs_data,
-    register_experts_function,
 )
 from compressor.streaming import stream_layers
 
@@ -76,8 +73,10 @@ def _from_weights(
     for layer in layers:
         partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
         collector = Collector(layer, partial.model, needs, torch.zeros(0), [], seed)
-        yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
-        partial.release(layer.block)
+        try:
+            yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
+        finally:
+            partial.release(layer.block)
         progress.advance(layer.name)
 
 
@@ -90,9 +89,6 @@ def _from_data(
         by_unit.setdefault(layer.unit, []).append(layer)
     sizes = [batch.numel() for batch in calibration.batches]
     positions = sample_positions(sum(sizes), SAMPLE_TOKENS, seed)
-    if needs & ROUTED_OUTPUTS:
-        register_experts_function()
-        partial.model.set_experts_implementation(IMPLEMENTATION)
     active: list[Collector] = []
 
     def before(unit: str) -> None:
@@ -105,11 +101,17 @@ def _from_data(
             collector.batch = batch
 
     progress.start("calibrate and plan", len(architecture.layers))
-    for _ in stream_layers(partial, calibration.batches, architecture.units, by_unit, before=before, entering=entering):
+    passed = stream_layers(partial, calibration.batches, architecture.units, by_unit, before=before, entering=entering)
+    try:
+        for _ in passed:
+            for collector in active:
+                layer = collector.layer
+                yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
+                progress.advance(layer.name)
+    finally:
         for collector in active:
-            layer = collector.layer
-            yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
-            progress.advance(layer.name)
+            collector.detach()
+        passed.close()
 
 
 def make_plan(
@@ -127,6 +129,7 @@ def make_plan(
     for stats in collect(model, strategy.needs, calibration, progress, seed):
         guarded = (protected or {}).get(stats.layer.name, frozenset())
         layers.append(strategy.plan_layer(stats, experts, guarded))
+        del stats  # its samples need not outlive the layer
     order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
     return CompressionPlan(
         source=Source(model.source.name, model.source.revision, model.fingerprint),

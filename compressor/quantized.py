@@ -62,9 +62,9 @@ def refuse_faults(report: LoadStateDictInfo) -> None:
         raise CompressionError(f"Tensor {name} has shape {list(found)}, the model wants {list(wanted)}.")
 
 
-def _wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
-    """The dtype in which the parameter of a plain checkpoint would be loaded."""
-    dtype = model.get_parameter(name).dtype
+def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
+    """The dtype in which the parameter or buffer of a plain checkpoint would be loaded."""
+    dtype: torch.dtype = model.get_parameter_or_buffer(name).dtype
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return next((wanted for glob, wanted in plan.items() if re.search(glob.replace("*", ".*"), name)), dtype)
 
@@ -84,7 +84,7 @@ class _Fp8Dequantize(Fp8Dequantize):
         return super()._dequantize_one(quantized, scales, *args, **kwargs)
 
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = _wanted_dtype(kwargs["model"], kwargs["full_layer_name"])
+        dtype = wanted_dtype(kwargs["model"], kwargs["full_layer_name"])
         plain = super().convert(input_dict, *args, **kwargs)
         return {k: [t.to(dtype) for t in v] if isinstance(v, list) else v.to(dtype) for k, v in plain.items()}
 
@@ -94,7 +94,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         target, plain = kwargs["full_layer_name"], dict[str, torch.Tensor]()
-        dtype = _wanted_dtype(kwargs["model"], target)
+        dtype = wanted_dtype(kwargs["model"], target)
         modules: dict[str, dict[str, list[torch.Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():
             module, _, part = pattern.rpartition(".")

@@ -1,4 +1,4 @@
-"""Strategies and exporters, found through entry points: a third party's stands on equal terms with the built-in ones."""
+"""Strategies and exporters, found through entry points: a third party's is on equal terms with the built-in ones."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -53,7 +53,8 @@ def _load(group: str, name: str, what: str) -> Any:
         near = difflib.get_close_matches(name, offered, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CompressionError(
-            f"there is no {what} {name!r}; {hint}known are {', '.join(sorted(offered)) or 'none (is the package installed?)'}"
+            f"there is no {what} {name!r}; {hint}known are "
+            f"{', '.join(sorted(offered)) or 'none (is the package installed?)'}"
         )
     try:
         return offered[name].load()
@@ -72,22 +73,37 @@ def option_fields(name: str) -> Mapping[str, Any]:
     return {} if options is None else {field.name: field.default for field in fields(options)}
 
 
+def _check_type(strategy: str, option: str, value: Any, default: Any) -> None:
+    """Refuse an option's value of another kind than its default; one without a plain default checks itself."""
+    if not isinstance(default, bool | int | float | str) or type(value) is type(default):
+        return
+    if isinstance(default, float) and type(value) is int:
+        return
+    raise CompressionError(
+        f"strategy {strategy!r}: option {option} is {value!r}, it should be like its default {default!r}"
+    )
+
+
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Load a strategy with its options; raises `CompressionError` for an unknown name, option or need."""
     module = _load(STRATEGIES, name, "strategy")
     if not callable(getattr(module, "plan", None)) or not isinstance(getattr(module, "NEEDS", None), frozenset):
         raise CompressionError(
-            f"strategy {name!r} is no plugin: it needs a frozenset NEEDS and a function plan(statistics, keep, protected)"
+            f"strategy {name!r} is no plugin: it needs a frozenset NEEDS and a function plan(statistics, keep, "
+            "protected)"
         )
     options_class: Any = getattr(module, "Options", None)
     options: Any = None
     settings = dict(settings or {})
     if options_class is not None:
-        if not is_dataclass(options_class):
+        well_formed: bool = is_dataclass(options_class)
+        if not well_formed:
             raise CompressionError(f"strategy {name!r}: Options should be a frozen dataclass")
         known = {field.name for field in fields(options_class)}
         if unknown := sorted(set(settings) - known):
             raise CompressionError(f"strategy {name!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        for field in fields(options_class):
+            _check_type(name, field.name, settings.get(field.name, field.default), field.default)
         options = options_class(**settings)
     elif settings:
         raise CompressionError(f"strategy {name!r} has no option {min(settings)!r}; it has none")

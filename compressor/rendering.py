@@ -22,10 +22,15 @@ class Bars:
     """One progress bar for each phase, on stderr, naming the layer that was finished last."""
 
     def __init__(self) -> None:
+        self._console = Console(stderr=True)
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}"),
-            console=Console(stderr=True),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=self._console,
+        )
         self._task: TaskID | None = None
 
     def start(self, phase: str, total: int) -> None:
@@ -44,7 +49,11 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if error is not None and not self._console.is_terminal:
+            self._bars.live.transient = True  # in a log, the error stands alone
+            self._bars.live.stop()
+        else:
+            self._bars.stop()
 
 
 def human_bytes(count: float) -> str:
@@ -108,13 +117,21 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         facts.append(("not loaded by stock transformers", f"{len(report.left_out)} tensors, {report.left_out[0]} ..."))
     _table(report.model, ("", ""), facts)
     _table(
-        "By part", ("part", "parameters", "bytes", "share"),
-        [(part.name, human_count(part.parameters), human_bytes(part.bytes), _share(part.bytes, report.bytes)) for part in report.parts],
-    )  # fmt: skip
+        "By part",
+        ("part", "parameters", "bytes", "share"),
+        [
+            (part.name, human_count(part.parameters), human_bytes(part.bytes), _share(part.bytes, report.bytes))
+            for part in report.parts
+        ],
+    )
     _table(
-        "What would be left", ("experts", "parameters", "bytes", "share"),
-        [(str(o.experts), human_count(o.parameters), human_bytes(o.bytes), _share(o.bytes, report.bytes)) for o in report.outcomes],
-    )  # fmt: skip
+        "What would be left",
+        ("experts", "parameters", "bytes", "share"),
+        [
+            (str(o.experts), human_count(o.parameters), human_bytes(o.bytes), _share(o.bytes, report.bytes))
+            for o in report.outcomes
+        ],
+    )
 
 
 def show_plan(plan: CompressionPlan, path: Path, as_json: bool) -> None:
@@ -206,12 +223,18 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     skills = list(rows[0].accuracy)
     table = [
         (
-            row.name, str(row.experts), human_count(row.parameters), human_bytes(row.bytes), f"{row.loss:.3f}", f"{row.mean_accuracy:.1%}",
+            row.name,
+            str(row.experts),
+            human_count(row.parameters),
+            human_bytes(row.bytes),
+            f"{row.loss:.3f}",
+            f"{row.mean_accuracy:.1%}",
             *(f"{row.accuracy[skill]:.0%}" for skill in skills),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     _table(
         "The demo model before and after; loss in nats per held-out token, accuracy on held-out questions (chance 25%)",
-        ("model", "experts", "params", "bytes", "loss", "accuracy", *skills), table,
-    )  # fmt: skip
+        ("model", "experts", "params", "bytes", "loss", "accuracy", *skills),
+        table,
+    )

@@ -15,6 +15,8 @@ from compressor.errors import CompressionError
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
 CANCELLATION = 1e-4  # squared distances below this share of the squared norms are summed afresh
+CHUNK = 2**20  # float32 elements of one chunk of fast distances: 4 MiB, which a cache holds
+CLOSE = 1e-2  # fast squared distances below this share of the squared norms are subtracted instead
 SAME = 1e-12  # tokens whose squared distance is below this share of the largest count as equal
 
 Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that part of its centred Gram matrix
@@ -102,6 +104,32 @@ def pairwise_distances(features: Tensor) -> Tensor:
             close[batch] += (part[first[batch]].double() - part[second[batch]].double()).square_().sum(dim=1)
     squared[first, second] = squared[second, first] = close
     return squared.sqrt_()
+
+
+def fast_squared_distances(features: Tensor) -> Tensor:
+    """Squared Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E] in float64.
+
+    For rows of very many values: products in float32, about the speed of the matrix product, and sums in float64.
+    """
+    experts = features.shape[0]
+    squared = torch.zeros(experts, experts, dtype=torch.float64, device=features.device)
+    for columns in _slices(features.shape[1], max(1, CHUNK // experts)):
+        part = features[:, columns].float()
+        centred = part - part.mean(dim=0)
+        gram = (centred @ centred.T).double()
+        norms = gram.diagonal()[:, None] + gram.diagonal()
+        found = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
+        first, second = (found < CLOSE * norms).triu_(1).nonzero(as_tuple=True)
+        for pairs in _slices(len(first), experts):
+            one, two = first[pairs], second[pairs]
+            found[one, two] = found[two, one] = (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
+        squared += found
+    if not squared.isfinite().all():
+        for expert, row in enumerate(features):
+            if not row.isfinite().all():
+                raise CompressionError(f"features of expert {expert} hold a value that is not finite")
+        raise CompressionError("features are too large for float32 distances")
+    return squared
 
 
 def mean_output_distances(outputs: Tensor) -> Tensor:

@@ -61,6 +61,10 @@ def _hub_fault(model: str, revision: str | None, error: Exception) -> Compressio
 
 def locate(model: str, revision: str | None = None) -> ModelSource:
     """Find a local folder, or download a Hub model's configs, tokenizer and safetensors files."""
+    if not model.strip():
+        raise CompressionError(
+            "the model's name is empty; name a local checkpoint folder or a Hub id such as org/model"
+        )
     if is_local(model):
         if revision is not None:
             raise CompressionError(f"{model} is a local folder; --revision is for Hub ids only")

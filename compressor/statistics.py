@@ -14,8 +14,9 @@ from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
 from compressor.experts import apply_expert, expert_parameters, observed_forward
 
+_Argument = tuple[str | None, int | None, Any]  # keyword, dimension that counts tokens, value
+
 SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
-IMPLEMENTATION = "moe_compressor"  # our name in transformers' registry of experts functions
 
 ROUTED = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
 ROUTED_OUTPUTS = frozenset({"norm_sum", "gated_norm_sum"})  # need each expert's own output: a slower forward
@@ -27,14 +28,14 @@ ALL = ROUTED | ROUTED_OUTPUTS | SAMPLED | DENSE | WEIGHTS
 MEANINGS: Mapping[str, str] = {
     "routed_count": "[E] tokens sent to each expert",
     "gate_weight_sum": "[E] sum of gate weights over those tokens",
-    "probability_sum": "[E] softmax of the router logits, summed over all tokens",
+    "probability_sum": "[E] softmax of the router logits (over a skip expert too), summed over all tokens",
     "norm_sum": "[E] L2 norm of the expert's output, summed over its tokens",
     "gated_norm_sum": "[E] gate weight times that norm, summed over its tokens",
     "inputs": "[S, H] inputs of the experts at the sampled tokens",
     "router_logits": "[S, E] router logits there",
     "top_k_index": "[S, K] experts chosen there",
     "top_k_weights": "[S, K] their gate weights",
-    "router_arguments": "what the router was called with there",
+    "router_arguments": "(positional, by keyword): what the router was called with there",
     "expert_outputs": "[E, S, H] every expert's output there",
     "mixed_outputs": "[E, S, H] every expert's output on random mixtures of those inputs",
     "weights": "the layer's live experts and router modules, to be read only",
@@ -100,17 +101,29 @@ class Collector:
         sums = (ROUTED | ROUTED_OUTPUTS) & needs
         self.sums = {name: torch.zeros(layer.experts, dtype=torch.float64) for name in sums}
         self.samples: dict[str, list[torch.Tensor]] = {}
-        self.arguments: list[tuple[tuple[int | None, Any], ...]] = []
+        self.arguments: list[list[_Argument]] = []
+        self.own = {
+            id(tensor) for tensor in (*self.block.parameters(), *self.block.buffers())
+        }  # no reference: it must be freed
         self.handles: list[Any] = []
 
     def attach(self) -> None:
         """Start observing; the stock computation is not changed."""
         self.handles = [
             self.experts.register_forward_pre_hook(self._before_experts),
-            self.router.register_forward_hook(self._after_router),
+            self.router.register_forward_hook(self._after_router, with_kwargs=True),
         ]
         if self.needs & ROUTED_OUTPUTS:
-            self.experts._moe_compressor_observe = self._observe_outputs
+            self.experts.forward = self._observed_forward
+
+    def _observed_forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return observed_forward(self.experts, hidden, index, weights, self._observe_outputs)
+
+    def detach(self) -> None:
+        """Stop observing; the module is as it was."""
+        for handle in self.handles:
+            handle.remove()
+        self.experts.__dict__.pop("forward", None)
 
     def _rows(self, tokens: int) -> torch.Tensor:
         """Rows of the current batch that belong to the sample."""
@@ -149,14 +162,31 @@ class Collector:
         self._sample("top_k_index", index, rows)
         self._sample("top_k_weights", weights, rows)
 
-    def _after_router(self, module: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        logits = output[0].reshape(-1, output[0].shape[-1])[:, : self.layer.experts]
+    def _after_router(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[torch.Tensor, ...]
+    ) -> None:
+        logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
+        experts = slice(0, self.layer.experts)
         if "probability_sum" in self.sums and len(logits):
-            self.sums["probability_sum"] += logits.float().softmax(-1).sum(0, dtype=torch.float64).cpu()
+            self.sums["probability_sum"] += logits.softmax(-1).sum(0, dtype=torch.float64)[experts].cpu()
         rows = self._rows(len(logits))
-        self._sample("router_logits", logits, rows)
+        self._sample("router_logits", logits[:, experts], rows)
         if "router_arguments" in self.needs and rows.numel():
-            self.arguments.append(tuple(_token_rows(value, len(logits), rows) for value in args))
+            named = [*((None, value) for value in args), *kwargs.items()]
+            self.arguments.append([(name, *self._token_rows(value, len(logits), rows)) for name, value in named])
+
+    def _token_rows(self, value: Any, tokens: int, rows: torch.Tensor) -> tuple[int | None, Any]:
+        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
+
+        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
+        """
+        if isinstance(value, torch.Tensor) and id(value) not in self.own:
+            rows = rows.to(value.device)
+            if value.dim() >= 1 and len(value) == tokens:
+                return 0, value[rows].detach().clone()
+            if value.dim() >= 2 and value.shape[:2].numel() == tokens:
+                return 1, value.reshape(tokens, *value.shape[2:])[rows].detach().clone()[None]
+        return None, value
 
     def _observe_outputs(self, expert: int, rows: torch.Tensor, weights: torch.Tensor, outputs: torch.Tensor) -> None:
         norms = outputs.double().norm(dim=-1)
@@ -167,15 +197,13 @@ class Collector:
 
     def finish(self, smaller_router: Any) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
-        for handle in self.handles:
-            handle.remove()
-        if hasattr(self.experts, "_moe_compressor_observe"):
-            del self.experts._moe_compressor_observe
+        self.detach()
         values: dict[str, Any] = dict(self.sums)
         dense = self.samples.pop("dense_inputs", None)
         values.update({name: torch.cat(parts) for name, parts in self.samples.items()})
         for name in (SAMPLED - {"router_arguments"}) & self.needs:
-            values.setdefault(name, torch.zeros(0, self._width(name)))
+            dtype = torch.long if name == "top_k_index" else torch.float32
+            values.setdefault(name, torch.zeros(0, self._width(name), dtype=dtype))
         if "router_arguments" in self.needs:
             values["router_arguments"] = self._joined_arguments()
         hidden = torch.cat(dense) if dense else None
@@ -190,57 +218,40 @@ class Collector:
     def _width(self, name: str) -> int:
         return {"inputs": 1, "router_logits": self.layer.experts}.get(name, self.layer.top_k)
 
-    def _joined_arguments(self) -> tuple[Any, ...]:
-        joined = []
+    def _joined_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional: list[Any] = []
+        by_keyword: dict[str, Any] = {}
         for column in zip(*self.arguments, strict=True):
-            dims = {dim for dim, _ in column}
-            first = column[0][1]
-            joined.append(first if None in dims else torch.cat([value for _, value in column], dim=dims.pop()))
-        return tuple(joined)
+            (name, dim, first), values = column[0], [value for _, _, value in column]
+            joined = first if dim is None else torch.cat(values, dim)
+            if name is None:
+                positional.append(joined)
+            else:
+                by_keyword[name] = joined
+        return tuple(positional), by_keyword
 
     @torch.no_grad()
     def _dense(self, hidden: torch.Tensor | None) -> torch.Tensor:
         if hidden is None:
             return torch.zeros(self.layer.experts, 0, 1)
-        outputs = [
-            apply_expert(self.experts, expert_parameters(self.experts, e), hidden).float()
-            for e in range(self.layer.experts)
-        ]
-        return torch.stack(outputs)
+        outputs = torch.empty(self.layer.experts, *hidden.shape, dtype=torch.float32, device=hidden.device)
+        for expert in range(self.layer.experts):
+            outputs[expert] = apply_expert(self.experts, expert_parameters(self.experts, expert), hidden)
+        return outputs
 
 
-def _token_rows(value: Any, tokens: int, rows: torch.Tensor) -> tuple[int | None, Any]:
-    """(dimension of the tokens, sampled rows) of a router's argument: [T, ...] stays flat, [B, L, ...] becomes [1, S, ...].
-
-    An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
-    """
-    if isinstance(value, torch.Tensor):
-        rows = rows.to(value.device)
-        if value.dim() >= 1 and len(value) == tokens:
-            return 0, value[rows].detach().clone()
-        if value.dim() >= 2 and value.shape[:2].numel() == tokens:
-            return 1, value.reshape(tokens, *value.shape[2:])[rows].detach().clone()[None]
-    return None, value
+def _as_logits(scores: torch.Tensor) -> torch.Tensor:
+    """A router's logits in float32, [T, E]; of one that hands on probabilities, the logarithms: same softmax."""
+    scores = scores.detach().float()
+    if len(scores) and bool((scores >= 0).all()) and bool(((scores.sum(-1) - 1).abs() < 1e-2).all()):
+        return scores.clamp(min=torch.finfo(torch.float32).tiny).log()
+    return scores
 
 
 def mix_tokens(hidden: torch.Tensor, seed: int) -> torch.Tensor:
-    """Random mixtures of tokens [S, H] -> [S, H]: each with another one, in proportions drawn uniformly (seed 003, 3.4)."""
+    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly (seed 003, 3.4)."""
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
     mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
     return mixed.to(hidden.dtype)
-
-
-def register_experts_function() -> None:
-    """Put our observing experts function into transformers' registry (once)."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    if IMPLEMENTATION in ALL_EXPERTS_FUNCTIONS:
-        return
-
-    def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        observe = getattr(module, "_moe_compressor_observe", lambda *seen: None)
-        return observed_forward(module, hidden, index, weights, observe)
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)

@@ -6,7 +6,7 @@ Masks, position embeddings and per-layer arguments stay the stock code's busines
 """
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,20 @@ def _direct_tensors(module: nn.Module) -> Iterator[str]:
     yield from (name for name, value in module._buffers.items() if value is not None and name not in skipped)
 
 
+def _release_embedding(partial: PartialModel) -> None:
+    """Give back the token embedding, often larger than a layer, once all batches have passed it.
+
+    One that a later part of the model shares stays.
+    """
+    model = partial.model
+    names = {module: name for name, module in model.named_modules()}
+    own = names[model.get_input_embeddings()]
+    head = names.get(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None, own)
+    sharing = [{name.rpartition(".")[0] for name in pair} for pair in partial.tied.items()]
+    if all(pair <= {own, head} for pair in sharing if own in pair):
+        partial.release(own)
+
+
 def stream_layers(
     partial: PartialModel,
     batches: Sequence[torch.Tensor],
@@ -90,15 +104,16 @@ def stream_layers(
     before: Callable[[str], None] = lambda unit: None,
     entering: Callable[[int], None] = lambda batch: None,
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET,
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Run `batches` (token ids [B, L]) through the decoder layers until all `wanted` ones have passed, one at a time.
 
-    Yields a layer's name when every batch has passed it, its weights still loaded. `before` is called when a layer
-    has been loaded, `entering` with a batch's number each time that batch is about to run.
+    Yields a layer's name when every batch has passed it, its weights still loaded; in the end nothing is loaded.
+    `before` is called when a layer has been loaded, `entering` with a batch's number when that batch is about to run.
     """
     model, driver = partial.model, getcurrent()
     spill = _Spill(activation_budget)
     current: dict[str, int] = {"batch": 0}
+    waiting = set(wanted)
 
     def stand(unit: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,7 +122,15 @@ def stream_layers(
 
         return hook
 
+    def end(unit: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if waiting <= {unit}:
+                driver.switch(None)  # no batch need go on, least of all through the head
+
+        return hook
+
     handles = [model.get_submodule(unit).register_forward_pre_hook(stand(unit), with_kwargs=True) for unit in units]
+    handles += [model.get_submodule(unit).register_forward_hook(end(unit)) for unit in units]
     handles += [
         model.get_submodule(name).register_forward_pre_hook(_lazy_hook(partial, keys))
         for name, keys in _outside_keys(partial, units).items()
@@ -116,7 +139,7 @@ def stream_layers(
     def forward(tokens: torch.Tensor) -> None:
         model(input_ids=tokens.to(partial.device), use_cache=False)
 
-    runs, waiting = [greenlet(forward) for _ in batches], set(wanted)
+    runs = [greenlet(forward) for _ in batches]
 
     def resume(number: int, *values: Any) -> Any:
         current["batch"] = number
@@ -126,6 +149,7 @@ def stream_layers(
 
     try:
         places = [resume(number, tokens) for number, tokens in enumerate(batches)]
+        _release_embedding(partial)
         while places and places[0] is not None:
             unit = places[0]
             if any(place != unit for place in places):
@@ -146,5 +170,4 @@ def stream_layers(
                 run.throw(GreenletExit)
         for handle in handles:
             handle.remove()
-        for unit in units:
-            partial.release(unit)
+        partial.release("")

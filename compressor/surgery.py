@@ -165,11 +165,8 @@ def _along(checkpoint: Checkpoint, output: OutputTensor, dim: int) -> Iterator[P
 
 
 def _slice(checkpoint: Checkpoint, part: Part, dim: int | None) -> torch.Tensor:
-    if part.index is None or dim is None:
-        return checkpoint.read(part.tensor)
-    view = checkpoint.slice(part.tensor)[(*(slice(None),) * dim, slice(part.index, part.index + 1))]
-    tensor: torch.Tensor = view.squeeze(dim)
-    return tensor
+    whole = checkpoint.read(part.tensor)
+    return whole if part.index is None or dim is None else whole.select(dim, part.index)
 
 
 def _mix(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Part, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checks on a finished output before it is declared good: the stock loader's own view of it, without reading a weight."""
+"""Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ def verify_output(folder: Path, count_field: str, experts: int) -> None:
     checkpoint, config = Checkpoint(folder), load_config(folder)
     if int(get_field(config, count_field)) != experts:
         raise CompressionError(
-            f"the written config says {count_field} {get_field(config, count_field)} instead of {experts}; please report this model"
+            f"the written config says {count_field} {get_field(config, count_field)} instead of {experts}; "
+            "please report this model"
         )
     model = build_meta(config)
     for name, module in experts_modules(model):
@@ -32,7 +33,6 @@ def verify_output(folder: Path, count_field: str, experts: int) -> None:
         _verify_quantized(checkpoint, config)
     else:
         _verify_plain(checkpoint, model)
-    checkpoint.close()
 
 
 def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
@@ -80,7 +80,8 @@ def _verify_quantized(checkpoint: Checkpoint, config: Any) -> None:
         experts = int(next(iter(experts_modules(partial.model)))[1].num_experts)  # type: ignore[arg-type]
         if role.kind == "fused" and shape[role.dim] != experts + role.extra:
             raise CompressionError(
-                f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be {experts + role.extra}"
+                f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "
+                f"{experts + role.extra}"
             )
     have = set(partial.keys.targets.values())
     converted = {target for entry in partial.conversions for target in entry.target_patterns[1:]}

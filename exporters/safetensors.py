@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,15 @@ class _Work:
         self.finished: set[str] = set()
 
     def open(self) -> None:
-        marker = self.folder / MARKER
-        if marker.is_file():
-            try:
-                state = json.loads(marker.read_text())
-            except ValueError:
-                state = {}
-            if state.get("digest") == self.digest and state.get("boot") == _boot() and self.content.is_dir():
-                self.finished = set(state["finished"])
-                return
+        try:
+            state = json.loads((self.folder / MARKER).read_text())
+            same = state["digest"] == self.digest and state["boot"] == _boot() and self.content.is_dir()
+            finished = set(state["finished"]) if same else None
+        except (OSError, ValueError, KeyError, TypeError):  # no journal, or a broken one
+            finished = None
+        if finished is not None:
+            self.finished = finished
+            return
         shutil.rmtree(self.content, ignore_errors=True)
         self.content.mkdir(parents=True)
         self.save()
@@ -164,16 +164,40 @@ def _boot() -> str:
 
 def work_folder(out: Path) -> Path:
     """The hidden sibling in which `out` is made."""
-    return out.parent / f".{out.name}.moe-compressor"
+    place = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
+    return place.parent / f".{place.name}.moe-compressor"
+
+
+def discard(out: Path) -> None:
+    """Remove the work folder that a failed run made before any layer; a resumable one, or another run's, stays."""
+    folder = work_folder(out)
+    if folder.is_dir() and not (folder / MARKER).exists() and not (folder / "replaced").exists():
+        with suppress(CompressionError, OSError), _locked(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tidy(out: Path) -> None:
+    """Finish what a run killed while publishing left: put a replaced output back, or drop a finished work folder."""
+    folder = work_folder(out)
+    if not folder.is_dir() or ((folder / "output").exists() and out.exists()) or not (folder / MARKER).exists():
+        return
+    with suppress(CompressionError), _locked(folder):
+        if (folder / "replaced").is_dir() and not out.exists():
+            os.replace(folder / "replaced", out)  # killed between the two renames of an overwrite
+        elif out.exists() and not (folder / "output").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # killed after the last rename
 
 
 def check_target(out: Path, overwrite: bool) -> None:
     """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint."""
-    replaced = work_folder(out) / "replaced"
-    if replaced.is_dir() and not out.exists():
-        os.replace(replaced, out)  # a run was killed between the two renames of an overwrite
+    out = Path(os.path.abspath(out))
     if not out.parent.is_dir():
-        raise CompressionError(f"{out.parent} does not exist; create it or name another output folder")
+        raise CompressionError(f"{out.parent} is not a folder; create it or name another output folder")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise CompressionError(
+            f"{out.parent} cannot be written to; change its permissions or name another output folder"
+        )
+    _tidy(out)
     if not (out.exists() or out.is_symlink()):
         return
     if not overwrite:
@@ -187,10 +211,12 @@ def check_target(out: Path, overwrite: bool) -> None:
 def check_space(out: Path, nbytes: int) -> None:
     """Refuse when the disk cannot hold the output beside what is already there."""
     reusable = sum(path.stat().st_blocks * 512 for path in work_folder(out).rglob("*") if path.is_file())
+    out = Path(os.path.abspath(out))
     free = shutil.disk_usage(out.parent).free + reusable
     if free < nbytes + SPARE_BYTES:
         raise CompressionError(
-            f"the output needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB free; free some space or write elsewhere"
+            f"the output needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB "
+            "free; free some space or write elsewhere"
         )
 
 
@@ -214,6 +240,7 @@ def write(
 
     Raises `CompressionError` and leaves nothing behind when the input is bad, the disk full or the result not good.
     """
+    out = Path(os.path.abspath(out))
     check_target(out, overwrite)
     check_space(out, job.nbytes)
     work = _Work(out, job.digest)
@@ -226,7 +253,7 @@ def write(
             except Exception:  # a fault leaves nothing; a kill leaves the journal and the finished layers
                 shutil.rmtree(work.folder, ignore_errors=True)
                 raise
-        shutil.rmtree(work.folder, ignore_errors=True)
+            shutil.rmtree(work.folder, ignore_errors=True)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CompressionError(
@@ -240,8 +267,11 @@ def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> 
     shards = lay_out(job.outputs, job.max_shard_bytes)
     place = {name: (shard, offset) for shard in shards for name, offset in shard.offsets.items()}
     sizes = {output.name: output.nbytes for output in job.outputs}
-    files = {shard.name: _open_shard(work.content / shard.name, shard) for shard in shards}
+    files: dict[str, int] = {}
     try:
+        for shard in shards:
+            files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
+            _begin_shard(files[shard.name], shard)
         for unit in job.units:
             expected = {output.name for output in job.outputs if output.unit == unit}
             if unit not in work.finished:
@@ -271,19 +301,17 @@ def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> 
         _write_file(work.content / file_name, source if isinstance(source, bytes) else source.read_bytes())
 
 
-def _open_shard(path: Path, shard: Shard) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _begin_shard(file: int, shard: Shard) -> None:
+    """Give a shard's file its full size and its header; what a resumed run finds in place stays."""
     if os.fstat(file).st_size != shard.nbytes:
         os.ftruncate(file, 0)
         try:
             os.posix_fallocate(file, 0, shard.nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                os.close(file)
                 raise
             os.ftruncate(file, shard.nbytes)
     os.pwrite(file, shard.header, 0)
-    return file
 
 
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
@@ -310,7 +338,12 @@ def _publish(work: _Work, out: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     if out.exists():
         os.replace(out, replaced)
-    os.replace(work.content, out)
+    try:
+        os.replace(work.content, out)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, out)
+        raise
     directory = os.open(out.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -1,5 +1,7 @@
 """Count-guided: drop the experts that the fewest tokens visit (He et al. 2024, arXiv:2406.02500)."""
 
+from dataclasses import replace
+
 from compressor.merging import keep_best
 from compressor.plan import LayerPlan
 from compressor.statistics import LayerStatistics
@@ -10,9 +12,7 @@ NEEDS = frozenset({"routed_count"})
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
     """Keep the `keep` most visited experts; ties go to the lower expert, one that no token reached counts 0."""
     counts = stats.routed_count
-    figures = {"kept_share_of_visits": 1.0}
-    drop = keep_best(stats, counts, keep, protected, decided_by="routed_count")
-    kept = [group.members[0] for group in drop.groups]
-    total = float(counts.sum())
-    figures = {"kept_share_of_visits": round(float(counts[kept].sum()) / total, 6) if total else 0.0}
-    return LayerPlan.keep(stats.layer, kept, decided_by="routed_count", figures=figures)
+    made = keep_best(stats, counts, keep, protected, decided_by="routed_count")
+    kept, total = [group.members[0] for group in made.groups], float(counts.sum())
+    share = round(float(counts[kept].sum()) / total, 6) if total else 0.0
+    return replace(made, figures={"kept_share_of_visits": share})

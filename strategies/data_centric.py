@@ -1,4 +1,4 @@
-"""Data-centric: group experts whose outputs on mixed calibration tokens are alike, then merge them (seed 003, arXiv:2407.09590)."""
+"""Data-centric: group experts with alike outputs on mixed calibration tokens, then merge them (arXiv:2407.09590)."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ def distances(outputs: torch.Tensor, similarity: str) -> torch.Tensor:
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
 ) -> LayerPlan:
-    """Group by equation 5 on the distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
+    """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
     options = options or Options()
     outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
     table = distances(outputs, options.similarity).clamp(min=0).cpu()

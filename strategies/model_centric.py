@@ -1,4 +1,4 @@
-"""Model-centric: group experts whose surrogate weights are close, then merge them (seed 003, section 3.4, arXiv:2407.09590)."""
+"""Model-centric: group experts whose surrogate weights are close, then merge them (arXiv:2407.09590, section 3.4)."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from compressor.experts import projections
 from compressor.grouping import group_experts
 from compressor.merging import merge_groups, merge_needs, routing_blocks
 from compressor.plan import LayerPlan
-from compressor.similarity import pairwise_distances
+from compressor.similarity import fast_squared_distances
 from compressor.statistics import LayerStatistics, LayerWeights
 
 NEEDS = frozenset({"weights"})
 REPRESENTATIONS = ("surrogate", "vectorized")
-BLOCK_BYTES = 256 * 2**20  # of surrogate rows of all experts held at once
+LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once: this, or a quarter of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ def needs(options: Options) -> frozenset[str]:
     return NEEDS | merge_needs(options.merge, options.merge_routers)
 
 
+@torch.no_grad()
 def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
     """Frobenius distances [E, E] of the surrogates down (gate * up), [H, I] x [I, H], in blocks of output rows.
 
@@ -45,23 +46,25 @@ def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
     """
     views = [projections(weights.experts, expert) for expert in range(count)]
     hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
-    rows = max(1, min(hidden_out, BLOCK_BYTES // (4 * count * hidden_in)))
+    layer_bytes = sum(parameter.nbytes for parameter in weights.experts.parameters())
+    rows = max(1, min(hidden_out, max(LEAST_BLOCK, layer_bytes // 4) // (4 * count * hidden_in)))
     squared = torch.zeros(count, count, dtype=torch.float64)
-    block = torch.empty(count, rows, hidden_in)
+    block = torch.empty(count, rows, hidden_in, device=views[0].down.device)
     for begin in range(0, hidden_out, rows):
         part = block[:, : min(rows, hidden_out - begin)]
         for expert, view in enumerate(views):
             inner = view.up.float() if view.gate is None else view.gate.float() * view.up.float()
-            part[expert] = view.down[begin : begin + rows].float() @ inner
-        squared += pairwise_distances(part.flatten(1)).square().cpu()
+            torch.mm(view.down[begin : begin + rows].float(), inner, out=part[expert])
+        squared += fast_squared_distances(part.flatten(1)).cpu()
     return squared.sqrt()
 
 
+@torch.no_grad()
 def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
     """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end."""
     experts = weights.experts
     fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj)
-    squared = [pairwise_distances(tensor.detach().flatten(1)).square().cpu() for tensor in fused]
+    squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in fused]
     return (squared[0] + squared[1]).sqrt()
 
 
@@ -69,7 +72,7 @@ def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
 ) -> LayerPlan:
-    """Group by equation 5 on the distances of the experts' weights, merge by equation 6; protected experts stay alone."""
+    """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected experts stay alone."""
     options = options or Options()
     distances = surrogate_distances if options.representation == "surrogate" else vectorized_distances
     grouping = group_experts(

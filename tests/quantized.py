@@ -69,9 +69,7 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def save_fp8(
-    folder: Path, family: str = "qwen3_moe", seed: int = 0, sizes: dict[str, Any] | None = None
-) -> None:
+def save_fp8(folder: Path, family: str = "qwen3_moe", seed: int = 0, sizes: dict[str, Any] | None = None) -> None:
     """Block FP8 with `weight_scale_inv`; `sizes` overrides config fields, for sides of part of a block."""
     config, tensors = _random(family, seed, sizes)
     scale_dtype = torch.bfloat16 if family == "qwen3_moe" else torch.float32
@@ -168,9 +166,7 @@ def dequantized(folder: Path) -> Tensors:
             plain[base] = _from_mxfp4(tensor, stored[base + "_scales"]).transpose(1, 2)
         elif part == "packed":
             zero_point = stored.get(base + "_zero_point")
-            plain[base] = _from_int4_groups(
-                tensor, stored[base + "_scale"], stored[base + "_shape"], zero_point
-            )
+            plain[base] = _from_int4_groups(tensor, stored[base + "_scale"], stored[base + "_shape"], zero_point)
         elif part == "scale" and base in stored:
             plain[base] = stored[base].float() * tensor.float()
     return plain
@@ -179,9 +175,7 @@ def dequantized(folder: Path) -> Tensors:
 def _random(family: str, seed: int, sizes: dict[str, Any] | None = None) -> tuple[PreTrainedConfig, Tensors]:
     """A tiny random model: its config, and its bfloat16 weights under their names on disk."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        family, **_SIZES | _FAMILIES[family] | (sizes or {}), tie_word_embeddings=False
-    )
+    config = AutoConfig.for_model(family, **_SIZES | _FAMILIES[family] | (sizes or {}), tie_word_embeddings=False)
     config.dtype = torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -110,13 +110,9 @@ def load_layer(folder: Path, layer: int, dtype: torch.dtype) -> Any:
             targets[name] = target if target in parameters else None
         refuse_unread_scales(quantizer, targets)
         start = f"model.layers.{layer}."
-        slices = {
-            n: file.get_slice(n) for n, target in targets.items() if target and target.startswith(start)
-        }
+        slices = {n: file.get_slice(n) for n, target in targets.items() if target and target.startswith(start)}
         plan, transforms = model._get_dtype_plan(dtype), cast("list[Any]", mapping)
-        load = LoadStateDictConfig(
-            hf_quantizer=quantizer, dtype=dtype, dtype_plan=plan, weight_mapping=transforms
-        )
+        load = LoadStateDictConfig(hf_quantizer=quantizer, dtype=dtype, dtype_plan=plan, weight_mapping=transforms)
         report, _ = convert_and_load_state_dict_in_model(model, slices, load)
     refuse_faults(report)
     return model
@@ -136,9 +132,7 @@ def test_stock_loader_gives_the_hand_dequantised_model(tmp_path: Path, case: str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ALL)
-def test_one_layer_alone_has_the_hand_dequantised_weights(
-    tmp_path: Path, case: str, dtype: torch.dtype
-) -> None:
+def test_one_layer_alone_has_the_hand_dequantised_weights(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     save(tmp_path, case)
     layer = load_layer(tmp_path, 1, dtype)
     plain = plain_model(tmp_path, dtype).state_dict()
@@ -159,9 +153,7 @@ def test_stock_loader_still_refuses(tmp_path: Path, case: str) -> None:
 def test_stock_loader_still_stretches_a_block_that_is_half_full(tmp_path: Path) -> None:
     loaded = stock(tmp_path, save(tmp_path, "fp8-ragged-even"))
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
-    assert not torch.equal(
-        loaded.state_dict()[name], plain_model(tmp_path, torch.bfloat16).state_dict()[name]
-    )
+    assert not torch.equal(loaded.state_dict()[name], plain_model(tmp_path, torch.bfloat16).state_dict()[name])
 
 
 def test_plain_checkpoint_has_no_quantiser() -> None:
@@ -183,9 +175,7 @@ def test_unreadable_method_is_refused() -> None:
 
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_compressed_tensors(tmp_path)
-    monkeypatch.setattr(
-        "transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False
-    )
+    monkeypatch.setattr("transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False)
     with pytest.raises(CompressionError, match="pip install compressed-tensors"):
         dequantizer(AutoConfig.from_pretrained(tmp_path))
 
@@ -210,7 +200,5 @@ def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) ->
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.7.down_proj.weight_scale"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        CompressionError, match=r"layers\.1\.mlp\.experts\.down_proj .*for some of the experts only"
-    ):
+    with pytest.raises(CompressionError, match=r"layers\.1\.mlp\.experts\.down_proj .*for some of the experts only"):
         load_layer(tmp_path, 1, torch.float32)

@@ -74,9 +74,7 @@ def look_up(data: Any, path: str) -> Any:
 def test_zoo_covers_every_family_with_the_experts_interface() -> None:
     models = Path(transformers.__file__).parent / "models"
     carriers = {
-        file.parent.name
-        for file in models.glob("*/modeling_*.py")
-        if "@use_experts_implementation" in file.read_text()
+        file.parent.name for file in models.glob("*/modeling_*.py") if "@use_experts_implementation" in file.read_text()
     }
     assert set(zoo.FAMILIES) == carriers
 
@@ -168,9 +166,7 @@ def test_two_builds_differ_in_the_expert_sized_keys(name: str) -> None:
     expected = set()
     for module_name, module in zoo.experts(whole).items():
         block = module_name.rpartition(".")[0]
-        expected |= {
-            f"{module_name}.{key}" for key, _ in module.named_parameters() if "post_expert_norm" not in key
-        }
+        expected |= {f"{module_name}.{key}" for key, _ in module.named_parameters() if "post_expert_norm" not in key}
         expected |= {f"{block}.{key}" for key in beside(name)}
     if entry.name == "deepseek_v4":  # the hash layer selects by token id and has no correction bias
         expected.remove("model.layers.0.mlp.gate.e_score_correction_bias")

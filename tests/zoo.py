@@ -104,9 +104,7 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
         last_two = name.split(".")[-2:]
         if parameter.dim() < 2 or any(word in part for part in last_two for word in KEPT):
             parameter.add_(NOISE * noise)
-        elif any(
-            word in name for word in ROUTERS
-        ):  # centred rows: a mean shared by all tokens favours no expert
+        elif any(word in name for word in ROUTERS):  # centred rows: a mean shared by all tokens favours no expert
             parameter.copy_(ROUTER_STD * (noise - noise.mean(dim=-1, keepdim=True)))
         else:
             parameter.copy_((EMBEDDING_STD if "embed" in name else STD) * noise)

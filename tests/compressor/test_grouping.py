@@ -264,11 +264,7 @@ def test_refusals() -> None:
         group_experts(distances, 4, blocks=[range(4), range(3, 8)])
     with pytest.raises(CompressionError, match=r"protected experts \[9\] do not exist"):
         group_experts(distances, 4, alone=[9])
-    with pytest.raises(
-        CompressionError, match="8 experts from expert 0 on, 4 of them protected, form 5 to 8"
-    ):
+    with pytest.raises(CompressionError, match="8 experts from expert 0 on, 4 of them protected, form 5 to 8"):
         group_experts(distances, 4, alone=[0, 1, 2, 3])
-    with pytest.raises(
-        CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 4 to 4"
-    ):
+    with pytest.raises(CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 4 to 4"):
         group_experts(distances, 4, blocks=[range(4), range(4, 8)], alone=[4, 5, 6])

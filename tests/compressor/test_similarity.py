@@ -68,9 +68,7 @@ def test_cka_matches_its_definition(experts: int, tokens: int, width: int, seed:
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(200, 3), (20, 40)])
-def test_linear_cka_in_either_space_and_in_tiles(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, width: int
-) -> None:
+def test_linear_cka_in_either_space_and_in_tiles(monkeypatch: pytest.MonkeyPatch, tokens: int, width: int) -> None:
     outputs = normal(4, tokens, width)
     expected, expected_rbf = naive_cka(outputs), naive_cka(outputs, sigma=0.8)
     monkeypatch.setattr(similarity, "BUDGET", 4 * 7**2)  # tiles of 7 x 7 tokens, the last ones smaller
@@ -81,9 +79,7 @@ def test_linear_cka_in_either_space_and_in_tiles(
 @pytest.mark.parametrize("cka", CKAS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6))
-def test_cka_ignores_rotation_scale_and_offset(
-    cka: Callable[[Tensor], Tensor], seed: int, scale: float
-) -> None:
+def test_cka_ignores_rotation_scale_and_offset(cka: Callable[[Tensor], Tensor], seed: int, scale: float) -> None:
     outputs = normal(3, 15, 4, seed=seed)
     changed = outputs.clone()
     changed[1] = scale * outputs[1] @ rotation(4, seed + 1) + normal(4, seed=seed + 2) * scale

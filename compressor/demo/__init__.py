@@ -1,0 +1,1 @@
+"""The embedded demo checkpoint: its synthetic skills, its data and how it is scored."""

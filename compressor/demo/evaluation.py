@@ -1,0 +1,107 @@
+"""Scores a causal language model on the demo skills: multiple-choice accuracy and held-out loss."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compressor.demo.skills import Item
+
+BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A token sequence whose tokens from `start` on are scored, each given all tokens before it."""
+
+    tokens: tuple[int, ...]
+    start: int
+
+
+def load_items() -> tuple[Item, ...]:
+    """The shipped held-out multiple-choice items of all skills."""
+    return tuple(Item(row["skill"], row["question"], tuple(row["choices"]), row["answer"]) for row in _read("items"))
+
+
+def load_documents(name: str) -> tuple[tuple[str, str], ...]:
+    """The shipped documents of `calibration` or `heldout`, as pairs of text and skill."""
+    return tuple((row["text"], row["skill"]) for row in _read(name))
+
+
+def skill_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]
+) -> dict[str, float]:
+    """For each skill, the share of items whose right choice has the highest summed log-likelihood."""
+    rows = [_row(tokenizer, item.question, choice) for item in items for choice in item.choices]
+    scores = iter(_log_likelihoods(model, tokenizer, rows))
+    right: dict[str, list[bool]] = {}
+    for item in items:
+        likelihoods = [next(scores) for _ in item.choices]
+        right.setdefault(item.skill, []).append(likelihoods.index(max(likelihoods)) == item.answer)
+    return {skill: sum(marks) / len(marks) for skill, marks in right.items()}
+
+
+def heldout_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> float:
+    """Mean negative log-likelihood in nats per token of the documents, each read on its own."""
+    rows = [_row(tokenizer, "", text) for text in documents]
+    count = sum(len(row.tokens) - row.start for row in rows)
+    if count == 0:
+        raise ValueError(f"no tokens to score in {len(documents)} documents; pass at least one non-empty text")
+    return -sum(_log_likelihoods(model, tokenizer, rows)) / count
+
+
+def _read(name: str) -> list[dict[str, Any]]:
+    file = resources.files("compressor.demo").joinpath("data", f"{name}.jsonl")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _row(tokenizer: PreTrainedTokenizerBase, given: str, scored: str) -> ScoredRow:
+    """Encodes the two texts apart, so that no token straddles them, after the token that opens a text."""
+    opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    before = [opening, *tokenizer.encode(given, add_special_tokens=False)]
+    return ScoredRow((*before, *tokenizer.encode(scored, add_special_tokens=False)), len(before))
+
+
+@torch.inference_mode()
+def _log_likelihoods(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[ScoredRow]
+) -> list[float]:
+    """Summed log-likelihood of the scored tokens of each row, in the order of the rows."""
+    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    scores = [0.0] * len(rows)
+    for batch in _batches(rows):
+        longest = max(len(rows[index].tokens) for index in batch)
+        tokens = torch.full((len(batch), longest), filler)
+        scored = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for position, index in enumerate(batch):
+            length = len(rows[index].tokens)
+            tokens[position, :length] = torch.tensor(rows[index].tokens)
+            scored[position, rows[index].start : length] = True
+        # No mask: attention is causal and padding stands on the right, so no scored token ever sees it.
+        logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
+        # Position i predicts token i + 1; log_softmax runs on the scored positions only.
+        chosen = scored[:, 1:]
+        predicted = functional.log_softmax(logits[:, :-1].cpu()[chosen].float(), dim=-1)
+        gathered = predicted.gather(-1, tokens[:, 1:][chosen].unsqueeze(-1)).squeeze(-1).double()
+        sums = torch.zeros(len(batch), dtype=torch.float64)
+        sums.index_add_(0, chosen.nonzero()[:, 0], gathered)
+        for position, index in enumerate(batch):
+            scores[index] = sums[position].item()
+    return scores
+
+
+def _batches(rows: Sequence[ScoredRow]) -> Iterator[list[int]]:
+    """Indices of rows of similar length, at most BATCH_TOKENS tokens a batch with the padding."""
+    batch: list[int] = []
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index].tokens)):
+        if batch and (len(batch) + 1) * len(rows[index].tokens) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

@@ -1,0 +1,82 @@
+"""The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from compressor.api import compress, inspect
+from compressor.checkpoint import Checkpoint
+from compressor.errors import CompressionError
+from compressor.progress import Progress
+
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("count-guided", {}),
+    ("model-centric", {}),
+    ("data-centric", {"merge": "max"}),
+)
+SAMPLES, LENGTH = 128, 128  # the demo model was trained on windows of 128 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """One model of the demo's table. Loss is in nats per held-out token."""
+
+    name: str
+    experts: int
+    parameters: int
+    bytes: int
+    loss: float
+    accuracy: dict[str, float]
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean over the skills."""
+        return sum(self.accuracy.values()) / len(self.accuracy)
+
+
+@contextmanager
+def demo_checkpoint() -> Iterator[Path]:
+    """The folder of the embedded checkpoint."""
+    with as_file(files("compressor.demo") / "checkpoint") as folder:
+        yield folder
+
+
+def measure(name: str, folder: Path, experts: int) -> DemoRow:
+    """Load a checkpoint with stock transformers and measure it on held-out text and questions."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from compressor.demo.evaluation import heldout_loss, load_documents, load_items, skill_accuracy
+    from compressor.loading import quiet_transformers
+
+    tensors = Checkpoint(folder).tensors.values()
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")])
+    accuracy = skill_accuracy(model, tokenizer, load_items())
+    return DemoRow(name, experts, sum(t.parameters for t in tensors), sum(t.nbytes for t in tensors), loss, accuracy)
+
+
+def run_demo(experts: int, output: Path | None, progress: Progress) -> list[DemoRow]:
+    """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models."""
+    if output is not None and output.exists():
+        raise CompressionError(f"{output} exists already; name a new folder")
+    with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
+        before = inspect(str(source)).experts
+        rows = [measure("original", source, before)]
+        folder = Path(scratch) if output is None else output
+        for strategy, options in STRATEGIES:
+            label = " ".join([strategy, *(f"({value})" for value in options.values())])
+            target = folder / strategy
+            target.parent.mkdir(parents=True, exist_ok=True)
+            compress(
+                str(source), target, experts=experts, strategy=strategy, options=options, calibration="demo",
+                samples=SAMPLES, sequence_length=LENGTH, progress=progress,
+            )  # fmt: skip
+            rows.append(measure(label, target, experts))
+    return rows

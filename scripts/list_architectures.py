@@ -1,0 +1,220 @@
+"""Write docs/architectures.md: what works, found out by compressing a tiny model of every family, and what is refused.
+
+Run from the repository's root: python -m scripts.list_architectures
+"""
+
+import inspect
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import compressor
+from compressor.architecture import Architecture, discover, experts_modules
+from compressor.configuration import EXTRA_HEAD
+from compressor.errors import CompressionError
+from compressor.model import OpenModel, open_model
+from compressor.source import locate
+from tests import zoo
+
+PAGE = Path("docs/architectures.md")
+COLUMNS = ("Family", "Model class", "Supported", "Routing", "Notes")
+MARK = "@use_experts_implementation"
+EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
+SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}  # defaults that do not build
+HEADER = """# Architectures
+
+Written by `scripts/list_architectures.py`, which compresses a tiny random model of every family: eight experts are
+merged into four, and stock transformers {version} reloads the result. `tests/test_architectures.py` then compares
+dropping and merging with a surgery in memory, weight by weight.
+
+{supported} families of transformers {version} carry its uniform experts interface, and all of them are supported.
+Other Mixture-of-Experts families are refused with the message in the last table; no weight is read for that. A model
+that holds two Mixture-of-Experts parts with a count of their own each is refused too, such as the whole
+`Qwen3OmniMoeForConditionalGeneration` (thinker and talker); its thinker alone is supported.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the page."""
+
+    family: str
+    model_class: str
+    supported: str
+    routing: str
+    notes: str
+
+    def text(self) -> str:
+        """The line in Markdown."""
+        return f"| {self.family} | {self.model_class} | {self.supported} | {self.routing} | {self.notes} |"
+
+
+def _source(module: Any) -> str:
+    """The source of a module's class, and of the functions of its file that it calls, without comments."""
+    text = inspect.getsource(type(module))
+    home = sys.modules[type(module).__module__]
+    called = [getattr(home, name, None) for name in sorted(set(re.findall(r"\b(\w+)\(", text)))]
+    parts = [text, *(inspect.getsource(entry) for entry in called if inspect.isfunction(entry))]
+    return re.sub(r"#.*", "", "".join(parts))
+
+
+def _scores(model: Any, architecture: Architecture) -> str:
+    """How the router scores experts, read in the source of the router or its block."""
+    layer = architecture.layers[-1]
+    for name in (layer.router, layer.block):
+        source = _source(model.get_submodule(name))
+        found = [word for word in ("sigmoid", "softmax") if re.search(rf"\b{word}\(", source)]
+        if "scoring_func" in source or len(found) == 2:
+            return "top-k, score by config"
+        if found:
+            return f"{found[0]} top-k"
+    return "top-k"
+
+
+def _routing(opened: list[OpenModel]) -> str:
+    layers = [layer for model in opened for layer in model.architecture.layers]
+    kinds = [_scores(opened[0].partial.model, opened[0].architecture)]
+    if any(layer.routing_groups > 1 for layer in layers):
+        kinds.append("in groups where the config has any")
+    if any(layer.tables for layer in layers):
+        kinds.append("some layers by token id")
+    return ", ".join(kinds)
+
+
+def _beside(opened: OpenModel) -> Iterator[str]:
+    """What an MoE block holds beside the routed experts."""
+    architecture, model = opened.architecture, opened.partial.model
+    routers = [t for layer in architecture.layers for t in layer.tensors if not t.key.startswith(f"{layer.name}.")]
+    sizes = {tensor.key: opened.partial.empty[tensor.key].dim() for tensor in routers}
+    leaves = sorted({key.rpartition(".")[2] for key, dims in sizes.items() if "weight" not in key or dims == 1})
+    if leaves:
+        yield f"beside the router's weight: {', '.join(f'`{leaf}`' for leaf in leaves)}"
+    extra = max(tensor.extra for tensor in routers)
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+    shared = any("shared" in name and re.search("expert|mlp", name) for name in names)
+    if extra:
+        yield f"{extra} more router row{'s' if extra > 1 else ''}, {'for shared experts' if shared else 'to skip'}"
+    if shared:
+        yield "shared experts"
+    if any(layer.tables for layer in architecture.layers):
+        yield "tables of expert ids are rewritten"
+
+
+def _notes(opened: OpenModel) -> str:
+    architecture = opened.architecture
+    notes = [f"`{architecture.count_field}`"]
+    kinds = {role.kind for role in opened.layout.roles.values()}
+    if opened.layout.regular:
+        notes.append("stored one by one" if "expert" in kinds else "stored fused")
+    else:
+        notes.append("stored with the vision experts, so written through the model")
+    dense = len(architecture.units) - len({layer.unit for layer in architecture.layers})
+    names = {name for name, _ in experts_modules(opened.partial.model)}
+    if names - {layer.name for layer in architecture.layers}:
+        notes.append("two stacks of layers share their experts")
+    elif dense:
+        notes.append("dense layers")
+    if any("vision" in layer.name for layer in architecture.layers):
+        notes.append("vision experts too")
+    notes += _beside(opened)
+    fields = vars(opened.config) | vars(opened.config.get_text_config())
+    heads = sorted(key for key, value in fields.items() if EXTRA_HEAD.search(key) and isinstance(value, int))
+    if heads:
+        notes.append(f"a head announced by {', '.join(f'`{key}`' for key in heads)} is left out")
+    return "; ".join(notes)
+
+
+def _variants(name: str) -> list[str]:
+    return [variant for variant in zoo.VARIANTS if variant.split("-")[0] == name]
+
+
+def supported_row(name: str) -> Row:
+    """Compress a family's tiny model, reload it, and describe it; a failure is the row's reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = {case: Path(folder) / case for case in (name, *_variants(name))}
+        for case, place in places.items():
+            zoo.save(case, place)
+        model_class = zoo.family(name).model_class
+        try:
+            compressor.compress(str(places[name]), Path(folder) / "out", strategy="model-centric", experts=4)
+            reloaded = zoo.reload(name, Path(folder) / "out")
+            if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
+                raise CompressionError("the reloaded model's logits are not finite")
+        except CompressionError as error:
+            return Row(name, model_class, f"no: {error}", "", "")
+        opened = [open_model(locate(str(place), None)) for place in places.values()]
+        return Row(name, model_class, "yes", _routing(opened), _notes(opened[0]))
+
+
+def refused_families() -> list[str]:
+    """Folders of transformers' models that define experts, but not with the uniform interface."""
+    models = Path(transformers.__file__).parent / "models"
+    found = []
+    for folder in sorted(models.iterdir()):
+        source = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
+        if EXPERTS_CLASS.search(source) and MARK not in source:
+            found.append(folder.name)
+    return found
+
+
+def _stock_config(family: str) -> tuple[Any, str]:
+    """A default config of a family and the name of its model class."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    mappings = (
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_BACKBONE_MAPPING,
+    )  # fmt: skip
+    for config_class in CONFIG_MAPPING.values():
+        if config_class.__module__.split(".")[2] == family:
+            for mapping in mappings:
+                if config_class in mapping:
+                    return config_class(**SETTINGS.get(family, {})), mapping[config_class].__name__
+    raise CompressionError("transformers has no model class of this family that could be opened")
+
+
+def refused_row(family: str) -> Row:
+    """What `discover` says of a family's default config, built on the meta device."""
+    name = "none"
+    try:
+        config, name = _stock_config(family)
+        config.architectures = [name]
+        discover(config)
+    except CompressionError as error:
+        return Row(family, name, "no", "", str(error))
+    raise RuntimeError(f"{family} is not refused: give it a place in tests/zoo_configs.py")
+
+
+def _table(rows: list[Row]) -> str:
+    rule = "|".join("---" for _ in COLUMNS)
+    return "\n".join([f"| {' | '.join(COLUMNS)} |", f"|{rule}|", *(row.text() for row in rows)]) + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    supported = [supported_row(name) for name in sorted(zoo.FAMILIES)]
+    refused = [refused_row(family) for family in refused_families()]
+    header = HEADER.format(version=transformers.__version__, supported=len(supported))
+    tested = "Their variants in the tests: " + ", ".join(sorted(zoo.VARIANTS)) + ".\n"
+    return "\n".join([header, "## Supported\n", _table(supported), tested, "## Refused\n", _table(refused)])
+
+
+def main() -> None:
+    """Write the page."""
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,524 @@
+"""The writer: shard layout, resuming after a kill at any moment, overwriting, locking, full disks."""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from compressor.checkpoint import DTYPE_BITS, TORCH_DTYPES, Checkpoint
+from compressor.errors import CompressionError
+from compressor.output import OutputJob
+from compressor.surgery import FileRange, OutputTensor, Piece
+from exporters import safetensors as exporter
+from tests.small import tree
+
+UNITS = ("", "layers.0", "layers.1", "layers.2")
+DTYPES = ("BF16", "F32", "U8", "F64")
+FORK = multiprocessing.get_context("fork")  # a real process that can really be killed, without importing torch again
+
+
+def content(name: str, nbytes: int) -> bytes:
+    return random.Random(name).randbytes(nbytes)
+
+
+def outputs(per_unit: int = 5) -> tuple[OutputTensor, ...]:
+    return tuple(
+        OutputTensor(f"{unit or 'head'}.t{number}", DTYPES[number % 4], (3 + number, 5), unit)
+        for unit in UNITS
+        for number in range(per_unit)
+    )
+
+
+def good(folder: Path) -> None:
+    Checkpoint(folder)
+
+
+def a_job(
+    before: Callable[[str, int], Any] = lambda unit, number: None,
+    digest: str = "one",
+    shard_bytes: int = 300,
+    verify: Callable[[Path], None] = good,
+    files: dict[str, bytes | Path] | None = None,
+) -> OutputJob:
+    """A job; `before` is called with a unit and the number of the tensor that is about to be made."""
+    made = outputs()
+
+    def produce(unit: str) -> Iterable[tuple[str, Iterator[Piece]]]:
+        for number, output in enumerate(output for output in made if output.unit == unit):
+            before(unit, number)
+            data = content(output.name, output.nbytes)
+            yield output.name, iter([data[:7], memoryview(data)[7:]])
+
+    beside = {"config.json": b"{}", "sub/tokenizer.json": b"[1]"} if files is None else files
+    return OutputJob(digest, made, UNITS, produce, beside, verify, shard_bytes)
+
+
+def nothing_left(out: Path) -> bool:
+    return not out.exists() and not exporter.work_folder(out).exists()
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def some_outputs(draw: st.DrawFn) -> tuple[OutputTensor, ...]:
+    dtypes = st.sampled_from(sorted(TORCH_DTYPES))
+    kinds = draw(st.lists(st.tuples(dtypes, st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=12))
+    return tuple(OutputTensor(f"t{n}.żółć", dtype, tuple(shape), "") for n, (dtype, shape) in enumerate(kinds))
+
+
+@given(some_outputs(), st.integers(1, 2000))
+def test_layout_places_every_tensor_once_aligned_and_without_gaps(made: tuple[OutputTensor, ...], limit: int) -> None:
+    shards = exporter.lay_out(made, limit)
+    assert [name for shard in shards for name in sorted(shard.offsets)] and sum(len(s.offsets) for s in shards) == len(
+        made
+    )
+    by_name = {output.name: output for output in made}
+    for shard in shards:
+        end = len(shard.header)
+        assert end % 8 == 0 and int.from_bytes(shard.header[:8], "little") == end - 8
+        for name, offset in sorted(shard.offsets.items(), key=lambda place: (place[1], by_name[place[0]].nbytes)):
+            assert offset == end and offset % (DTYPE_BITS[by_name[name].dtype] // 8) == 0
+            end += by_name[name].nbytes
+        assert end == shard.nbytes
+        inside = sum(by_name[name].nbytes for name in shard.offsets)
+        assert inside <= limit or len([name for name in shard.offsets if by_name[name].nbytes]) == 1
+    assert exporter.lay_out(made, limit) == shards
+
+
+def test_the_safetensors_library_reads_every_tensor_back(tmp_path: Path) -> None:
+    job, out = a_job(), tmp_path / "out"
+    exporter.write(job, out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {output.name for output in job.outputs}
+    assert index["metadata"] == {"total_parameters": sum(o.parameters for o in job.outputs), "total_size": job.nbytes}
+    for output in job.outputs:
+        with safe_open(str(out / index["weight_map"][output.name]), "pt") as shard:
+            tensor = shard.get_tensor(output.name)
+            assert shard.metadata() == {"format": "pt"}
+        assert tuple(tensor.shape) == output.shape and tensor.dtype == TORCH_DTYPES[output.dtype]
+        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == content(output.name, output.nbytes)
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert shards == [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    assert len(shards) > 3 and (out / "sub" / "tokenizer.json").read_bytes() == b"[1]"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_one_shard_has_the_plain_name_and_no_index(tmp_path: Path) -> None:
+    exporter.write(a_job(shard_bytes=10**9), tmp_path / "out")
+    assert sorted(tree(tmp_path / "out")) == ["config.json", "model.safetensors", "sub/tokenizer.json"]
+
+
+def test_bytes_are_copied_out_of_another_file(tmp_path: Path) -> None:
+    source, data = tmp_path / "source", content("x", 5000)
+    source.write_bytes(data)
+    one = OutputTensor("x", "U8", (3000,), "")
+    job = OutputJob("d", (one,), ("",), lambda unit: [("x", iter([FileRange(source, 900, 3000)]))], {}, lambda f: None)
+    exporter.write(job, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes()[-3000:] == data[900:3900]
+
+
+def test_a_source_that_was_cut_off_meanwhile_is_named(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(100))
+    one = OutputTensor("x", "U8", (3000,), "")
+    piece = FileRange(tmp_path / "source", 0, 3000)
+    job = OutputJob("d", (one,), ("",), lambda unit: [("x", iter([piece]))], {}, lambda f: None)
+    with pytest.raises(CompressionError, match="source ended while it was copied"):
+        exporter.write(job, tmp_path / "out")
+    assert nothing_left(tmp_path / "out")
+
+
+# --- killed and run again ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    exporter.write(a_job(), out)
+    return tree(out)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_killed(work: Callable[[], Any]) -> None:
+    process = FORK.Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("number", [0, 3])
+def test_killed_while_a_tensor_is_made(unit: str, number: int, tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: exporter.write(a_job(lambda *at: die() if at == (unit, number) else None), out))
+    assert not out.exists() and exporter.work_folder(out).is_dir()
+    made: list[str] = []
+    exporter.write(a_job(lambda at, _: made.append(at)), out)
+    assert tree(out) == whole and not exporter.work_folder(out).exists()
+    assert sorted(set(made)) == sorted(UNITS[UNITS.index(unit) :])  # what was finished is not made again
+
+
+SYSTEM_CALLS = ("replace", "pwrite", "fsync", "posix_fallocate", "close", "open")
+
+
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_killed_before_any_system_call(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+) -> None:
+    real, counted = getattr(os, call), [0]
+
+    def counting(*args: Any, **named: Any) -> Any:
+        counted[0] += 1
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, counting)
+        exporter.write(a_job(), tmp_path / "count")
+    total = counted[0]
+    assert total
+    for fatal in sorted({1, 2, total // 2, total - 1, total} & set(range(1, total + 1))):
+        out = tmp_path / f"out-{fatal}"
+        left = [fatal]
+
+        def killing(*args: Any, left: list[int] = left, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+            return real(*args, **named)
+
+        def work(out: Path = out, killing: Any = killing) -> None:
+            setattr(os, call, killing)
+            exporter.write(a_job(), out)
+
+        run_killed(work)
+        if out.exists():  # killed after the last rename
+            assert tree(out) == whole
+        exporter.write(a_job(), out, overwrite=True)
+        assert tree(out) == whole and not exporter.work_folder(out).exists(), fatal
+
+
+def test_killed_at_random_moments(tmp_path: Path, whole: dict[str, str]) -> None:
+    dice = random.Random(7)
+    for attempt in range(6):
+        out = tmp_path / f"out-{attempt}"
+        for _ in range(3):
+            if out.exists():
+                break
+            process = FORK.Process(target=lambda out=out: exporter.write(a_job(lambda *at: time.sleep(0.004)), out))
+            process.start()
+            time.sleep(dice.uniform(0.0, 0.12))
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            assert not out.exists() or tree(out) == whole
+        if not out.exists():
+            exporter.write(a_job(), out)
+        assert tree(out) == whole
+
+
+def test_another_jobs_journal_is_not_resumed(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: exporter.write(a_job(lambda u, n: die() if u == UNITS[2] else None, "other", 200), out))
+    made: list[str] = []
+    exporter.write(a_job(lambda unit, _: made.append(unit)), out)
+    assert set(made) == set(UNITS) and tree(out) == whole
+
+
+@pytest.mark.parametrize("journal", ["", "{", "[]", "5", '{"digest": "one"}', '{"finished": 5}'])
+def test_a_broken_journal_is_not_resumed(journal: str, tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: exporter.write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
+    (exporter.work_folder(out) / exporter.MARKER).write_text(journal)
+    exporter.write(a_job(), out)
+    assert tree(out) == whole
+
+
+def test_a_journal_from_before_a_restart_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: exporter.write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
+    monkeypatch.setattr(exporter, "_boot", lambda: "another start of the machine")
+    made: list[str] = []
+    exporter.write(a_job(lambda unit, _: made.append(unit)), out)
+    assert set(made) == set(UNITS) and tree(out) == whole
+
+
+def test_interrupted_by_the_keyboard_it_can_go_on(tmp_path: Path, whole: dict[str, str]) -> None:
+    def stop(unit: str, number: int) -> None:
+        if unit == UNITS[2]:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        exporter.write(a_job(stop), out)
+    made: list[str] = []
+    exporter.write(a_job(lambda unit, _: made.append(unit)), out)
+    assert set(made) == set(UNITS[2:]) and tree(out) == whole
+
+
+# --- faults leave nothing ---------------------------------------------------------------------------------------------
+
+
+def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
+    def fault(unit: str, number: int) -> None:
+        if unit == UNITS[2]:
+            raise CompressionError("tensor 'x' in y holds NaN")
+
+    def not_good(folder: Path) -> None:
+        raise CompressionError("the written config is wrong")
+
+    for job, message in ((a_job(fault), "holds NaN"), (a_job(verify=not_good), "config is wrong")):
+        with pytest.raises(CompressionError, match=message):
+            exporter.write(job, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_that_do_not_come_out_as_planned(tmp_path: Path) -> None:
+    sound = a_job()
+    cases: list[tuple[Callable[[str], Iterable[tuple[str, Iterator[Piece]]]], str]] = [
+        (lambda unit: [], "'head.t0' of the output was not made"),
+        (lambda unit: [("extra", iter([b""]))], "'extra' was made but has no place"),
+        (lambda unit: [("head.t0", iter([b"abc"]))], "'head.t0' came out with 3 bytes instead of 30"),
+    ]
+    for produce, message in cases:
+        with pytest.raises(CompressionError, match=message):
+            exporter.write(replace(sound, produce=produce), tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(CompressionError, match=r"the output needs 0\.02 GB, .* has 0\.00 GB free; free some space"):
+        exporter.write(a_job(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = exporter.work_folder(tmp_path / "out")
+    work.mkdir()
+    (work / "big").write_bytes(bytes(3_000_000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=exporter.SPARE_BYTES - 1_000_000))
+    exporter.check_space(tmp_path / "out", 1_500_000)
+    with pytest.raises(CompressionError, match="the output needs"):
+        exporter.check_space(tmp_path / "out", 3_500_000)
+
+
+def fatal_is_reached(write: Callable[[], None], message: str) -> bool:
+    """Whether writing fails; it must do so in the words of `message`."""
+    fault = None
+    try:
+        write()
+    except CompressionError as error:
+        fault = str(error)
+    return fault is not None and re.search(message, fault) is not None
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
+    call: str, code: int, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if overwrite:
+        exporter.write(a_job(digest="old", files={"config.json": b'{"old": 1}'}), out)
+    before = tree(tmp_path)
+    real, calls = getattr(os, call), [0]
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in fatal:
+            raise OSError(code, os.strerror(code))
+        return real(*args)
+
+    message = "writing .*out failed: " if code == errno.EIO else "is full; free some space and run the command again"
+    for fatal in ({1}, {2}, {3}, {4}, {5}, {6}, {7}):
+        calls[0] = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            if fatal_is_reached(lambda: exporter.write(a_job(), out, overwrite), message):
+                assert calls[0] >= min(fatal)
+            else:
+                assert calls[0] < min(fatal)
+                break
+        assert tree(tmp_path) == before, fatal
+        assert not exporter.work_folder(out).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        with pytest.raises(CompressionError, match="the output needs"):
+            exporter.write(a_job(), disk / "out")
+        assert list(disk.iterdir()) == []
+        monkeypatch.setattr(exporter, "check_space", lambda out, nbytes: None)
+        (disk / "filler").write_bytes(bytes(56 * 1024))
+        with pytest.raises(CompressionError, match="is full; free some space"):
+            exporter.write(a_job(), disk / "out")
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_output_is_refused(tmp_path: Path) -> None:
+    for out in (tmp_path / "folder", tmp_path / "file", tmp_path / "link"):
+        _ = out.mkdir() if out.name == "folder" else out.touch() if out.name == "file" else out.symlink_to("nowhere")
+        with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
+            exporter.write(a_job(), out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
+
+
+def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    exporter.write(a_job(), out, overwrite=True)
+    (out / "more.txt").touch()
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
+    (tmp_path / "link").symlink_to(out)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").touch()
+    (tmp_path / "file").touch()
+    for name in ("link", "notes", "file"):
+        with pytest.raises(CompressionError, match="is not a checkpoint folder, so --overwrite will not replace it"):
+            exporter.write(a_job(), tmp_path / name, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes", "out"]
+
+
+def test_a_parent_that_is_missing_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for parent in (tmp_path / "gone", tmp_path / "file"):
+        with pytest.raises(CompressionError, match="is not a folder; create it or name another output folder"):
+            exporter.write(a_job(), parent / "out")
+
+
+def test_a_parent_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(CompressionError, match="cannot be written to"):
+            exporter.write(a_job(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_relative_outputs_and_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (Path("out"), Path("ausgabe żółć 模型"), Path("./a/../b")):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        exporter.write(a_job(), out)
+        assert tree(out) == whole
+    assert exporter.work_folder(Path(".")) == tmp_path.parent / f".{tmp_path.name}.moe-compressor"
+    with pytest.raises(CompressionError, match="exists already"):
+        exporter.write(a_job(), Path("."))
+
+
+def test_the_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    exporter.write(a_job(digest="old", files={"config.json": b'{"old": 1}'}), out)
+    old = tree(out)
+    for at in (UNITS[0], UNITS[3]):
+        run_killed(lambda at=at: exporter.write(a_job(lambda u, n: die() if u == at else None), out, True))
+        assert tree(out) == old
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_killed_between_the_renames_of_an_overwrite(after: int, tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    exporter.write(a_job(digest="old", files={"config.json": b'{"old": 1}'}), out)
+    old, real, renames = tree(out), os.replace, [0]
+
+    def killing(source: Any, target: Any) -> None:
+        if Path(target) == out or Path(source) == out:
+            if renames[0] == after:
+                die()
+            renames[0] += 1
+        real(source, target)
+        if renames[0] == 2 and after == 2:
+            die()
+
+    def work() -> None:
+        os.replace = killing
+        exporter.write(a_job(), out, True)
+
+    run_killed(work)
+    assert out.exists() == (after != 1)
+    if after == 2:
+        assert tree(out) == whole
+    with pytest.raises(CompressionError, match="exists already"):  # the old output is back, or the new one is there
+        exporter.check_target(out, False)
+    assert tree(out) == (whole if after == 2 else old)
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_run_at_a_time(tmp_path: Path, whole: dict[str, str]) -> None:
+    out, started, go_on = tmp_path / "out", FORK.Event(), FORK.Event()
+
+    def wait(unit: str, number: int) -> None:
+        if unit == UNITS[1]:
+            started.set()
+            go_on.wait(30)
+
+    process = FORK.Process(target=lambda: exporter.write(a_job(wait), out))
+    process.start()
+    try:
+        assert started.wait(30)
+        held = exporter.work_folder(out)
+        with pytest.raises(CompressionError, match="another run is writing this output"):
+            exporter.write(a_job(), out)
+        exporter.discard(out)
+        assert (held / exporter.MARKER).exists()
+    finally:
+        go_on.set()
+        process.join(30)
+    assert process.exitcode == 0 and tree(out) == whole
+
+
+def test_discard_keeps_what_can_be_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    work = exporter.work_folder(out)
+    exporter.discard(out)
+    work.mkdir()
+    (work / "plan.json").touch()
+    exporter.discard(out)
+    assert not work.exists()
+    run_killed(lambda: exporter.write(a_job(lambda u, n: die() if u == UNITS[2] else None), out))
+    exporter.discard(out)
+    assert (work / exporter.MARKER).exists()

@@ -1,0 +1,60 @@
+"""docs/architectures.md is what its script would write, as far as that is cheap to check."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import transformers
+
+from compressor import CompressionError
+from compressor.architecture import discover
+from scripts.list_architectures import PAGE, refused_families, refused_row, supported_row
+from tests import zoo
+
+REFUSED = refused_families()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+def rows() -> dict[str, list[str]]:
+    """The page's lines by family, as cells."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row for row in cells if row[0] != "Family"}
+
+
+def test_the_page_lists_every_family_once() -> None:
+    families = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert [name for name in families if name != "Family"] == [*sorted(zoo.FAMILIES), *REFUSED]
+
+
+def test_the_page_names_the_model_classes_of_the_tests_and_supports_them() -> None:
+    listed = {family: row[1:3] for family, row in rows().items() if family in zoo.FAMILIES}
+    assert listed == {name: [entry.model_class, "yes"] for name, entry in zoo.FAMILIES.items()}
+
+
+def test_known_families_of_another_interface_are_found() -> None:
+    assert {"dbrx", "jetmoe", "llama4", "nllb_moe", "switch_transformers"} <= set(REFUSED)
+    assert not set(REFUSED) & set(zoo.FAMILIES)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_families_get_the_message_on_the_page(family: str) -> None:
+    assert refused_row(family).text() == "| " + " | ".join(rows()[family]) + " |"
+    assert "not supported" in refused_row(family).notes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "zaya"])
+def test_rows_are_what_the_script_finds(name: str) -> None:
+    assert supported_row(name).text() == "| " + " | ".join(rows()[name]) + " |"
+
+
+def test_a_model_that_transformers_does_not_generate_text_with_is_refused() -> None:
+    with pytest.raises(CompressionError, match="no language model"):
+        discover(transformers.SwitchTransformersConfig())

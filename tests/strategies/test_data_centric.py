@@ -1,0 +1,166 @@
+"""Data-centric: CKA by plain loops on a stock model's outputs, planted twins, refusals, unreached layers."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.model import open_model
+from compressor.planning import collect, make_plan
+from compressor.progress import Silent
+from compressor.registry import load_strategy
+from compressor.source import locate
+from strategies import data_centric
+from strategies.data_centric import Options, distances
+from tests import zoo
+from tests.opened import batches, calibration, one_expert, opened, plain_calls
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    transformers.logging.set_verbosity(before)
+    torch.set_num_threads(threads)
+
+
+def naive_cka(left: Tensor, right: Tensor, kernel: str) -> float:
+    """HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)), with the whole matrices written out."""
+    tokens = len(left)
+    centring = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
+
+    def gram(x: Tensor) -> Tensor:
+        x = x.double()
+        if kernel == "linear":
+            return x @ x.T
+        squared = torch.tensor([[float((a - b).square().sum()) for b in x] for a in x], dtype=torch.float64)
+        above = sorted(squared[i, j].item() for i in range(tokens) for j in range(i + 1, tokens))
+        median = above[(len(above) - 1) // 2] ** 0.5
+        return torch.exp(-squared / (2 * (0.8 * median) ** 2))
+
+    def hsic(k: Tensor, m: Tensor) -> float:
+        return float((k @ centring @ m @ centring).trace())
+
+    one, other = gram(left), gram(right)
+    return hsic(one, other) / math.sqrt(hsic(one, one) * hsic(other, other))
+
+
+def naive(outputs: Tensor, similarity: str) -> Tensor:
+    count = len(outputs)
+    table = torch.zeros(count, count, dtype=torch.float64)
+    for i in range(count):
+        for j in range(count):
+            if similarity == "mean-output":
+                table[i, j] = (outputs[i].double().mean(0) - outputs[j].double().mean(0)).norm()
+            elif i != j:
+                table[i, j] = 1 - naive_cka(outputs[i], outputs[j], similarity.split("-")[0])
+    return table
+
+
+@pytest.mark.parametrize("similarity", data_centric.SIMILARITIES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_distances_of_a_stock_models_outputs_equal_a_loop(name: str, similarity: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    calls = plain_calls(stock, model.architecture, parts)
+    for stats in collect(model, frozenset({"expert_outputs"}), calibration(parts), Silent()):
+        hidden, _, _ = calls[stats.layer.name].joined()
+        outputs = torch.stack([one_expert(stock.get_submodule(stats.layer.name), e, hidden) for e in range(8)])
+        found = distances(stats.expert_outputs, similarity)
+        torch.testing.assert_close(found, naive(outputs, similarity), rtol=1e-4, atol=1e-5)
+
+
+def test_distances_by_hand() -> None:
+    line = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]])
+    outputs = torch.cat([line, 5 * line + 1, torch.tensor([[[0.0, 1.0], [0.0, -2.0], [0.0, 1.0]]])])
+    linear = distances(outputs, "linear-cka")
+    torch.testing.assert_close(
+        linear, torch.tensor([[0.0, 0, 1], [0, 0, 1], [1, 1, 0]], dtype=torch.float64), atol=1e-12, rtol=0
+    )
+    mean = distances(outputs, "mean-output")  # means (2, 0), (11, 1) and (0, 0)
+    assert mean[0, 1] == pytest.approx(82**0.5)
+    assert mean[0, 2] == pytest.approx(2)
+
+
+def plans(folder: Path, parts: Any, keep: int, **options: Any) -> Any:
+    model = open_model(locate(str(folder)), "float32", "cpu")
+    return make_plan(model, load_strategy("data-centric", options), keep, options, calibration(parts), Silent(), seed=4)
+
+
+@pytest.mark.parametrize("mix", [True, False])
+@pytest.mark.parametrize("similarity", data_centric.SIMILARITIES)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@torch.no_grad()
+def test_planted_twins_are_grouped(name: str, similarity: str, mix: bool, tmp_path: Path) -> None:
+    stock = zoo.build(name)
+    twins = {0: 2, 1: 3, 4: 6, 5: 7}
+    for experts in zoo.experts(stock).values():
+        for parameter in experts.parameters():
+            for one, other in twins.items():
+                parameter[other] = parameter[one]
+    stock.save_pretrained(tmp_path)
+    first, second = (plans(tmp_path, batches(stock), 4, similarity=similarity, mix_tokens=mix) for _ in range(2))
+    assert first.to_json() == second.to_json()
+    for layer in first.layers:
+        assert [group.members for group in layer.groups] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+        assert layer.figures["within_group_distance"] == pytest.approx(0, abs=1e-6)
+        assert layer.decided_by == similarity
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
+def test_routing_groups_are_never_mixed(name: str, tmp_path: Path) -> None:
+    stock = zoo.save(name, tmp_path)
+    for layer in plans(tmp_path, batches(stock), 4).layers:
+        assert all(len({member // 4 for member in group.members}) == 1 for group in layer.groups)
+
+
+def test_protected_experts_stay_alone_and_refusals_say_why(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    for stats in collect(model, frozenset({"mixed_outputs"}), calibration(batches(stock)), Silent()):
+        made = data_centric.plan(stats, 3, frozenset({6}))
+        assert (6,) in [group.members for group in made.groups]
+        with pytest.raises(CompressionError, match="3 of them protected"):
+            data_centric.plan(stats, 3, frozenset({1, 2, 6}))
+        with pytest.raises(CompressionError, match="'expert_outputs' was not collected"):
+            data_centric.plan(stats, 3, options=Options(mix_tokens=False))
+
+
+def test_a_layer_that_no_token_reached_is_still_planned(tmp_path: Path) -> None:
+    stock = zoo.save("ernie4_5_vl_moe", tmp_path)
+    for merge in ("uniform", "frequency", "max", "learned"):
+        made = plans(tmp_path, batches(stock), 4, merge=merge)
+        unreached = [layer for layer in made.layers if "vision" in layer.module]
+        assert len(unreached) == 2
+        for layer in unreached:
+            assert len(layer.groups) == 4 and not layer.dropped
+            assert layer.figures["within_group_distance"] == pytest.approx(4)  # four pairs, each 1 apart
+
+
+def test_experts_that_no_token_visits_are_compared_like_others(tmp_path: Path) -> None:
+    """Dense statistics run every expert on every sampled token, visited or not."""
+    stock, model = opened("mixtral", tmp_path)
+    needs = frozenset({"expert_outputs", "routed_count"})
+    for stats in collect(model, needs, calibration(batches(stock, (1,), length=2)), Silent()):
+        missed = (stats.routed_count == 0).nonzero().flatten()
+        assert len(missed) >= 4
+        table = distances(stats.expert_outputs, "mean-output")
+        assert (table[missed][:, missed] + torch.eye(len(missed)) > 0).all()
+
+
+def test_needs_follow_the_options() -> None:
+    assert load_strategy("data-centric").needs == {"mixed_outputs"}
+    assert load_strategy("data-centric", {"mix_tokens": False}).needs == {"expert_outputs"}
+    assert "routed_count" in load_strategy("data-centric", {"merge": "max"}).needs
+    assert {"weights", "router_arguments"} <= load_strategy("data-centric", {"merge": "learned"}).needs
+    with pytest.raises(CompressionError, match="no similarity 'cka'; known are linear-cka, rbf-cka, mean-output"):
+        Options(similarity="cka")
+    with pytest.raises(CompressionError, match="there is no merge 'sum'"):
+        Options(merge="sum")

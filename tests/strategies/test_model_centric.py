@@ -1,0 +1,229 @@
+"""Model-centric: distances by plain loops for every layout, planted twins, routing groups, protection, refusals."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.model import open_model
+from compressor.planning import collect, make_plan
+from compressor.progress import Silent
+from compressor.registry import load_strategy
+from compressor.similarity import fast_squared_distances
+from compressor.source import locate
+from strategies import model_centric
+from strategies.model_centric import Options, surrogate_distances, vectorized_distances
+from tests import zoo
+from tests.opened import batches, calibration, opened
+
+LAYOUTS = ["mixtral", "gpt_oss", "aria", "nemotron_h", "deepseek_v3", "muse_spark"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    transformers.logging.set_verbosity(before)
+    torch.set_num_threads(threads)
+
+
+def fake(count: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Experts of a made-up layer as `LayerWeights` shows them."""
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = (torch.randn(count, 2 * inner, hidden, generator=generator) * 0.1).to(dtype)
+    down = (torch.randn(count, hidden, inner, generator=generator) * 0.1).to(dtype)
+    experts = SimpleNamespace(
+        has_gate=True, is_transposed=False, is_concatenated=True, gate_up_proj=gate_up, down_proj=down,
+        parameters=lambda: [gate_up, down],
+    )  # fmt: skip
+    return SimpleNamespace(experts=experts)
+
+
+def naive_matrices(experts: Any, expert: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """gate, up [I, H] and down [H, I] in float64, by the module's flags."""
+    fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj)[expert].detach().double()
+    down = experts.down_proj[expert].detach().double()
+    fused, down = (fused.T, down.T) if experts.is_transposed else (fused, down)
+    if not experts.has_gate:
+        return None, fused, down
+    rows = len(fused) // 2
+    first = range(0, 2 * rows, 2) if not experts.is_concatenated else range(rows)
+    second = range(1, 2 * rows, 2) if not experts.is_concatenated else range(rows, 2 * rows)
+    return fused[list(first)], fused[list(second)], down
+
+
+def naive_surrogates(experts: Any, count: int) -> Tensor:
+    found = []
+    for expert in range(count):
+        gate, up, down = naive_matrices(experts, expert)
+        inner = up if gate is None else gate * up
+        found.append(torch.einsum("hi,ij->hj", down, inner))
+    return torch.stack(found)
+
+
+def naive_distances(features: Tensor) -> Tensor:
+    table = torch.zeros(len(features), len(features), dtype=torch.float64)
+    for i in range(len(features)):
+        for j in range(len(features)):
+            table[i, j] = (features[i].double() - features[j].double()).square().sum().sqrt()
+    return table
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_distances_equal_a_loop_over_every_layout(name: str, tmp_path: Path) -> None:
+    _, model = opened(name, tmp_path)
+    for stats in collect(model, frozenset({"weights"}), None, Silent()):
+        experts, count = stats.weights.experts, stats.layer.experts
+        with torch.no_grad():
+            found, flat = surrogate_distances(stats.weights, count), vectorized_distances(stats.weights, count)
+        torch.testing.assert_close(found, naive_distances(naive_surrogates(experts, count)), rtol=1e-5, atol=1e-9)
+        whole = [[m.flatten() for m in naive_matrices(experts, e) if m is not None] for e in range(count)]
+        vectors = torch.stack([torch.cat(parts) for parts in whole])
+        torch.testing.assert_close(flat, naive_distances(vectors), rtol=1e-6, atol=1e-9)
+
+
+def test_a_surrogate_by_hand() -> None:
+    """Two experts of width one: 2 * (3 * 5) = 30 and 1 * (1 * 4) = 4, so 26 apart; as vectors, sqrt(4 + 1 + 1)."""
+    weights = fake(2, 1, 1)
+    weights.experts.gate_up_proj.copy_(torch.tensor([[[3.0], [5.0]], [[1.0], [4.0]]]))
+    weights.experts.down_proj.copy_(torch.tensor([[[2.0]], [[1.0]]]))
+    assert surrogate_distances(weights, 2).tolist() == [[0, 26], [26, 0]]
+    assert vectorized_distances(weights, 2)[0, 1] == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_rows_give_the_same_distances(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = fake(5, 33, 17, dtype)
+    whole = surrogate_distances(weights, 5)
+    torch.testing.assert_close(whole, naive_distances(naive_surrogates(weights.experts, 5)), rtol=1e-5, atol=0)
+    monkeypatch.setattr(model_centric, "LEAST_BLOCK", 7 * 4 * 5 * 33)  # seven rows at a time, the last block of five
+    weights.experts.parameters = list
+    torch.testing.assert_close(surrogate_distances(weights, 5), whole, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_experts_are_exactly_zero_apart_and_close_ones_keep_their_digits(dtype: torch.dtype) -> None:
+    weights = fake(6, 40, 24, dtype)
+    for tensor in (weights.experts.gate_up_proj, weights.experts.down_proj):
+        tensor[4] = tensor[1]
+        tensor[5] = tensor[2]
+    weights.experts.down_proj[5, 3, 7] *= 1.01  # one weight in a thousand differs by a hundredth
+    flat = torch.cat([weights.experts.gate_up_proj.flatten(1), weights.experts.down_proj.flatten(1)], 1)
+    surrogates = naive_surrogates(weights.experts, 6)
+    for distances, naive in ((surrogate_distances(weights, 6), surrogates), (vectorized_distances(weights, 6), flat)):
+        expected = naive_distances(naive)
+        assert distances[1, 4] == distances[4, 1] == 0
+        assert 0 < distances[2, 5] < 1e-2 * distances[0, 1]
+        torch.testing.assert_close(distances[2, 5], expected[2, 5], rtol=2e-3, atol=0)
+        torch.testing.assert_close(distances, expected, rtol=1e-4, atol=1e-7)
+        assert torch.equal(distances, distances.T)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    experts=st.integers(1, 6), values=st.integers(1, 40), seed=st.integers(0, 99),
+    common=st.sampled_from([0.0, 1.0, 1e3]), scale=st.sampled_from([1e-6, 1.0, 1e6]),
+)  # fmt: skip
+def test_fast_distances_equal_a_loop(experts: int, values: int, seed: int, common: float, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features = scale * (common + torch.randn(experts, values, generator=generator))
+    features[-1] = features[0]
+    found = fast_squared_distances(features).sqrt()
+    expected = naive_distances(features)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7 * scale * common)
+    assert found[0, -1] == 0
+
+
+def test_fast_distances_refuse_what_is_not_finite() -> None:
+    features = torch.zeros(3, 4)
+    features[1, 2] = torch.nan
+    with pytest.raises(CompressionError, match="features of expert 1 hold a value that is not finite"):
+        fast_squared_distances(features)
+    with pytest.raises(CompressionError, match="too large for float32"):
+        fast_squared_distances(torch.tensor([[1e30], [-1e30]]))
+
+
+def plans(folder: Path, name: str, keep: int, **options: Any) -> Any:
+    model = open_model(locate(str(folder)), "float32", "cpu")
+    strategy = load_strategy("model-centric", options)
+    data = calibration(batches(zoo.build(name))) if options.get("merge", "uniform") != "uniform" else None
+    return make_plan(model, strategy, keep, options, data, Silent())
+
+
+@pytest.mark.parametrize("representation", ["surrogate", "vectorized"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h"])
+@torch.no_grad()
+def test_planted_twins_are_grouped(name: str, representation: str, tmp_path: Path) -> None:
+    stock = zoo.build(name)
+    twins = {0: 2, 1: 3, 4: 6, 5: 7}  # within nemotron_h's routing groups too
+    for experts in zoo.experts(stock).values():
+        for parameter in experts.parameters():
+            for one, other in twins.items():
+                parameter[other] = parameter[one]
+    stock.save_pretrained(tmp_path)
+    made = plans(tmp_path, name, 4, representation=representation)
+    for layer in made.layers:
+        assert [group.members for group in layer.groups] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+        assert layer.figures["within_group_distance"] == 0
+        assert all(group.coefficients == (0.5, 0.5) for group in layer.groups)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h", "glm4_moe"])
+def test_routing_groups_are_never_mixed(name: str, tmp_path: Path) -> None:
+    zoo.save(name, tmp_path)
+    for layer in plans(tmp_path, name, 4).layers:
+        assert layer.routing_groups == 2
+        assert [len({member // 4 for member in group.members}) for group in layer.groups] == [1] * 4
+        assert [group.members[0] // 4 for group in layer.groups] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("merge", ["uniform", "max", "frequency", "learned"])
+def test_every_merge_plans_the_same_groups_twice(merge: str, tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path)
+    first, second = (plans(tmp_path, "mixtral", 4, merge=merge) for _ in range(2))
+    assert first.to_json() == second.to_json()
+    uniform = plans(tmp_path, "mixtral", 4)
+    for layer, other in zip(first.layers, uniform.layers, strict=True):
+        assert [group.members for group in layer.groups] == [group.members for group in other.groups]
+        for group in layer.groups:
+            assert sum(group.coefficients) == pytest.approx(1, abs=1e-9)
+            if merge == "max":
+                assert sorted(group.coefficients) == [0.0] * (len(group.members) - 1) + [1.0]
+
+
+def test_protected_experts_stay_alone(tmp_path: Path) -> None:
+    _, model = opened("mixtral", tmp_path)
+    for stats in collect(model, frozenset({"weights"}), None, Silent()):
+        made = model_centric.plan(stats, 4, frozenset({2, 7}))
+        assert {(2,), (7,)} <= {group.members for group in made.groups}
+        assert len(made.groups) == 4 and not made.dropped
+        with pytest.raises(CompressionError, match="4 of them protected"):
+            model_centric.plan(stats, 4, frozenset({0, 1, 2, 7}))
+        with pytest.raises(CompressionError, match="fewer than the top-k of 2"):
+            model_centric.plan(stats, 1)
+
+
+def test_keeping_every_expert_changes_nothing(tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path)
+    assert plans(tmp_path, "mixtral", 8).is_drop
+
+
+def test_unknown_choices_are_refused() -> None:
+    with pytest.raises(CompressionError, match="no representation 'mean'; known are surrogate, vectorized"):
+        Options(representation="mean")
+    with pytest.raises(CompressionError, match="there is no merge 'sum'"):
+        load_strategy("model-centric", {"merge": "sum"})
+    with pytest.raises(
+        CompressionError, match="has no option 'similarity'; it has merge, merge_routers, representation"
+    ):
+        load_strategy("model-centric", {"similarity": "linear-cka"})

@@ -1,0 +1,236 @@
+"""Every architecture through the real pipeline: what is written equals what a surgery in memory gives.
+
+The cases come from the zoo; `reference.py` does the surgery a second way, from the plan's JSON alone.
+"""
+
+import functools
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import compressor
+from compressor import learned
+from compressor.calibration import Calibration
+from compressor.model import open_model
+from compressor.plan import CompressionPlan
+from compressor.planning import make_plan
+from compressor.progress import Silent
+from compressor.registry import load_strategy
+from compressor.source import locate
+from tests import zoo
+from tests.reference import cut, forced_logits, realign, stored_bytes
+
+NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]
+WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
+NO_SAMPLES = {"diffusion_gemma"}  # its experts see a canvas, not the calibration tokens: nothing to learn from
+WEIGHTS = 2e-6  # float32 sums against float64 ones
+LOGITS = 1e-4
+
+Plan = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A saved tiny model; `identity` is the plan that keeps all its experts."""
+
+    name: str
+    folder: Path
+    model: PreTrainedModel
+    ids: Tensor
+    experts: int
+    identity: Plan
+
+    @property
+    def count_field(self) -> str:
+        return zoo.family(self.name).count_field
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    threads = torch.get_num_threads()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(verbosity)
+    if bars:
+        transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, folder = str(request.param), tmp_path_factory.mktemp("source")
+    model = zoo.build(name, **WIDER.get(name, {}))
+    model.save_pretrained(folder)
+    count = look_up(model.config, zoo.family(name).count_field)
+    identity = compressor.plan(str(folder), strategy="model-centric", experts=count).to_dict()
+    return Case(name, folder, model, zoo.tokens(model), count, identity)
+
+
+def look_up(config: Any, dotted: str) -> int:
+    for part in dotted.split("."):
+        config = getattr(config, part)
+    return int(config)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def regroup(plan: Plan, choose: Callable[[random.Random, list[int]], list[Plan]], experts: int) -> Plan:
+    """The plan as somebody might edit it: in every layer, `choose` makes the groups of each block of experts."""
+    edited: Plan = json.loads(json.dumps(plan))
+    edited["experts"] = experts
+    for position, layer in enumerate(edited["layers"]):
+        draw = random.Random(position)
+        size = layer["experts"] // layer.get("routing_groups", 1)
+        blocks = [list(range(begin, begin + size)) for begin in range(0, layer["experts"], size)]
+        layer["groups"] = [group for block in blocks for group in choose(draw, block)]
+        named = {member for group in layer["groups"] for member in group["members"]}
+        layer["dropped"] = sorted(set(range(layer["experts"])) - named)
+    return edited
+
+
+def single(expert: int) -> Plan:
+    return {"members": [expert], "coefficients": [1.0], "router_coefficients": [1.0]}
+
+
+def shares(draw: random.Random, count: int) -> list[float]:
+    values = [draw.uniform(0.1, 1.0) for _ in range(count)]
+    return [value / sum(values) for value in values]
+
+
+def keep_some(draw: random.Random, block: list[int]) -> list[Plan]:
+    """Three quarters of a block, never its beginning."""
+    size = len(block) * 3 // 4
+    kept = block[:size]
+    while kept == block[:size]:
+        kept = sorted(draw.sample(block, size))
+    return [single(expert) for expert in kept]
+
+
+def mix_some(draw: random.Random, block: list[int]) -> list[Plan]:
+    """One expert of a block dropped, the others in half as many groups of any order, shares and scale."""
+    _, *rest = draw.sample(block, len(block))
+    count = len(block) // 2
+    groups = [rest[slot::count] for slot in range(count)]
+    return [
+        {
+            "members": members,
+            "coefficients": shares(draw, len(members)),
+            "router_coefficients": shares(draw, len(members)),
+            "scale": draw.uniform(0.5, 1.5),
+        }
+        for members in groups
+    ]
+
+
+def apply(plan: Plan, out: Path) -> compressor.Summary:
+    """Carry out a plan that was edited as a file."""
+    file = out.parent / "plan.json"
+    file.write_text(json.dumps(plan))
+    return compressor.apply(file, out)
+
+
+def learned_plan(case: Case, experts: int) -> CompressionPlan:
+    ids = zoo.tokens(case.model, batch=4, length=12, seed=1)
+    model = open_model(locate(str(case.folder), None))
+    strategy = load_strategy("model-centric", {"merge": "learned"})
+    calibration = Calibration((ids[:3], ids[3:]), {"source": "zoo", "tokens": ids.numel()})
+    return make_plan(model, strategy, experts, {"merge": "learned"}, calibration, Silent())
+
+
+def check_output(case: Case, plan: Plan, summary: compressor.Summary, exact: bool) -> PreTrainedModel:
+    """Compare what was written with the reference's weights, size and logits; returns the reloaded model."""
+    expected = cut(case.model, case.count_field, plan)
+    found = zoo.reload(case.name, Path(summary.out))
+    realign(found)
+    assert type(found) is type(case.model)
+    assert look_up(found.config, case.count_field) == summary.experts_after == plan["experts"]
+    assert {module.num_experts for module in zoo.experts(found).values()} == {plan["experts"]}
+    check_size(case, expected, summary)
+    wanted = expected.state_dict()
+    assert list(found.state_dict()) == list(wanted)
+    for key, value in found.state_dict().items():
+        assert value.dtype == wanted[key].dtype
+        torch.testing.assert_close(value, wanted[key], rtol=0, atol=0 if exact else WEIGHTS, msg=key)
+    torch.testing.assert_close(
+        zoo.logits(found, case.ids), zoo.logits(expected, case.ids), rtol=0, atol=0 if exact else LOGITS
+    )
+    return found
+
+
+def check_size(case: Case, expected: PreTrainedModel, summary: compressor.Summary) -> None:
+    """The files shrink by exactly the experts that went."""
+    gone = stored_bytes(case.model) - stored_bytes(expected)
+    before, after = stored(case.folder), stored(Path(summary.out))
+    sizes = [sum(value.nbytes for value in tensors.values()) for tensors in (before, after)]
+    assert [summary.before.bytes, summary.after.bytes] == sizes
+    assert sizes[0] - sizes[1] == gone
+    if summary.experts_after < summary.experts_before:
+        assert gone > 0
+        assert file_bytes(Path(summary.out)) < file_bytes(case.folder)
+
+
+def file_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def non_trivial(groups: Sequence[Any]) -> bool:
+    """Whether some group has a scale, or members of unequal shares."""
+    return any(group.scale != 1.0 or len(set(group.coefficients)) > 1 for group in groups)
+
+
+def test_keeping_all_experts_changes_no_byte(case: Case, tmp_path: Path) -> None:
+    summary = compressor.compress(str(case.folder), tmp_path / "out", strategy="model-centric", experts=case.experts)
+    check_output(case, case.identity, summary, exact=True)
+    before, after = stored(case.folder), stored(tmp_path / "out")
+    assert set(after) == set(before)
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert after[name].shape == value.shape
+        assert after[name].numpy().tobytes() == value.numpy().tobytes(), name
+    found = zoo.reload(case.name, tmp_path / "out")
+    realign(found)
+    assert torch.equal(zoo.logits(found, case.ids), zoo.logits(case.model, case.ids))
+    assert not summary.left_out
+
+
+def test_dropping_experts_equals_the_reference(case: Case, tmp_path: Path) -> None:
+    plan = regroup(case.identity, keep_some, case.experts * 3 // 4)
+    found = check_output(case, plan, apply(plan, tmp_path / "out"), exact=True)
+    forced = forced_logits(case.model, found, plan, case.ids)
+    torch.testing.assert_close(zoo.logits(found, case.ids), forced, rtol=0, atol=1e-6)
+
+
+def test_uniform_merge_equals_the_reference(case: Case, tmp_path: Path) -> None:
+    half = case.experts // 2
+    summary = compressor.compress(str(case.folder), tmp_path / "out", strategy="model-centric", experts=half)
+    check_output(case, summary.plan.to_dict(), summary, exact=False)
+
+
+def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = functools.partial(learned.learn_coefficients, steps=6)  # enough to leave the uniform merge behind
+    monkeypatch.setattr(learned, "learn_coefficients", few)
+    plan = learned_plan(case, case.experts * 3 // 4)
+    assert any(non_trivial(layer.groups) for layer in plan.layers) is (case.name not in NO_SAMPLES)
+    summary = compressor.apply(plan, tmp_path / "out", model=str(case.folder))
+    check_output(case, json.loads(plan.to_json()), summary, exact=False)
+
+
+def test_edited_plan_that_drops_and_mixes_equals_the_reference(case: Case, tmp_path: Path) -> None:
+    plan = regroup(case.identity, mix_some, case.experts // 2)
+    check_output(case, plan, apply(plan, tmp_path / "out"), exact=False)

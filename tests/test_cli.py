@@ -1,0 +1,744 @@
+"""The command line from end to end: what it prints, what it refuses, and that killing it at any moment does no harm."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import compressor
+from compressor import cli
+from exporters import safetensors as exporter
+from tests import small, zoo
+from tests.small import tree
+
+FRESH = multiprocessing.get_context("forkserver")  # each process starts with the packages imported and nothing run
+FRESH.set_forkserver_preload(
+    ["compressor.cli", "compressor.api", "compressor.model", "compressor.rendering", "tests.zoo"]
+)
+NAN = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file, several shards, routing groups, a dense model, and a text."""
+    folder = tmp_path_factory.mktemp("originals")
+    small.save(folder / "single")
+    small.save(folder / "sharded", shard="60KB")
+    small.save(folder / "groups", "deepseek_v3-n_group4", num_nextn_predict_layers=0)
+    dense = transformers.LlamaConfig(
+        vocab_size=small.VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(dense).save_pretrained(folder / "dense")
+    small.text_file(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left on its streams, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process, through the same entry point as the console script."""
+
+    def call(*arguments: Any) -> Result:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["moe-compress", *(str(argument) for argument in arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        streams = capfd.readouterr()
+        return Result(int(stop.value.code or 0), streams.out, streams.err)
+
+    return call
+
+
+@pytest.fixture
+def model(originals: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(originals / "single", tmp_path / "model"))
+
+
+@pytest.fixture
+def data(originals: Path) -> tuple[Any, ...]:
+    """Calibration that is quick."""
+    return ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+
+
+def refused(result: Result, message: str) -> None:
+    assert result.status == 2, result
+    assert re.fullmatch(r"Error: [^\n]+\n", result.err), result.err
+    assert re.search(message, result.err), result.err
+    assert result.out == ""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_compress_writes_a_smaller_model_that_stock_transformers_loads(
+    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    out, source = tmp_path / "out", tree(model)
+    result = run("compress", model, "-o", out, "--experts", 4, *data)
+    assert result.status == 0 and "Compressed by count-guided" in result.out and f"Written to {out}" in result.out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.config.num_local_experts == 4
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert zoo.logits(loaded, tokenizer("hello", return_tensors="pt")["input_ids"]).isfinite().all()
+    weights = (out / "model.safetensors").stat().st_size, (model / "model.safetensors").stat().st_size
+    assert weights[0] < 0.8 * weights[1]
+    assert tree(model) == source and names(tmp_path) == ["model", "out"]
+
+
+def test_all_experts_is_the_identity(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    for arguments in (("--experts", 8), ("--ratio", 0), ("--ratio", 0.1)):
+        out = tmp_path / "-".join(map(str, arguments))
+        assert run("compress", model, "-o", out, *arguments, *data).status == 0
+        before, after = transformers.AutoModelForCausalLM.from_pretrained(model), zoo.reload("mixtral", out)
+        assert all(torch.equal(value, after.state_dict()[key]) for key, value in before.state_dict().items())
+
+
+VARIETIES: list[tuple[Any, ...]] = [
+    ("--experts", 4),
+    ("--ratio", 0.4, "--seed", 3),
+    ("--experts", 3, "--strategy", "model-centric"),
+    ("--experts", 4, "--strategy", "data-centric", "--merge", "frequency", "--no-merge-routers"),
+    ("--experts", 4, "--strategy", "data-centric", "--dtype", "bfloat16", "--device", "cpu"),
+]
+
+
+@pytest.mark.parametrize("arguments", VARIETIES)
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_same_bytes_twice_and_by_plan_and_apply(
+    arguments: tuple[Any, ...], kind: str, originals: Path, run: Run, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    source, plan = originals / kind, tmp_path / "plan.json"
+    for name in ("first", "second"):
+        assert run("compress", source, "-o", tmp_path / name, *arguments, *data).status == 0
+    assert run("plan", source, "-o", plan, *arguments, *data).status == 0
+    assert run("apply", plan, "-o", tmp_path / "third").status == 0
+    assert tree(tmp_path / "first") == tree(tmp_path / "second") == tree(tmp_path / "third")
+    assert names(tmp_path) == ["first", "plan.json", "second", "third"]
+
+
+def test_the_place_of_source_and_data_leaves_no_trace(
+    originals: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        home = tmp_path / f"home-{number}"
+        shutil.copytree(originals / "single", home / "model")
+        small.text_file(home)
+        monkeypatch.chdir(home)
+        text = "calibration.txt" if number else home / "calibration.txt"
+        arguments = ("--experts", 4, "--calibration", text, "--samples", 2, "--sequence-length", 32)
+        assert run("compress", "model/" if number else home / "model", "-o", "out/", *arguments).status == 0
+        assert names(home) == ["calibration.txt", "model", "out"]
+    assert tree(tmp_path / "home-0" / "out") == tree(tmp_path / "home-1" / "out")
+
+
+def test_odd_names(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    source = model.rename(tmp_path / "modell żółć 模型")
+    out = tmp_path / "ausgabe 'ü' 출력"
+    assert run("compress", source, "-o", out, "--experts", 4, *data).status == 0
+    assert json.loads((out / "compression.json").read_text())["plan"]["source"]["model"] == source.name
+
+
+def test_overwrite_replaces_an_old_output(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("compress", model, "-o", out, "--experts", 4, *data).status == 0
+    old = tree(out)
+    refused(run("compress", model, "-o", out, "--experts", 2, *data), "out exists already; name another folder or pass")
+    assert tree(out) == old
+    assert run("compress", model, "-o", out, "--experts", 2, "--overwrite", *data).status == 0
+    assert json.loads((out / "config.json").read_text())["num_local_experts"] == 2
+    assert names(tmp_path) == ["model", "out"]
+
+
+def test_every_command_prints_json(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    printed = {
+        "inspect": run("inspect", model, "--json"),
+        "one": run("inspect", model, "--experts", 4, "--json"),
+        "plan": run("plan", model, "-o", plan, "--experts", 4, "--json", *data),
+        "apply": run("apply", plan, "-o", tmp_path / "a", "--json"),
+        "compress": run("compress", model, "-o", tmp_path / "b", "--experts", 4, "--json", *data),
+        "strategies": run("strategies", "--json"),
+    }
+    assert {name: result.status for name, result in printed.items()} == dict.fromkeys(printed, 0)
+    parsed = {name: json.loads(result.out) for name, result in printed.items()}
+    assert all(result.err == "" for result in printed.values())
+    assert parsed["plan"] == json.loads(plan.read_text())
+    assert parsed["inspect"]["experts"] == 8 and [entry["experts"] for entry in parsed["one"]["outcomes"]] == [4]
+    assert parsed["apply"]["experts"] == parsed["compress"]["experts"] == {"before": 8, "after": 4}
+    assert parsed["apply"]["bytes"]["after"] == parsed["one"]["outcomes"][0]["bytes"]
+    assert {"count-guided", "model-centric", "data-centric"} <= {entry["name"] for entry in parsed["strategies"]}
+
+
+def test_tables_and_help(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    assert "routed experts" in run("inspect", model).out
+    assert "model-centric" in run("strategies").out
+    assert "dropped" in run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, *data).out
+    for arguments in (("--help",), ("compress", "--help")):
+        result = run(*arguments)
+        assert result.status == 0 and "Usage" in result.out
+
+
+def test_the_python_api_refuses_alike(originals: Path, tmp_path: Path) -> None:
+    with pytest.raises(compressor.CompressionError, match="9 experts asked for"):
+        compressor.compress(str(originals / "single"), tmp_path / "out", experts=9)
+    with pytest.raises(compressor.CompressionError, match="--seed -1 is out of range"):
+        compressor.plan(str(originals / "single"), experts=4, seed=-1)
+    assert names(tmp_path) == []
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def edit(file: str, **fields: Any) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_json(folder / file, lambda content: content.update(fields))
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_tensors(folder, change)
+
+
+def put_nan(name: str) -> Callable[[Path], Any]:
+    def change(content: dict[str, torch.Tensor]) -> None:
+        content[name].view(-1)[-1] = torch.nan
+
+    return tensors(change)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def forget(*files: str) -> Callable[[Path], Any]:
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (forget("config.json"), "model has no config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "unknown type": (edit("config.json", model_type="nope", architectures=None), "model type `nope`"),
+    "bad field": (edit("config.json", num_local_experts="eight"), "Validation error for field 'num_local_experts'"),
+    "no weights": (forget("model.safetensors"), "has no model.safetensors and no model.safetensors.index.json"),
+    "truncated": (truncate, "model.safetensors is truncated: its header promises"),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only as pickle files"),
+    "NaN in an expert": (put_nan(NAN), re.escape(f"tensor '{NAN}' in model.safetensors holds NaN")),
+    "NaN in the head": (put_nan("lm_head.weight"), "tensor 'lm_head.weight' in model.safetensors holds NaN"),
+    "NaN in a norm": (put_nan("model.norm.weight"), "tensor 'model.norm.weight' in .* holds NaN"),
+    "expert tensor gone": (tensors(lambda t: t.pop(NAN)), "layers.1.* holds 7 tensors like .*w2.* for 8 experts"),
+    "expert's shape": (
+        tensors(lambda t: t.update({NAN: torch.zeros(5, 5)})),
+        r"experts.7.w2.weight' has shape \[5, 5\]",
+    ),
+    "attention gone": (
+        tensors(lambda t: t.pop("model.layers.1.self_attn.q_proj.weight")),
+        "model.layers.1.self_attn.q_proj.weight' is missing",
+    ),
+    "head gone": (tensors(lambda t: t.pop("lm_head.weight")), "'lm_head.weight' is missing"),
+    "all experts gone": (
+        tensors(lambda t: [t.pop(name) for name in list(t) if "layers.1." in name and "experts." in name]),
+        "layers.1.mlp.experts.* is missing",
+    ),
+    "no tensors": (tensors(lambda t: t.clear()), "is missing"),
+    "a layer too many": (edit("config.json", num_hidden_layers=3), "'model.layers.2..* is missing"),
+    "another width": (edit("config.json", hidden_size=64), r"shape \[259, 32\].*\[259, 64\]|shape"),
+    "no tokenizer": (forget("tokenizer.json", "tokenizer_config.json"), "has no usable tokenizer"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "has no usable tokenizer"),
+    "too large a vocabulary": (edit("config.json", vocab_size=100), r"shape|the tokenizer makes token"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_bad_checkpoint(name: str, run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
+    damage(model)
+    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), message)
+    assert names(tmp_path) == ["model"]
+
+
+WITHOUT_DATA = [name for name in DAMAGE if "tokenizer" not in name and "vocabulary" not in name]
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_a_bad_checkpoint_and_no_data(name: str, run: Run, model: Path, tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
+    damage(model)
+    result = run("compress", model, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
+    refused(result, message if name != "another width" else "shape")
+    assert names(tmp_path) == ["model"]
+
+
+INDEX: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
+    "missing shard": (lambda m: m.update({"lm_head.weight": "model-9.safetensors"}), "names the shard 'model-9.saf"),
+    "outside": (lambda m: m.update({"lm_head.weight": "../model.safetensors"}), "a path outside the folder"),
+    "absolute": (lambda m: m.update({"lm_head.weight": "/etc/passwd"}), "a path outside the folder"),
+    "too long": (lambda m: m.update({"lm_head.weight": "x" * 400}), "File name too long|missing"),
+    "empty": (lambda m: m.clear(), "has no weight_map"),
+    "a tensor fewer": (lambda m: m.pop("lm_head.weight"), "'lm_head.weight' is missing"),
+}
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_a_bad_index(name: str, run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    change, message = INDEX[name]
+    model = Path(shutil.copytree(originals / "sharded", tmp_path / "model"))
+    small.edit_json(small.index_path(model), lambda content: change(content["weight_map"]))
+    for command in (("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), ("inspect", model)):
+        if command[0] == "compress" or name != "a tensor fewer":
+            refused(run(*command), message)
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_dense_model_and_no_model(run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    out = ("-o", tmp_path / "out", "--experts", 4, *data)
+    refused(
+        run("compress", originals / "dense", *out), r"LlamaForCausalLM \(llama\) has no experts module.*dense model"
+    )
+    refused(run("inspect", originals / "dense"), "dense model")
+    refused(run("compress", tmp_path / "no" / "such" / "folder", *out), "is not a folder")
+    refused(run("compress", originals / "calibration.txt", *out), "is not a folder")
+    refused(run("compress", "", *out), "the model's name is empty")
+    refused(run("compress", "two\nlines", *out), "two lines is not a folder")
+    refused(run("compress", "x" * 5000, *out), "File name too long|is no folder")
+    refused(run("compress", originals / "single", "--revision", "main", *out), "--revision is for Hub ids only")
+    assert names(tmp_path) == []
+
+
+ARGUMENTS: list[tuple[list[Any], str]] = [
+    ([], "either --experts N or --ratio R"),
+    (["--experts", 4, "--ratio", 0.5], "either --experts N or --ratio R"),
+    (["--experts", 9], "9 experts asked for, it has 8; ask for at most 8"),
+    (["--experts", 1], "1 experts are fewer than the top-k of 2; keep at least 2"),
+    (["--experts", 0], "--experts 0 leaves nothing"),
+    (["--experts", -1], "--experts -1 leaves nothing"),
+    (["--experts", "four"], "Invalid value for '--experts'"),
+    (["--experts", "4.5"], "Invalid value for '--experts'"),
+    (["--ratio", "1.0"], r"--ratio 1\.0 is not a share"),
+    (["--ratio", "-0.5"], "is not a share"),
+    (["--ratio", "nan"], "--ratio nan is not a share"),
+    (["--ratio", "inf"], "--ratio inf is not a share"),
+    (["--ratio", "half"], "Invalid value for '--ratio'"),
+    (["--ratio", "0.99"], "fewer than the top-k"),
+    (["--experts", 4, "--strategy", "count-guide"], "no strategy 'count-guide'; did you mean 'count-guided'"),
+    (["--experts", 4, "--strategy", ""], "there is no strategy ''; known are"),
+    (["--experts", 4, "--merge", "median"], "no merge 'median'; known are uniform, max, frequency, learned"),
+    (["--experts", 4, "--representation", "surrogate"], "'count-guided' has no option 'representation'"),
+    (["--experts", 4, "--strategy", "data-centric", "--similarity", "cosine"], "no similarity 'cosine'; known are"),
+    (["--experts", 4, "--strategy", "model-centric", "--representation", "x"], "no representation 'x'; known are"),
+    (["--experts", 4, "--option", "speed=1"], "has no option 'speed'"),
+    (["--experts", 4, "--option", "speed"], "--option 'speed' should be name=value"),
+    (
+        ["--experts", 4, "--strategy", "model-centric", "--option", "merge_routers=7"],
+        "merge_routers is 7, it should be",
+    ),
+    (["--experts", 4, "--strategy", "model-centric", "--option", "merge=[1]"], r"merge is \[1\], it should be like"),
+    (["--experts", 4, "--unknown"], "No such option: --unknown.*; see moe-compress (compress|plan) --help"),
+    (["--experts", 4, "--device", "nope"], "device 'nope' cannot be used"),
+    (["--experts", 4, "--device", "meta"], "device 'meta' cannot be used"),
+    (["--experts", 4, "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+    (["--experts", 4, "--dtype", "int8"], "no dtype 'int8'; known are auto"),
+    (["--experts", 4, "--seed", "-1"], "--seed -1 is out of range"),
+    (["--experts", 4, "--seed", 10**30], "is out of range"),
+    (["--experts", 4, "--samples", 0], "Invalid value for '--samples'"),
+    (["--experts", 4, "--sequence-length", 1], "Invalid value for '--sequence-length'"),
+    (["--experts", 4, "--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
+    (["--experts", 4, "--calibration", "/"], "calibration / is a folder"),
+    (["--experts", 4, "--calibration", ""], "is a folder"),
+    (["--experts", 4, "surplus"], "unexpected extra argument"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS)
+def test_bad_arguments(
+    arguments: list[Any], message: str, run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    everything = [*data, *arguments]  # what comes last counts
+    refused(run("compress", originals / "single", "-o", tmp_path / "out", *everything), message)
+    refused(run("plan", originals / "single", "-o", tmp_path / "plan.json", *everything), message)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_no_gpu(run: Run, originals: Path, tmp_path: Path) -> None:
+    result = run("compress", originals / "single", "-o", tmp_path / "out", "--experts", 4, "--device", "cuda")
+    refused(result, "device 'cuda' cannot be used .*; pass --device cpu or auto")
+
+
+def test_bad_commands(run: Run, tmp_path: Path) -> None:
+    refused(run("squeeze"), "No such command 'squeeze'")
+    refused(run("compress"), "Missing argument 'MODEL'|Missing")
+    refused(run("compress", "model", "--experts", 4), "Missing option '--output' / '-o'")
+    bare = run()
+    assert bare.status == 2 and "compress" in bare.out + bare.err
+
+
+def test_routing_groups(run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    source = originals / "groups"
+    refused(
+        run("compress", source, "-o", out, "--experts", 6, *data), "6 experts do not divide into its 4 routing groups"
+    )
+    refused(run("compress", source, "-o", out, "--experts", 4, *data), "leave 1 in each of its 4 routing groups")
+    refused(run("inspect", source, "--experts", 6), "do not divide")
+    assert names(tmp_path) == []
+
+
+TEXTS: list[tuple[str, bytes, str]] = [
+    ("a.txt", b"", "a.txt is empty; give it some text"),
+    ("a.txt", b"\n \n\n", "a.txt is empty"),
+    ("a.jsonl", b"", "a.jsonl is empty"),
+    ("a.txt", b"\xff\xfe", "a.txt is not UTF-8 text"),
+    ("a.jsonl", b'{"text": "a"}\nnot JSON\n', "a.jsonl, line 2 is not valid JSON"),
+    ("a.jsonl", b'{"body": "a"}', "line 1 has neither 'text' nor 'messages'"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}', "the tokenizer has no chat template"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), TEXTS)
+def test_bad_calibration(name: str, content: bytes, message: str, run: Run, originals: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    command = ("compress", originals / "single", "-o", tmp_path / "out", "--experts", 4)
+    refused(run(*command, "--calibration", tmp_path / name), message)
+    assert names(tmp_path) == [name]
+
+
+def test_bad_outputs(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    def go(out: Any, *more: str) -> Result:
+        return run("compress", model, "-o", out, "--experts", 4, *data, *more)
+
+    notes, file, source = tmp_path / "notes", tmp_path / "file", tree(model)
+    notes.mkdir()
+    (notes / "diary.txt").write_text("dear diary")
+    file.touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = names(tmp_path)
+    for out in (notes, file, tmp_path / "link"):
+        refused(go(out), "exists already; name another folder or pass --overwrite")
+        refused(go(out, "--overwrite"), "is not a checkpoint folder, so --overwrite will not replace it")
+    for out in (model, model / "out", model / "sub" / "out"):
+        refused(go(out, "--overwrite"), "lies in the source checkpoint itself")
+    refused(go(tmp_path, "--overwrite"), "holds the source checkpoint, which it would replace")
+    refused(go(tmp_path / "no" / "parent"), "no is not a folder; create it or name another output folder")
+    refused(go(file / "out"), "file is not a folder")
+    refused(go(tmp_path / ("x" * 300)), "File name too long")
+    refused(go(""), "exists already|lies in|holds")
+    assert names(tmp_path) == before and tree(model) == source
+    assert (notes / "diary.txt").read_text() == "dear diary"
+
+
+def test_a_full_disk(
+    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
+    result = run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data)
+    refused(result, "the output needs .* GB, .* has 0.00 GB free; free some space or write elsewhere")
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
+def test_a_disk_that_fills_up_meanwhile(
+    call: str, run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "is full; free some space and run")
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_plan_that_cannot_be_kept_leaves_nothing(
+    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **named: Any) -> Any:
+        raise OSError(28, "No space left on device", "plan.new")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "No space left|is full")
+    refused(run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--json", *data), "No space left")
+    assert names(tmp_path) == ["model"]
+
+
+def test_bad_plan_outputs(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    def go(out: Path, *more: str) -> Result:
+        return run("plan", model, "-o", out, "--experts", 4, *data, *more)
+
+    source = tree(model)
+    refused(go(model / "config.json"), "config.json exists already; name another file or pass --overwrite")
+    refused(go(model / "config.json", "--overwrite"), "config.json is not a plan, so --overwrite will not replace it")
+    refused(go(model, "--overwrite"), "is not a plan")
+    refused(go(tmp_path / "no" / "plan.json"), "no does not exist")
+    assert tree(model) == source and names(tmp_path) == ["model"]
+    plan = tmp_path / "plan.json"
+    assert go(plan).status == 0 and go(plan).status == 2 and go(plan, "--overwrite").status == 0
+
+
+# --- edited plans -----------------------------------------------------------------------------------------------------
+
+
+def group(content: dict[str, Any]) -> Any:
+    return content["layers"][0]["groups"][0]
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "expert in two groups": (
+        lambda c: group(c).update(members=[*group(c)["members"], c["layers"][0]["groups"][1]["members"][0]],
+                                  coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
+        r"layers.0.mlp.experts: expert \d is in two groups",
+    ),
+    "fewer than top-k": (
+        lambda c: (c.update(experts=1), [e.update(groups=e["groups"][:1], dropped=[]) for e in c["layers"]]),
+        "1 experts are fewer than the top-k of 2",
+    ),
+    "top-k edited too": (
+        lambda c: (c.update(experts=1), [e.update(groups=e["groups"][:1], dropped=[], top_k=1) for e in c["layers"]]),
+        "the plan says top_k 1, the model has 2; restore it",
+    ),
+    "unequal layers": (lambda c: c["layers"][1]["groups"].pop(), "3 groups, but the plan keeps 4"),
+    "coefficients": (lambda c: group(c).update(coefficients=[0.9]), r"coefficients that sum to 0\.9; they must"),
+    "no such expert": (lambda c: group(c).update(members=[64]), "expert 64 does not exist"),
+    "another model's": (lambda c: c["source"].update(fingerprint="0" * 64), "made for another model"),
+    "layer gone": (lambda c: c["layers"].pop(), "has no entry for model.layers.1.mlp.experts"),
+    "layer unknown": (lambda c: c["layers"][1].update(module="model.layers.9"), "speaks of model.layers.9, which"),
+    "source gone": (lambda c: c["source"].update(model="/no/such/folder"), "/no/such/folder is not a folder"),
+    "misspelt": (lambda c: group(c).update(coeficients=[1]), "unknown field 'coeficients'"),
+    "no plan": (lambda c: c.clear(), "format is None"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made_plan(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    plan = compressor.plan(
+        str(originals / "single"),
+        experts=4,
+        calibration=str(originals / "calibration.txt"),
+        samples=2,
+        sequence_length=32,
+    )
+    return plan.to_dict()
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_impossible_plan(name: str, run: Run, made_plan: dict[str, Any], tmp_path: Path) -> None:
+    change, message = EDITS[name]
+    content = json.loads(json.dumps(made_plan))
+    change(content)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    refused(run("apply", tmp_path / "plan.json", "-o", tmp_path / "out"), message)
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_unequal_routing_groups_in_a_plan(run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(originals / "groups", tmp_path / "model"))
+    small.edit_json(source / "config.json", lambda content: content.update(n_group=2, topk_group=1))
+    plan = tmp_path / "plan.json"
+    assert run("plan", source, "-o", plan, "--experts", 4, *data).status == 0
+
+    def shift(content: dict[str, Any]) -> None:
+        layer = content["layers"][0]
+        groups, free = layer["groups"], [expert for expert in layer["dropped"] if expert < 4]
+        groups[2]["members"] = [free[0]]
+        layer["dropped"].remove(free[0])
+        groups.sort(key=lambda entry: entry["members"])
+
+    small.edit_json(plan, shift)
+    refused(run("apply", plan, "-o", tmp_path / "out"), r"keep unequal numbers of experts, \[3, 1\]")
+    assert names(tmp_path) == ["model", "plan.json"]
+
+
+def test_a_sensible_edit_is_carried_out(run: Run, originals: Path, made_plan: dict[str, Any], tmp_path: Path) -> None:
+    content = json.loads(json.dumps(made_plan))
+    kept = [entry["members"][0] for entry in content["layers"][0]["groups"]]
+    for layer in content["layers"]:
+        layer["groups"] = [{"members": [e], "coefficients": [1.0], "router_coefficients": [1.0]} for e in (1, 3, 4, 6)]
+        del layer["dropped"]
+    assert kept != [1, 3, 4, 6]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "out").status == 0
+    before, after = zoo.reload("mixtral", originals / "single"), zoo.reload("mixtral", tmp_path / "out")
+    for key in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
+        name = f"model.layers.1.mlp.{key}"
+        assert torch.equal(before.state_dict()[name][[1, 3, 4, 6]], after.state_dict()[name])
+
+
+def test_no_plan_at_all(run: Run, originals: Path, tmp_path: Path) -> None:
+    out = ("-o", tmp_path / "out")
+    refused(run("apply", tmp_path / "gone.json", *out), "gone.json cannot be read")
+    refused(run("apply", originals, *out), r"cannot be read \(Is a directory\)")
+    refused(run("apply", originals / "single" / "config.json", *out), "format is None")
+    refused(run("apply", originals / "single" / "model.safetensors", *out), "is not valid JSON")
+    assert names(tmp_path) == []
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def command(originals: Path) -> list[str]:
+    text = str(originals / "calibration.txt")
+    sizes = ["--experts", "4", "--calibration", text, "--samples", "4", "--sequence-length", "64"]
+    return ["compress", str(originals / "sharded"), "--strategy", "data-centric", *sizes]
+
+
+@pytest.fixture(scope="module")
+def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    status = run_killed([*command, "-o", str(out)])
+    assert status == 0
+    return tree(out)
+
+
+def work(arguments: list[str], module: str, function: str, nth: int) -> None:
+    """Run the command, killing this process just before the nth call of a function."""
+    *path, name = function.split(".")
+    owner = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), [0]
+
+    def rigged(*args: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **named)
+
+    setattr(owner, name, rigged)
+    torch.set_num_threads(1)
+    sys.argv = ["moe-compress", *arguments]
+    cli.main()
+
+
+def run_killed(arguments: list[str], module: str = "os", function: str = "replace", nth: int = -1) -> int | None:
+    """The command in a process of its own, killed at a call (never, by default); returns its exit code."""
+    process = FRESH.Process(target=work, args=(arguments, module, function, nth))
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+MOMENTS = [
+    ("compressor.loading", "refuse_nan", 20),  # while planning
+    ("pathlib", "Path.replace", 1),  # before the plan is kept
+    ("os", "replace", 1),
+    ("os", "replace", 3),
+    ("os", "replace", 5),  # before the result is renamed
+    ("os", "posix_fallocate", 2),
+    ("os", "pwrite", 9),
+    ("os", "copy_file_range", 6),
+    ("os", "fsync", 3),
+]
+HALFWAY = ("exporters.safetensors", "_write_tensor", 40)
+
+
+@pytest.mark.parametrize(("module", "function", "nth"), MOMENTS)
+def test_killed_and_run_again(
+    module: str, function: str, nth: int, run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    status = run_killed([*command, "-o", str(out)], module, function, nth)
+    assert status in (-signal.SIGKILL, 0)
+    assert out.exists() == (status == 0)
+    if status:
+        assert run(*command, "-o", out).status == 0
+    assert tree(out) == whole and names(tmp_path) == ["out"]
+
+
+def test_what_was_planned_is_not_planned_again(
+    run: Run, command: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compressor import planning
+
+    out = tmp_path / "out"
+    assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
+    assert json.loads((exporter.work_folder(out) / exporter.MARKER).read_text())["finished"] != []
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "make_plan", lambda *args, **named: pytest.fail("planned again"))
+        assert run(*command, "-o", out).status == 0
+    assert tree(out) == whole and names(tmp_path) == ["out"]
+
+
+def test_another_request_does_not_take_over_the_plan(
+    run: Run, command: list[str], tmp_path: Path, originals: Path
+) -> None:
+    out, other = tmp_path / "out", [*command, "--experts", "3"]
+    assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
+    assert run(*other, "-o", out).status == 0
+    assert run(*other, "-o", tmp_path / "fresh").status == 0
+    assert tree(out) == tree(tmp_path / "fresh") and names(tmp_path) == ["fresh", "out"]
+
+
+@pytest.mark.parametrize("sign", ["folder", "journal", "delay"])
+def test_the_console_script_killed_and_run_again(
+    sign: str, run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    work = exporter.work_folder(out)
+    awaited = {"folder": work, "journal": work / exporter.MARKER, "delay": tmp_path / "never"}[sign]
+    code = "from compressor.cli import main; main()"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command, "-o", str(out)], env=environment, cwd=Path(cli.__file__).parents[1],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.monotonic() + (1.5 if sign == "delay" else 60)
+    while not awaited.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    if not out.exists():
+        assert run(*command, "-o", out).status == 0
+    assert tree(out) == whole and names(tmp_path) == ["out"]
+
+
+def test_interrupted_from_the_keyboard(
+    run: Run, command: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "_write_tensor", interrupt)
+        result = run(*command, "-o", out)
+    assert result.status == 130 and result.err.strip() == "Interrupted; run the same command again to go on."
+    assert not out.exists() and run(*command, "-o", out).status == 0
+    assert tree(out) == whole and names(tmp_path) == ["out"]

@@ -1,0 +1,97 @@
+"""Models named by a Hub id, against a real HTTP server on loopback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests import zoo
+from tests.hub_server import COMMIT, Hub, serve
+
+REPOSITORY = "org/tiny-moe"
+
+
+def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, whose Hub is the server."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "compressor.cli", *arguments]
+    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=120)
+
+
+def test_inspect_fetches_headers_only(tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    (tmp_path / "home").mkdir()
+    with serve(REPOSITORY, tmp_path / "model") as hub:
+        done = run(hub, tmp_path / "home", "inspect", REPOSITORY, "--json")
+        assert done.returncode == 0, done.stderr
+        fetched = sum(sent for _, path, sent in hub.requests if path.endswith("model.safetensors"))
+    report = json.loads(done.stdout)
+    assert 0 < fetched < size, "the weights were downloaded"
+    assert report["revision"] == COMMIT
+    assert report["experts"] == 8
+    from compressor import inspect
+
+    local = inspect(str(tmp_path / "model"))
+    assert report["parameters"] == local.parameters
+    assert report["outcomes"] == [
+        {"experts": o.experts, "parameters": o.parameters, "bytes": o.bytes} for o in local.outcomes
+    ]
+
+
+def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "model")
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"not wanted")
+    (tmp_path / "home").mkdir()
+    with serve(REPOSITORY, tmp_path / "model") as hub:
+        arguments = (
+            "compress",
+            REPOSITORY,
+            "--revision",
+            "main",
+            "--experts",
+            "4",
+            "--strategy",
+            "model-centric",
+            "--json",
+        )
+        done = run(hub, tmp_path / "home", *arguments, "-o", str(tmp_path / "out"))
+        assert done.returncode == 0, done.stderr
+        assert not any("pytorch_model.bin" in path for _, path, _ in hub.requests)
+    from compressor import compress
+
+    compress(str(tmp_path / "model"), tmp_path / "local", experts=4, strategy="model-centric")
+    written, local = (tmp_path / name / "model.safetensors" for name in ("out", "local"))
+    assert written.read_bytes() == local.read_bytes()
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert record["plan"]["source"]["model"] == REPOSITORY
+    assert record["plan"]["source"]["revision"] == COMMIT
+    assert torch.isfinite(
+        zoo.logits(zoo.reload("mixtral", tmp_path / "out"), torch.ones(1, 4, dtype=torch.long) * 20)
+    ).all()
+
+
+def test_unknown_names_are_one_sentence(tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "model")
+    (tmp_path / "home").mkdir()
+    with serve(REPOSITORY, tmp_path / "model") as hub:
+        cases = {
+            ("inspect", "org/other"): "neither a folder here nor a model on the Hub",
+            ("inspect", REPOSITORY, "--revision", "nowhere"): "has no revision 'nowhere'",
+            ("compress", "org/other", "-o", "out", "--experts", "4"): "neither a folder here nor a model on the Hub",
+        }
+        for arguments, message in cases.items():
+            done = run(hub, tmp_path / "home", *arguments)
+            assert done.returncode == 2
+            assert message in done.stderr
+            assert done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,394 @@
+"""Checkpoints as they are found in the wild: other names, other files, extra tensors, sizes that collide."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import compressor
+from compressor import CompressionError
+from compressor.architecture import discover
+from tests import zoo
+from tests.reference import cut, realign
+
+Tensors = dict[str, Tensor]
+LOGITS = 1e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    threads = torch.get_num_threads()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(verbosity)
+    if bars:
+        transformers.logging.enable_progress_bar()
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Replace the tensors of a saved model."""
+    changed = {name: value.clone() for name, value in change(tensors_of(folder)).items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit config.json in place."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def merge(folder: Path, out: Path, experts: int = 4, **options: Any) -> compressor.Summary:
+    return compressor.compress(str(folder), out, strategy="model-centric", experts=experts, **options)
+
+
+def load(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    realign(model)
+    return model
+
+
+def check(model: PreTrainedModel, count_field: str, summary: compressor.Summary) -> PreTrainedModel:
+    """The output's logits are those of the reference surgery on the model in memory."""
+    found, expected = load(Path(summary.out)), cut(model, count_field, summary.plan.to_dict())
+    ids = zoo.tokens(model)
+    torch.testing.assert_close(zoo.logits(found, ids), zoo.logits(expected, ids), rtol=0, atol=LOGITS)
+    return found
+
+
+def count_field(name: str) -> str:
+    return zoo.family(name).count_field
+
+
+# ---- names on disk ----
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_base_model_names_without_prefix(name: str, tmp_path: Path) -> None:
+    model = zoo.save(name, tmp_path / "in")
+    rewrite(tmp_path / "in", lambda tensors: {key.removeprefix("model."): value for key, value in tensors.items()})
+    assert torch.allclose(zoo.logits(load(tmp_path / "in"), zoo.tokens(model)), zoo.logits(model, zoo.tokens(model)))
+    check(model, count_field(name), merge(tmp_path / "in", tmp_path / "out"))
+    assert not any(key.startswith("model.") for key in tensors_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "jamba", "nemotron_h", "minimax_m2", "aria",
+     "granitemoe", "laguna", "hy_v3", "lfm2_moe", "phimoe"],
+)  # fmt: skip
+def test_fused_storage_under_the_names_of_the_stock_model(name: str, tmp_path: Path) -> None:
+    model = zoo.save(name, tmp_path / "in")
+    ids = zoo.tokens(model)
+    rewrite(tmp_path / "in", lambda tensors: dict(model.state_dict()))
+    if not torch.allclose(zoo.logits(load(tmp_path / "in"), ids), zoo.logits(model, ids)):
+        pytest.skip("stock transformers does not read this storage either")
+    check(model, count_field(name), merge(tmp_path / "in", tmp_path / "out"))
+    plan = compressor.plan(str(tmp_path / "in"), strategy="model-centric", experts=8)
+    compressor.apply(plan, tmp_path / "same", model=str(tmp_path / "in"))
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "same")
+    assert {key: value.numpy().tobytes() for key, value in after.items()} == {
+        key: value.numpy().tobytes() for key, value in before.items()
+    }
+
+
+# ---- config.json ----
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3_moe", {"num_experts"}),
+        ("qwen3_moe", {"num_local_experts"}),
+        ("qwen3_moe", {"num_experts", "num_local_experts"}),
+        ("mixtral", {"num_local_experts"}),
+        ("mellum", {"num_experts"}),
+        ("deepseek_v3", {"n_routed_experts"}),
+        ("deepseek_v3", {"num_local_experts"}),
+        ("deepseek_v3", {"n_routed_experts", "num_local_experts"}),
+    ],
+)
+def test_count_under_any_name_that_the_config_class_accepts(name: str, written: set[str], tmp_path: Path) -> None:
+    model = zoo.save(name, tmp_path / "in")
+
+    def write_as(config: dict[str, Any]) -> None:
+        for field in ("num_experts", "num_local_experts", "n_routed_experts"):
+            config.pop(field, None)
+        config.update(dict.fromkeys(written, 8))
+
+    edit_config(tmp_path / "in", write_as)
+    names = {count_field(name), *getattr(type(model.config), "attribute_map", {})}
+    if not written & names:
+        pytest.skip(f"{type(model.config).__name__} does not know {written}")
+    check(model, count_field(name), merge(tmp_path / "in", tmp_path / "out"))
+    content = config_of(tmp_path / "out")
+    assert all(content[field] == 4 for field in written)
+
+
+def test_count_that_config_json_leaves_to_the_default(tmp_path: Path) -> None:
+    model = zoo.save("mixtral", tmp_path / "in")
+    edit_config(tmp_path / "in", lambda config: config.pop("num_local_experts"))
+    check(model, "num_local_experts", merge(tmp_path / "in", tmp_path / "out"))
+    assert config_of(tmp_path / "out")["num_local_experts"] == 4
+
+
+def test_config_without_architectures_or_dtype(tmp_path: Path) -> None:
+    model = zoo.save("qwen3_moe", tmp_path / "in")
+    edit_config(tmp_path / "in", lambda config: [config.pop("architectures"), config.pop("dtype")])
+    check(model, "num_local_experts", merge(tmp_path / "in", tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept_wide"), [("deepseek_v3", "e_score_correction_bias"), ("qwen3_moe", ""), ("gpt_oss", "")]
+)
+def test_bfloat16_merges_in_float32_and_keeps_each_dtype(name: str, kept_wide: str, tmp_path: Path) -> None:
+    model = zoo.build(name)
+    wide = {key: value.float() for key, value in model.state_dict().items()}
+    model.to(torch.bfloat16)
+    for key, value in wide.items():
+        if kept_wide and kept_wide in key:
+            owner, _, leaf = key.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, value)
+    model.save_pretrained(tmp_path / "in")
+    summary = merge(tmp_path / "in", tmp_path / "out")
+    found, expected = load(tmp_path / "out"), cut(model, count_field(name), summary.plan.to_dict())
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[key].float(), value.bfloat16().float(), rtol=8e-3, atol=1e-6)
+    dtypes = {name: value.dtype for name, value in tensors_of(tmp_path / "in").items()}
+    assert all(value.dtype == dtypes[name] for name, value in tensors_of(tmp_path / "out").items())
+
+
+# ---- tensors that the stock model does not load ----
+
+HEADS: dict[str, tuple[str, str, str, list[str]]] = {
+    "deepseek_v3": (
+        "num_nextn_predict_layers",
+        "model.layers.2.",
+        "model.layers.3.",
+        ["model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight", "model.layers.3.shared_head.head.weight"],
+    ),
+    "glm4_moe": ("num_nextn_predict_layers", "model.layers.2.", "model.layers.3.", ["model.layers.3.eh_proj.weight"]),
+    "qwen3_next": ("mtp_num_hidden_layers", "model.layers.2.", "mtp.layers.0.", ["mtp.fc.weight", "mtp.norm.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_multi_token_prediction_head_is_named_and_left_out(name: str, tmp_path: Path) -> None:
+    field, source, target, more = HEADS[name]
+    model = zoo.save(name, tmp_path / "in")
+
+    def add_head(tensors: Tensors) -> Tensors:
+        last = {target + key.removeprefix(source): value for key, value in tensors.items() if key.startswith(source)}
+        return tensors | last | {key: torch.ones(4, 4) for key in more}
+
+    before = set(tensors_of(tmp_path / "in"))
+    rewrite(tmp_path / "in", add_head)
+    edit_config(tmp_path / "in", lambda config: config.update({field: 1}))
+    extra = set(tensors_of(tmp_path / "in")) - before
+    assert any(".experts.7." in key for key in extra)
+    summary = merge(tmp_path / "in", tmp_path / "out")
+    assert set(summary.left_out) == extra
+    assert summary.zeroed_fields == (field,)
+    written = tensors_of(tmp_path / "out")
+    assert not extra & set(written)
+    assert set(written) <= before
+    assert config_of(tmp_path / "out")[field] == 0
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert set(record["left_out"]) == extra
+    assert record["zeroed_fields"] == [field]
+    check(model, count_field(name), summary)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_an_announced_head_without_tensors_stays_announced(name: str, tmp_path: Path) -> None:
+    field = HEADS[name][0]
+    model = zoo.save(name, tmp_path / "in")
+    edit_config(tmp_path / "in", lambda config: config.update({field: 1}))
+    summary = merge(tmp_path / "in", tmp_path / "out")
+    assert not summary.left_out
+    assert not summary.zeroed_fields
+    assert config_of(tmp_path / "out")[field] == 1
+    check(model, count_field(name), summary)
+
+
+# ---- shards ----
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v4", "ernie4_5_vl_moe"])
+def test_sharded_source_and_sharded_output(name: str, tmp_path: Path) -> None:
+    model = zoo.build(name)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "in", max_shard_size="60KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
+    whole = merge(tmp_path / "whole", tmp_path / "out-whole")
+    summary = merge(tmp_path / "in", tmp_path / "out", max_shard_bytes=40_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    assert len(files) > 3
+    assert set(index["weight_map"].values()) == files
+    assert index["metadata"]["total_size"] == summary.after.bytes
+    one, two = tensors_of(tmp_path / "out-whole"), tensors_of(tmp_path / "out")
+    assert one.keys() == two.keys() == index["weight_map"].keys()
+    assert all(torch.equal(value, two[key]) for key, value in one.items())
+    ids = zoo.tokens(model)
+    outputs = [zoo.reload(name, Path(made.out)) for made in (whole, summary)]
+    realign(outputs[0])
+    realign(outputs[1])
+    assert torch.equal(zoo.logits(outputs[0], ids), zoo.logits(outputs[1], ids))
+
+
+# ---- numbers that collide ----
+
+EIGHTS: dict[str, Any] = {"hidden_size": 8, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("mixtral", {"num_hidden_layers": 10}),
+        ("qwen3_moe", {"num_hidden_layers": 10}),
+        ("gpt_oss", {"num_hidden_layers": 10, "layer_types": ["full_attention"] * 10}),
+        ("deepseek_v3", {"num_hidden_layers": 10}),
+        ("granitemoe", {"num_hidden_layers": 8}),
+        ("mixtral", {**EIGHTS, "num_hidden_layers": 8, "intermediate_size": 8}),
+        ("mixtral", {**EIGHTS, "intermediate_size": 4}),
+        ("qwen3_moe", {**EIGHTS, "num_hidden_layers": 8, "moe_intermediate_size": 8, "intermediate_size": 8}),
+        ("gpt_oss", {**EIGHTS, "intermediate_size": 8, "sliding_window": 8}),
+        ("gpt_oss", {**EIGHTS, "intermediate_size": 4}),
+        ("granitemoe", {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 4}),
+        ("aria", {**EIGHTS, "intermediate_size": 8}),
+        ("phimoe", {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 64}),
+        ("nemotron_h", {"moe_latent_size": 8, "moe_intermediate_size": 8}),
+        ("deepseek_v3", {"n_shared_experts": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "moe_intermediate_size": 8}),
+        ("qwen2_moe", {"num_experts_per_tok": 4, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    ],
+)  # fmt: skip
+def test_sizes_equal_to_the_number_of_experts(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    model = zoo.build(name, **sizes)
+    model.save_pretrained(tmp_path / "in")
+    summary = merge(tmp_path / "in", tmp_path / "out")
+    check(model, count_field(name), summary)
+    assert [layer.layer for layer in summary.plan.layers] == [
+        int(module.split("layers.")[1].split(".")[0]) for module in zoo.experts(model)
+    ]
+    plan = compressor.plan(str(tmp_path / "in"), strategy="model-centric", experts=8)
+    compressor.apply(plan, tmp_path / "same")
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+# ---- other classes around the same layers ----
+
+TOWER: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+}  # fmt: skip
+
+
+def text_config(name: str) -> Any:
+    return zoo.configure(name)
+
+
+def llava(name: str) -> PreTrainedModel:
+    vision = transformers.CLIPVisionConfig(**TOWER, image_size=16, projection_dim=16)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text_config(name), image_token_index=3)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def internvl(name: str) -> PreTrainedModel:
+    vision = transformers.InternVLVisionConfig(**TOWER | {"image_size": [16, 16], "patch_size": [4, 4]})
+    config = transformers.InternVLConfig(vision_config=vision, text_config=text_config(name), image_token_id=3)
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def aria(name: str) -> PreTrainedModel:
+    config = transformers.AriaConfig(
+        vision_config=transformers.Idefics3VisionConfig(**TOWER, image_size=16), text_config=text_config(name),
+        projector_patch_to_query_dict={16: 4}, image_token_index=3,
+    )  # fmt: skip
+    return transformers.AriaForConditionalGeneration(config)
+
+
+def classifier(name: str) -> PreTrainedModel:
+    return transformers.MixtralForSequenceClassification(text_config(name))
+
+
+def base_model(name: str) -> PreTrainedModel:
+    return transformers.MixtralModel(text_config(name))
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (llava, "mixtral"),
+        (llava, "qwen3_moe"),
+        (internvl, "gpt_oss"),
+        (aria, "aria"),
+        (classifier, "mixtral"),
+        (base_model, "mixtral"),
+    ],
+)
+def test_other_classes_around_the_same_layers(
+    build: Callable[[str], PreTrainedModel], name: str, tmp_path: Path
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build(name)
+    model.train(False)
+    model.save_pretrained(tmp_path / "in")
+    summary = merge(tmp_path / "in", tmp_path / "out")
+    prefix = "text_config." if hasattr(model.config, "text_config") else ""
+    expected = cut(model, prefix + count_field(name), summary.plan.to_dict()).state_dict()
+    found = type(model).from_pretrained(tmp_path / "out").state_dict()
+    assert list(found) == list(expected)
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=2e-6, msg=key)
+
+
+# ---- refusals ----
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
+    with pytest.raises(CompressionError, match="dense model"):
+        merge(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("talker_experts", "message"),
+    [(8, "no field of the config counts the 8 experts"), (4, "unequal numbers of experts")],
+)
+def test_two_parts_with_counts_of_their_own_are_refused(talker_experts: int, message: str) -> None:
+    talker = {**zoo.family("qwen3_moe").config, "num_experts": talker_experts, "shared_expert_intermediate_size": 16}
+    config = transformers.Qwen3OmniMoeConfig(
+        thinker_config=dict(zoo.family("qwen3_omni_moe").config),
+        talker_config={"spatial_merge_size": 2, "text_config": talker},
+        architectures=["Qwen3OmniMoeForConditionalGeneration"],
+    )
+    with pytest.raises(CompressionError, match=message):
+        discover(config)

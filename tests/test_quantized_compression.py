@@ -1,0 +1,106 @@
+"""Quantised checkpoints: a drop keeps them quantised byte for byte, a merge gives the plain model that it should."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import compressor
+from compressor.model import open_model
+from compressor.plan import CompressionPlan, LayerPlan, Source
+from compressor.source import locate
+from tests import reference
+from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+
+KEPT = (1, 2, 5, 7)
+CASES: dict[str, Callable[[Path], None]] = {
+    "fp8-qwen3_moe": save_fp8,
+    "fp8-deepseek_v3": lambda folder: save_fp8(folder, "deepseek_v3"),
+    "fp8-minimax_m2": lambda folder: save_fp8(folder, "minimax_m2"),
+    "mxfp4-gpt_oss": save_mxfp4,
+    "packed-qwen3_moe": save_compressed_tensors,
+    "packed-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral"),
+    "float-qwen3_moe": lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"),
+    "int8-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral", "int-quantized"),
+}
+IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+def drop_plan(folder: Path) -> CompressionPlan:
+    """Keep experts that are no prefix."""
+    model = open_model(locate(str(folder)))
+    layers = tuple(LayerPlan.keep(layer, KEPT) for layer in model.architecture.layers)
+    return CompressionPlan(Source(str(folder), None, model.fingerprint), len(KEPT), "by hand", {}, None, layers)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_drop_stays_quantised_and_equals_the_cut_plain_model(tmp_path: Path, case: str) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    CASES[case](source)
+    plan = drop_plan(source)
+    compressor.apply(plan, out)
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert {value.dtype for value in after.values()} == {value.dtype for value in before.values()}
+    assert json.loads((out / "config.json").read_text())["quantization_config"]
+    for name, value in after.items():
+        if ".experts." in name and name.split(".experts.")[1][0].isdigit():
+            number, rest = name.split(".experts.")[1].split(".", 1)
+            old = f"{name.split('.experts.')[0]}.experts.{KEPT[int(number)]}.{rest}"
+            assert torch.equal(value.view(torch.uint8), before[old].view(torch.uint8)), name
+        elif value.shape == before[name].shape:
+            assert torch.equal(value.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8)), name
+        else:
+            expected = before[name][list(KEPT)].contiguous()
+            assert torch.equal(value.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
+    model, field = plain_model(source), open_model(locate(str(source))).architecture.count_field
+    expected_model = reference.cut(model, field, plan.to_dict())
+    torch.testing.assert_close(logits(plain_model(out)), logits(expected_model), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merge_is_written_plain_and_equals_the_merged_plain_model(tmp_path: Path, case: str) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    CASES[case](source)
+    summary = compressor.compress(str(source), out, experts=4, strategy="model-centric")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    opened = open_model(locate(str(source)))
+    expected = reference.cut(
+        plain_model(source, torch.bfloat16), opened.architecture.count_field, summary.plan.to_dict()
+    )
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(out)
+    assert found.dtype == torch.bfloat16
+    wanted = dict(expected.state_dict())
+    for key, value in found.state_dict().items():
+        torch.testing.assert_close(value.float(), wanted[key].float(), atol=1e-6, rtol=1e-2)
+
+
+def test_a_merge_does_not_depend_on_the_dtype_that_it_was_planned_in(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "in")
+    first = compressor.compress(
+        str(tmp_path / "in"), tmp_path / "a", experts=4, strategy="model-centric", dtype="float32"
+    )
+    compressor.apply(first.plan, tmp_path / "b")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_expert_numbers_in_the_quantisation_config_follow_the_experts(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    skipped = ["lm_head", "model.layers.0.mlp.experts.5.up_proj", "model.layers.0.mlp.experts.0.up_proj"]
+    config["quantization_config"]["modules_to_not_convert"] = skipped
+    file.write_text(json.dumps(config))
+    compressor.apply(drop_plan(tmp_path / "in"), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts.2.up_proj"]
