@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import CompressionError
-from compressor.plan import CompressionPlan, check_against
+from compressor.limits import check_against
+from compressor.plan import CompressionPlan
 from compressor.progress import Progress, Silent
 from compressor.source import locate
 
@@ -167,15 +168,12 @@ def compress(
     wanted, target, clock = Request(**request), Path(out), _Clock()
     with PeakMemory() as peak:
         with clock.phase("open"):
-            source = locate(model, revision)
-            opened = open_model(source, wanted.dtype, wanted.device)
+            opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
             experts, _ = _prepare(opened, wanted)
             _check_target(opened, target, overwrite, experts)
         try:
             with clock.phase("plan"):
                 made = _resumed_plan(opened, wanted, target, progress or Silent())
-                if wanted.dtype != "auto":  # the computing dtype was for planning; `apply` does not know it
-                    opened = open_model(source, device=wanted.device)
             return _apply(opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes)
         except Exception:
             _exporter().discard(target)

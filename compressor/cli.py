@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from compressor.errors import CompressionError
-from compressor.memory import give_memory_back
+from compressor.memory import limit_caches
 
 app = typer.Typer(
     name="moe-compress",
@@ -56,7 +56,7 @@ Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
 def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    give_memory_back()
+    limit_caches()
     try:
         status = app(prog_name="moe-compress", standalone_mode=False)
     except CompressionError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from compressor.architecture import Architecture
 from compressor.checkpoint import Checkpoint, TensorInfo, tensor_bytes
 from compressor.layout import Layout
-from compressor.plan import check_count
+from compressor.limits import check_count
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
 

@@ -4,9 +4,10 @@ import ctypes
 import os
 import resource
 import threading
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 STATUS = Path("/proc/self/status")
 INTERVAL = 0.02  # seconds between samples
@@ -48,21 +49,32 @@ class PeakMemory:
         self.anonymous, self.mapped = max(self.anonymous, anonymous), max(self.mapped, mapped)
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's mallopt parameters
-KEPT_BYTES = 2**20  # freed blocks above this go back to the system at once
 CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
+M_ARENA_MAX = -8  # glibc's name for it
 
 
-def give_memory_back() -> None:
-    """Make freed memory leave the process: for a program's start, before torch computes anything.
+@cache
+def _libc() -> Any:
+    """The C library, or None where it is not glibc."""
+    try:
+        library = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+    return library if hasattr(library, "malloc_trim") else None
 
-    Without it glibc keeps freed activations and oneDNN hundreds of compiled kernels, which together outweigh a layer.
+
+def limit_caches() -> None:
+    """Bound what stays behind of computing: for a program's start, before torch computes anything.
+
+    Otherwise oneDNN keeps up to a thousand compiled kernels, and every loading thread its own heap.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, CACHED_KERNELS)
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-    except OSError:
-        return
-    for parameter, value in ((M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES), (M_ARENA_MAX, 2)):
-        libc.mallopt(parameter, value)
+    if _libc() is not None:
+        _libc().mallopt(M_ARENA_MAX, 2)
+
+
+def give_back() -> None:
+    """Return freed memory to the system: what a finished layer leaves in the heap would outweigh the next one."""
+    if _libc() is not None:
+        _libc().malloc_trim(0)

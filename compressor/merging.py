@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from compressor.errors import CompressionError
-from compressor.plan import Group, LayerPlan, check_count
+from compressor.limits import check_count
+from compressor.plan import Group, LayerPlan
 from compressor.statistics import LayerStatistics
 
 METHODS = ("uniform", "max", "frequency", "learned")

@@ -10,8 +10,8 @@ from compressor.architecture import Architecture, MoeLayer, build_meta, discover
 from compressor.checkpoint import TORCH_DTYPES, Checkpoint
 from compressor.errors import CompressionError, reason_of
 from compressor.layout import Layout, find_layout, fingerprint
+from compressor.limits import check_count
 from compressor.loading import PartialModel
-from compressor.plan import check_count
 from compressor.source import ModelSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,47 +9,17 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
+from compressor.limits import check_groups
 
 FORMAT = "moe-compressor-plan/1"
 SUM_TOLERANCE = 1e-6
-GROUP_FIELDS = frozenset({"members", "coefficients", "router_coefficients", "scale"})
-LAYER_FIELDS = frozenset(
-    {
-        "module",
-        "layer",
-        "experts",
-        "top_k",
-        "routing_groups",
-        "chosen_groups",
-        "experts_per_group",
-        "groups",
-        "dropped",
-        "upstream",
-        "decided_by",
-        "figures",
-    }
-)
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
-SOURCE_FIELDS = frozenset({"model", "revision", "fingerprint"})
-PLAN_FIELDS = frozenset(
-    {
-        "format",
-        "source",
-        "strategy",
-        "options",
-        "seed",
-        "calibration",
-        "versions",
-        "experts",
-        "layers",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,75 +120,6 @@ class LayerPlan:
         return {expert: slot for slot, group in enumerate(self.groups) for expert in group.members}
 
 
-def check_count(layer: MoeLayer | LayerPlan, count: int, where: str) -> None:
-    """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
-    if count > layer.experts:
-        raise CompressionError(
-            f"{where}: {count} experts asked for, it has {layer.experts}; ask for at most {layer.experts}"
-        )
-    if count < layer.top_k:
-        raise CompressionError(
-            f"{where}: {count} experts are fewer than the top-k of {layer.top_k}; keep at least {layer.top_k}"
-        )
-    groups = layer.routing_groups
-    if groups > 1:
-        if count % groups:
-            raise CompressionError(
-                f"{where}: {count} experts do not divide into its {groups} routing groups; keep a multiple of {groups}"
-            )
-        if count // groups < layer.experts_per_group:
-            raise CompressionError(
-                f"{where}: {count} experts leave {count // groups} in each of its {groups} routing groups, its "
-                "router needs "
-                f"{layer.experts_per_group}; keep at least {groups * layer.experts_per_group}"
-            )
-        if layer.chosen_groups * (count // groups) < layer.top_k:
-            raise CompressionError(
-                f"{where}: {count} experts leave {layer.chosen_groups * (count // groups)} within a token's "
-                f"{layer.chosen_groups} routing "
-                f"groups, fewer than the top-k of {layer.top_k}; keep at least "
-                f"{math.ceil(layer.top_k / layer.chosen_groups) * groups}"
-            )
-
-
-def check_groups(plan: LayerPlan) -> None:
-    """Refuse groups that cannot be carried out; raises `CompressionError` naming layer and expert."""
-    where, seen = plan.module, set[int]()
-    for group in plan.groups:
-        if not group.members:
-            raise CompressionError(f"{where}: a group has no members; remove it")
-        for expert in group.members:
-            if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < plan.experts:
-                raise CompressionError(
-                    f"{where}: expert {expert!r} does not exist; experts are numbered 0 to {plan.experts - 1}"
-                )
-            if expert in seen:
-                raise CompressionError(f"{where}: expert {expert} is in two groups; an expert may be in one at most")
-            seen.add(expert)
-    check_count(plan, len(plan.groups), where)
-    if plan.routing_groups > 1:
-        size = plan.experts // plan.routing_groups
-        homes: list[int] = []
-        for group in plan.groups:
-            inside = {expert // size for expert in group.members}
-            if len(inside) > 1:
-                raise CompressionError(
-                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it "
-                    "within one"
-                )
-            homes.extend(inside)
-        counts = [homes.count(home) for home in range(plan.routing_groups)]
-        if len(set(counts)) > 1:
-            raise CompressionError(
-                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally "
-                "many in each"
-            )
-        if homes != sorted(homes):
-            raise CompressionError(
-                f"{where}: its groups are not in the order of the routing groups; order them by their members"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """The checkpoint that a plan was made for."""
@@ -291,7 +192,7 @@ class CompressionPlan:
         """Read a plan back; raises `CompressionError` saying what is missing, unknown or impossible."""
         if content.get("format") != FORMAT:
             raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
-        _refuse_unknown(content, PLAN_FIELDS, where)
+        _refuse_unknown(content, _names(CompressionPlan, "format"), where)
         try:
             return cls(
                 source=_source_from_dict(content["source"]),
@@ -322,6 +223,11 @@ class CompressionPlan:
         return cls.from_dict(content, str(path))
 
 
+def _names(stored: type, *more: str) -> frozenset[str]:
+    """Names that the JSON of a dataclass may have."""
+    return frozenset(entry.name for entry in fields(stored)) | set(more)
+
+
 def _integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise CompressionError(f"{name} should be a whole number, it is {value!r}")
@@ -342,7 +248,7 @@ def _refuse_unknown(entry: Any, known: frozenset[str], where: str) -> None:
 
 
 def _source_from_dict(entry: Any) -> Source:
-    _refuse_unknown(entry, SOURCE_FIELDS, "source")
+    _refuse_unknown(entry, _names(Source), "source")
     source = Source(entry["model"], entry["revision"], entry["fingerprint"])
     if not (isinstance(source.model, str) and isinstance(source.fingerprint, str)):
         raise CompressionError("the source's model and fingerprint should be text; restore them")
@@ -384,7 +290,7 @@ def _layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 
 
 def _group_from_dict(entry: Mapping[str, Any]) -> Group:
-    _refuse_unknown(entry, GROUP_FIELDS, f"group {entry.get('members')}" if isinstance(entry, dict) else "groups")
+    _refuse_unknown(entry, _names(Group), f"group {entry.get('members')}" if isinstance(entry, dict) else "groups")
     members = tuple(entry["members"])
     coefficients = tuple(_number(value) for value in entry["coefficients"])
     router = tuple(_number(value) for value in entry.get("router_coefficients", coefficients))
@@ -393,7 +299,7 @@ def _group_from_dict(entry: Mapping[str, Any]) -> Group:
 
 def _layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     module = str(entry["module"]) if isinstance(entry, dict) else "layers"
-    _refuse_unknown(entry, LAYER_FIELDS, module)
+    _refuse_unknown(entry, _names(LayerPlan, "dropped"), module)
     try:
         groups = tuple(_group_from_dict(group) for group in entry["groups"])
     except CompressionError as error:
@@ -429,29 +335,3 @@ def readable_json(content: Mapping[str, Any]) -> str:
         return "[" + re.sub(r"\s*\n\s*", " ", match.group(1)) + "]"
 
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", one_line, json.dumps(content, indent=2, ensure_ascii=False)) + "\n"
-
-
-def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
-    """Refuse a plan that was made for another model, or whose facts about the model were edited."""
-    if plan.source.fingerprint != fingerprint:
-        raise CompressionError(
-            "the plan was made for another model: its source fingerprint "
-            f"{plan.source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}; plan again for this one"
-        )
-    known = {layer.name: layer for layer in layers}
-    for layer_plan in plan.layers:
-        layer = known.get(layer_plan.module)
-        if layer is None:
-            raise CompressionError(
-                f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
-            )
-        facts = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
-        for fact in facts:
-            if getattr(layer_plan, fact) != getattr(layer, fact):
-                raise CompressionError(
-                    f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "
-                    f"{getattr(layer, fact)}; restore it"
-                )
-    missing = sorted(set(known) - {layer_plan.module for layer_plan in plan.layers})
-    if missing:
-        raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")

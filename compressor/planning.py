@@ -9,6 +9,7 @@ import torch
 from compressor.architecture import MoeLayer, build_meta
 from compressor.calibration import Calibration, sample_positions
 from compressor.errors import CompressionError
+from compressor.memory import give_back
 from compressor.model import OpenModel
 from compressor.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Progress
@@ -77,6 +78,7 @@ def _from_weights(
             yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
         finally:
             partial.release(layer.block)
+            give_back()
         progress.advance(layer.name)
 
 

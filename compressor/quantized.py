@@ -117,8 +117,8 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         """One module's plain weight, by the config group that names the module, or else has its class."""
         if "weight_scale" not in parts:
             return parts["weight"]
-        from compressed_tensors.compressors import BaseCompressor  # type: ignore
-        from compressed_tensors.utils.match import match_name  # type: ignore
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.utils.match import match_name
 
         config = self.hf_quantizer.compressor.quantization_config
 

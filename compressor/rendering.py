@@ -16,6 +16,7 @@ from compressor.inspection import Inspection
 from compressor.plan import CompressionPlan
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
+PIPED_WIDTH = 110  # columns of a table that no terminal limits
 
 
 class Bars:
@@ -80,12 +81,16 @@ def print_json(content: Any) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left")
+    """Print a table; with two columns it is a list of facts, without a header and aligned to the left."""
+    facts = len(columns) == 2
+    table = Table(title=title, title_justify="left", show_header=not facts)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if number == 0 or facts else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    width = console.width if console.is_terminal else max(console.width, PIPED_WIDTH)
+    console.print(table, width=width)
 
 
 def _share(part: float, whole: float) -> str:
@@ -220,21 +225,24 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    skills = list(rows[0].accuracy)
-    table = [
-        (
-            row.name,
-            str(row.experts),
-            human_count(row.parameters),
-            human_bytes(row.bytes),
-            f"{row.loss:.3f}",
-            f"{row.mean_accuracy:.1%}",
-            *(f"{row.accuracy[skill]:.0%}" for skill in skills),
-        )
-        for row in rows
-    ]
     _table(
-        "The demo model before and after; loss in nats per held-out token, accuracy on held-out questions (chance 25%)",
-        ("model", "experts", "params", "bytes", "loss", "accuracy", *skills),
-        table,
+        "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions",
+        ("model", "experts", "parameters", "bytes", "loss", "accuracy"),
+        [
+            (
+                row.name,
+                str(row.experts),
+                human_count(row.parameters),
+                human_bytes(row.bytes),
+                f"{row.loss:.3f}",
+                f"{row.mean_accuracy:.1%}",
+            )
+            for row in rows
+        ],
+    )
+    skills = list(rows[0].accuracy)
+    _table(
+        "Accuracy by skill (chance is 25%)",
+        ("model", *skills),
+        [(row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows],
     )

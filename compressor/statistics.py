@@ -4,6 +4,7 @@ Routed statistics run over all tokens that the router sent to an expert, dense o
 expert. The gate weight is the one that really multiplies an expert's output. Sums are float64, samples float32.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
 from compressor.experts import apply_expert, expert_parameters, observed_forward
+
+logger = logging.getLogger(__name__)
 
 _Argument = tuple[str | None, int | None, Any]  # keyword, dimension that counts tokens, value
 
@@ -198,6 +201,10 @@ class Collector:
     def finish(self, smaller_router: Any) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
+        if self.needs & (SAMPLED | DENSE) and self.tokens and not (self.samples or self.arguments):
+            logger.warning(
+                "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
+            )
         values: dict[str, Any] = dict(self.sums)
         dense = self.samples.pop("dense_inputs", None)
         values.update({name: torch.cat(parts) for name, parts in self.samples.items()})

@@ -15,6 +15,7 @@ from torch import nn
 
 from compressor.errors import CompressionError
 from compressor.loading import PartialModel
+from compressor.memory import give_back
 
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
 
@@ -161,6 +162,7 @@ def stream_layers(
             places = [resume(number) for number in range(len(batches))]
             yield unit
             partial.release(unit)
+            give_back()
             waiting.discard(unit)
             if not waiting:
                 break
