@@ -6,6 +6,7 @@ import mmap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -282,13 +283,20 @@ class Checkpoint:
         return {info.name: _view(mapped, info, start) for info in extent}
 
 
+@cache
+def _accept_read_only_views() -> None:
+    """Use up torch's one warning that such a view must not be written to: nobody does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.frombuffer(b"0", dtype=torch.uint8)
+
+
 def _view(mapped: mmap.mmap, info: TensorInfo, start: int) -> torch.Tensor:
     dtype = TORCH_DTYPES.get(info.dtype, torch.uint8)
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the view cannot be written to, and nobody does
-        flat = torch.frombuffer(mapped, dtype=dtype, count=info.nbytes // dtype.itemsize, offset=info.begin - start)
+    _accept_read_only_views()
+    flat = torch.frombuffer(mapped, dtype=dtype, count=info.nbytes // dtype.itemsize, offset=info.begin - start)
     return flat.view(info.shape) if info.dtype in TORCH_DTYPES else flat
 
 

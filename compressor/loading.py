@@ -131,11 +131,6 @@ class PartialModel:
 
     def load(self, keys: Iterable[str]) -> None:
         """Fill these state-dict entries; raises `CompressionError` for NaN, a missing tensor or a wrong shape."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        from compressor.quantized import refuse_faults
-
         wanted = [key for key in keys if key not in self._loaded]
         if not wanted:
             return
@@ -147,6 +142,19 @@ class PartialModel:
             if name not in self._checked:
                 refuse_nan(name, self.checkpoint.tensors[name].file, tensors[name])
                 self._checked.add(name)
+        # the largest first and by itself: while it is put together, nothing else need be in memory
+        largest = max(first_targets, key=lambda target: self.empty[target].numel(), default=None)
+        for alone in (True, False):
+            self._convert({name: tensors[name] for name in names if (self.keys.targets[name] == largest) is alone})
+        self._settle(wanted)
+
+    def _convert(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Hand stored tensors to the stock loader, which converts them and puts them into the model."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        from compressor.quantized import refuse_faults
+
         load_config = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self.dtype,
@@ -157,7 +165,6 @@ class PartialModel:
         with quiet_transformers():
             info, _ = convert_and_load_state_dict_in_model(self.model, tensors, load_config)
         refuse_faults(info)
-        self._settle(wanted)
 
     def _first_targets(self, sources: set[str]) -> set[str]:
         """Targets under which the loader files the tensors of `sources`: of a one-to-many conversion, the first."""

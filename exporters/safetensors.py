@@ -10,7 +10,9 @@ import fcntl
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from compressor.surgery import FileRange, Piece
 from exporters.shards import Shard, index_json, lay_out
 
 COPY_BYTES = 64 * 2**20
+WRITERS = 2  # tensors in work at once
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 MARKER = "moe-compressor-work.json"
 
@@ -203,31 +206,19 @@ def write(
 def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> None:
     work.open()
     shards = lay_out(job.outputs, job.max_shard_bytes)
-    place = {name: (shard, offset) for shard in shards for name, offset in shard.offsets.items()}
-    sizes = {output.name: output.nbytes for output in job.outputs}
+    place = {name: (shard.name, offset) for shard in shards for name, offset in shard.offsets.items()}
     files: dict[str, int] = {}
     try:
         for shard in shards:
             files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
             _begin_shard(files[shard.name], shard)
         for unit in job.units:
-            expected = {output.name for output in job.outputs if output.unit == unit}
+            expected = {output.name: output.nbytes for output in job.outputs if output.unit == unit}
             if unit not in work.finished:
-                for name, content in job.produce(unit):
-                    if name not in expected:
-                        raise CompressionError(
-                            f"tensor {name!r} was made but has no place in the output; please report this model"
-                        )
-                    expected.discard(name)
-                    shard, offset = place[name]
-                    _write_tensor(content, files[shard.name], offset, sizes[name], name)
-                if expected:
-                    raise CompressionError(
-                        f"tensor {min(expected)!r} of the output was not made; please report this model"
-                    )
+                _write_unit(job, unit, expected, {name: (files[place[name][0]], place[name][1]) for name in expected})
                 work.finished.add(unit)
                 work.save()
-            progress(unit, sum(output.nbytes for output in job.outputs if output.unit == unit))
+            progress(unit, sum(expected.values()))
         for file in files.values():
             os.fsync(file)
     finally:
@@ -237,6 +228,26 @@ def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> 
         _write_file(work.content / "model.safetensors.index.json", index_json(job, shards))
     for file_name, source in job.files.items():
         _write_file(work.content / file_name, source if isinstance(source, bytes) else source.read_bytes())
+
+
+def _write_unit(job: OutputJob, unit: str, sizes: dict[str, int], place: dict[str, tuple[int, int]]) -> None:
+    """Write one layer's tensors, `WRITERS` at a time: checking one for NaN and copying another keep two cores busy."""
+    missing = set(sizes)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        running: deque[Future[None]] = deque()
+        for name, content in job.produce(unit):
+            if name not in missing:
+                raise CompressionError(
+                    f"tensor {name!r} was made but has no place in the output; please report this model"
+                )
+            missing.discard(name)
+            running.append(pool.submit(_write_tensor, content, *place[name], sizes[name], name))
+            if len(running) > WRITERS:
+                running.popleft().result()
+        for task in running:
+            task.result()
+    if missing:
+        raise CompressionError(f"tensor {min(missing)!r} of the output was not made; please report this model")
 
 
 def _begin_shard(file: int, shard: Shard) -> None:

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = 1024, 512, 32, 4, 32_000
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = 2048, 512, 32, 4, 32_000
 KEEP = EXPERTS // 2
 LIMIT_SHARE = 0.35  # of the model's size, beside what the interpreter itself needs
 
 
 def config(layers: int) -> Any:
-    """A Qwen3-MoE config of about 0.1 GB a layer in bfloat16."""
+    """A Qwen3-MoE config of about 0.2 GB a layer in bfloat16."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -185,7 +185,7 @@ def calibration_report(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from compressor.calibration import Calibration, cut
-    from compressor.loading import PartialModel
+    from compressor.loading import PartialModel, quiet_transformers
     from compressor.model import open_model
     from compressor.planning import collect
     from compressor.progress import Silent
@@ -206,7 +206,8 @@ def calibration_report(folder: Path) -> None:
     needs = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
     streamed, _ = timed(lambda: [None for _ in collect(model, needs, Calibration(batches, {}), Silent())])
     PartialModel.load = load  # type: ignore[method-assign]
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with quiet_transformers():
+        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for parameter in stock.parameters():
         parameter.data = parameter.data.clone()
     with torch.no_grad():
