@@ -115,11 +115,10 @@ def fast_squared_distances(features: Tensor) -> Tensor:
     squared = torch.zeros(experts, experts, dtype=torch.float64, device=features.device)
     for columns in _slices(features.shape[1], max(1, CHUNK // experts)):
         part = features[:, columns].float()
-        centred = part - part.mean(dim=0)
-        gram = (centred @ centred.T).double()
-        norms = gram.diagonal()[:, None] + gram.diagonal()
-        found = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
-        first, second = (found < CLOSE * norms).triu_(1).nonzero(as_tuple=True)
+        found, close = _from_products(part)
+        if bool(close.any()):  # what all rows share cancels badly: take it away first
+            found, close = _from_products(part - part.mean(dim=0))
+        first, second = close.triu_(1).nonzero(as_tuple=True)
         for pairs in _slices(len(first), experts):
             one, two = first[pairs], second[pairs]
             found[one, two] = found[two, one] = (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
@@ -130,6 +129,14 @@ def fast_squared_distances(features: Tensor) -> Tensor:
                 raise CompressionError(f"features of expert {expert} hold a value that is not finite")
         raise CompressionError("features are too large for float32 distances")
     return squared
+
+
+def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances by |a|^2 + |b|^2 - 2ab, and which pairs are too close for that: [E, F] -> two [E, E]."""
+    gram = (rows @ rows.T).double()
+    norms = gram.diagonal()[:, None] + gram.diagonal()
+    found = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
+    return found, (found < CLOSE * norms).fill_diagonal_(False)
 
 
 def mean_output_distances(outputs: Tensor) -> Tensor:

@@ -176,18 +176,17 @@ def _mix(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Part, ...]) ->
         raise CompressionError(
             f"tensor {output.name!r} is stored as {output.dtype}, which cannot be averaged; merging needs a plain dtype"
         )
-    total: torch.Tensor | None = None
-    for part in row:
-        term = _slice(checkpoint, part, output.dim)
-        refuse_nan(part.tensor, checkpoint.tensors[part.tensor].file, term)
-        scaled = term.to(torch.float64 if dtype == torch.float64 else torch.float32) * part.coefficient
-        total = scaled if total is None else total.add_(scaled)
-    if total is None:
-        raise CompressionError(f"tensor {output.name!r}: all coefficients of a group are zero")
-    mixed = total.to(dtype)
-    if contains_nan(mixed):
+    if not row:
+        raise CompressionError(f"tensor {output.name!r}: all coefficients of a group are zero; give it a positive one")
+    wide = torch.promote_types(dtype, torch.float32)
+    total = _slice(checkpoint, row[0], output.dim).to(wide, copy=True).mul_(row[0].coefficient)
+    for part in row[1:]:
+        total.add_(_slice(checkpoint, part, output.dim).to(wide), alpha=part.coefficient)
+    if contains_nan(total):
+        for part in row:
+            refuse_nan(part.tensor, checkpoint.tensors[part.tensor].file, _slice(checkpoint, part, output.dim))
         raise CompressionError(f"tensor {output.name!r} overflows when its experts are merged; plan with another merge")
-    return mixed
+    return total.to(dtype)
 
 
 def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:

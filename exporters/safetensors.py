@@ -208,26 +208,37 @@ def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> 
     shards = lay_out(job.outputs, job.max_shard_bytes)
     place = {name: (shard.name, offset) for shard in shards for name, offset in shard.offsets.items()}
     files: dict[str, int] = {}
+    flusher = ThreadPoolExecutor(1)
     try:
         for shard in shards:
             files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
             _begin_shard(files[shard.name], shard)
+        flushes: list[Future[None]] = []
         for unit in job.units:
             expected = {output.name: output.nbytes for output in job.outputs if output.unit == unit}
             if unit not in work.finished:
                 _write_unit(job, unit, expected, {name: (files[place[name][0]], place[name][1]) for name in expected})
                 work.finished.add(unit)
                 work.save()
+                touched = sorted({files[place[name][0]] for name in expected})
+                flushes.append(flusher.submit(_flush, touched))  # the disk works meanwhile, the end need not wait
             progress(unit, sum(expected.values()))
-        for file in files.values():
-            os.fsync(file)
+        for flush in flushes:
+            flush.result()
+        _flush(list(files.values()))
     finally:
+        flusher.shutdown()
         for file in files.values():
             os.close(file)
     if len(shards) > 1:
         _write_file(work.content / "model.safetensors.index.json", index_json(job, shards))
     for file_name, source in job.files.items():
         _write_file(work.content / file_name, source if isinstance(source, bytes) else source.read_bytes())
+
+
+def _flush(files: list[int]) -> None:
+    for file in files:
+        os.fsync(file)
 
 
 def _write_unit(job: OutputJob, unit: str, sizes: dict[str, int], place: dict[str, tuple[int, int]]) -> None:

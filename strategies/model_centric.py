@@ -14,7 +14,7 @@ from compressor.statistics import LayerStatistics, LayerWeights
 
 NEEDS = frozenset({"weights"})
 REPRESENTATIONS = ("surrogate", "vectorized")
-LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once: this, or a quarter of the layer
+LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once: this, or half of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,26 @@ def needs(options: Options) -> frozenset[str]:
 
 @torch.no_grad()
 def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
-    """Frobenius distances [E, E] of the surrogates down (gate * up), [H, I] x [I, H], in blocks of output rows.
+    """Frobenius distances [E, E] of the surrogates down (gate * up), [H, I] x [I, H], in blocks of their columns.
 
     Where experts have no gate, the surrogate is down x up.
     """
     views = [projections(weights.experts, expert) for expert in range(count)]
     hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
     layer_bytes = sum(parameter.nbytes for parameter in weights.experts.parameters())
-    rows = max(1, min(hidden_out, max(LEAST_BLOCK, layer_bytes // 4) // (4 * count * hidden_in)))
+    width = max(1, min(hidden_in, max(LEAST_BLOCK, layer_bytes // 2) // (4 * count * hidden_out)))
     squared = torch.zeros(count, count, dtype=torch.float64)
-    block = torch.empty(count, rows, hidden_in, device=views[0].down.device)
-    for begin in range(0, hidden_out, rows):
-        part = block[:, : min(rows, hidden_out - begin)]
+    down = torch.empty(views[0].down.shape, device=views[0].down.device)  # one expert's, in float32
+    for begin in range(0, hidden_in, width):
+        columns = slice(begin, min(begin + width, hidden_in))
+        block = torch.empty(count, hidden_out, columns.stop - begin, device=down.device)
         for expert, view in enumerate(views):
-            inner = view.up.float() if view.gate is None else view.gate.float() * view.up.float()
-            torch.mm(view.down[begin : begin + rows].float(), inner, out=part[expert])
-        squared += fast_squared_distances(part.flatten(1)).cpu()
+            inner = view.up[:, columns].float()
+            if view.gate is not None:
+                inner = inner * view.gate[:, columns]
+            torch.mm(down.copy_(view.down), inner, out=block[expert])
+        squared += fast_squared_distances(block.flatten(1)).cpu()
+        del block  # before the next one is made
     return squared.sqrt()
 
 
