@@ -289,7 +289,7 @@ def strategies(as_json: AsJson = False) -> None:
 
 @app.command()
 def demo(
-    experts: Annotated[int, typer.Option(help="Experts to keep in every layer of the demo model.")] = 8,
+    experts: Annotated[int, typer.Option(help="Experts to keep in every layer of the demo model.")] = 12,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the compressed models in this new folder.")
     ] = None,

@@ -15,7 +15,7 @@ from compressor.progress import Progress
 
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("count-guided", {}),
-    ("model-centric", {}),
+    ("model-centric", {"merge": "learned"}),
     ("data-centric", {"merge": "max"}),
 )
 SAMPLES, LENGTH = 128, 128  # the demo model was trained on windows of 128 bytes
