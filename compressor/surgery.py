@@ -211,6 +211,8 @@ def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
 def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 

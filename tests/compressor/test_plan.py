@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
-from compressor.plan import CompressionPlan, Group, LayerPlan, Source, check_against, readable_json
+from compressor.limits import check_against
+from compressor.plan import CompressionPlan, Group, LayerPlan, Source, readable_json
 
 FINGERPRINT = "f" * 64
 
