@@ -1,4 +1,4 @@
-"""A small Hub on loopback that serves one model from a folder: enough to read headers and to download."""
+"""A small Hub on loopback that serves one model or data set from a folder: enough to read headers and to download."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 COMMIT = "c" * 40
 
@@ -21,7 +21,10 @@ class Hub:
     requests: list[tuple[str, str, int]] = field(default_factory=list)
 
 
-def _handler(repository: str, folder: Path, hub: Hub) -> type[BaseHTTPRequestHandler]:
+def _handler(repository: str, folder: Path, hub: Hub, kind: str) -> type[BaseHTTPRequestHandler]:
+    api = f"/api/{kind}s/{repository}"
+    files = f"/{repository}" if kind == "model" else f"/{kind}s/{repository}"
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -35,36 +38,47 @@ def _handler(repository: str, folder: Path, hub: Hub) -> type[BaseHTTPRequestHan
         def do_GET(self) -> None:
             self._answer(body=True)
 
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+            if unquote(self.path) == f"{api}/paths-info/{COMMIT}":
+                form = parse_qs(content) if "=" in content else json.loads(content)
+                asked = form["paths"]
+                found = [self._entry(folder / path) for path in asked if (folder / path).exists()]
+                self._send(200, self._json(found), True)
+            else:
+                self._send(404, b"{}", True)
+
         def _answer(self, body: bool) -> None:
             path = unquote(self.path.split("?")[0])
-            if (
-                path in (f"/api/models/{repository}", f"/api/models/{repository}/revision/{COMMIT}")
-                or path == f"/api/models/{repository}/revision/main"
-            ):
+            tree = f"{api}/tree/{COMMIT}"
+            if path in (api, f"{api}/revision/{COMMIT}", f"{api}/revision/main"):
                 self._send(200, self._json({"id": repository, "sha": COMMIT, "siblings": []}), body)
-            elif path == f"/api/models/{repository}/tree/{COMMIT}":
-                files = [
-                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
-                    for file in sorted(folder.iterdir())
-                ]
-                self._send(200, self._json(files), body)
-            elif path.startswith(f"/{repository}/resolve/"):
-                self._file(folder / path.rsplit("/", 1)[-1], body)
-            elif path.startswith(f"/api/models/{repository}/revision/"):
+            elif path == tree or path.startswith(f"{tree}/"):
+                inside = folder / path.removeprefix(tree).lstrip("/")
+                deep = "recursive=true" in self.path.lower()
+                found = sorted(inside.rglob("*") if deep else inside.iterdir()) if inside.is_dir() else []
+                self._send(200 if inside.is_dir() else 404, self._json([self._entry(entry) for entry in found]), body)
+            elif path.startswith(f"{files}/resolve/"):
+                self._file(folder / path.removeprefix(f"{files}/resolve/").partition("/")[2], body)
+            elif path.startswith(f"{api}/revision/"):
                 self._send(404, b"{}", body, {"X-Error-Code": "RevisionNotFound"})
             else:
                 self._send(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
+
+        @staticmethod
+        def _entry(path: Path) -> dict[str, object]:
+            name = str(path.relative_to(folder))
+            if path.is_dir():
+                return {"type": "directory", "path": name, "oid": "0" * 40, "size": 0}
+            return {"type": "file", "path": name, "size": path.stat().st_size, "oid": "0" * 40}
 
         def _file(self, file: Path, body: bool) -> None:
             if not file.is_file():
                 self._send(404, b"", body, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
                 return
             content = file.read_bytes()
-            headers = {
-                "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-                "X-Repo-Commit": COMMIT,
-                "Accept-Ranges": "bytes",
-            }
+            tag = f'"{hashlib.sha1(content).hexdigest()}"'
+            headers = {"ETag": tag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
             asked = self.headers.get("Range")
             if asked is None:
                 self._send(200, content, body, headers)
@@ -92,10 +106,10 @@ def _handler(repository: str, folder: Path, hub: Hub) -> type[BaseHTTPRequestHan
 
 
 @contextmanager
-def serve(repository: str, folder: Path) -> Iterator[Hub]:
-    """Serve a folder as the model `repository` until the block ends."""
+def serve(repository: str, folder: Path, kind: str = "model") -> Iterator[Hub]:
+    """Serve a folder as the model (or data set) `repository` until the block ends."""
     hub = Hub("")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(repository, folder, hub))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(repository, folder, hub, kind))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

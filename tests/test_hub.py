@@ -1,5 +1,6 @@
 """Models named by a Hub id, against a real HTTP server on loopback."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests import zoo
+from tests import small, zoo
 from tests.hub_server import COMMIT, Hub, serve
 
 REPOSITORY = "org/tiny-moe"
@@ -95,3 +96,29 @@ def test_unknown_names_are_one_sentence(tmp_path: Path) -> None:
             assert done.returncode == 2
             assert message in done.stderr
             assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
+    small.save(tmp_path / "model")
+    data = tmp_path / "c4"
+    (data / "en").mkdir(parents=True)
+    card = "---\nconfigs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/c4-train.*.json.gz\n---\n"
+    (data / "README.md").write_text(card)
+    lines = [json.dumps({"text": f"document {number} speaks of {number * 7}", "url": "-"}) for number in range(200)]
+    for shard in range(2):
+        packed = gzip.compress("\n".join(lines[shard::2]).encode())
+        (data / "en" / f"c4-train.{shard:05d}-of-00002.json.gz").write_bytes(packed)
+    (tmp_path / "home").mkdir()
+    sizes = ("--samples", "4", "--sequence-length", "32")
+    with serve("allenai/c4", data, "dataset") as hub:
+        done = run(hub, tmp_path / "home", "compress", "../model", "-o", "../out", "--experts", "4", *sizes, "--json")
+        assert done.returncode == 0, done.stderr
+        assert any("c4-train" in path for _, path, _ in hub.requests)
+    calibration = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["calibration"]
+    assert calibration["tokens"] == 4 * 32
+    missing = ("--calibration", "org/nothing")
+    with serve("allenai/c4", data, "dataset") as hub:
+        done = run(hub, tmp_path / "home", "compress", "../model", "-o", "../other", "--experts", "4", *missing)
+    assert done.returncode == 2
+    assert "'org/nothing' is no file, and cannot be read as a data set" in done.stderr
+    assert not (tmp_path / "other").exists()
