@@ -1,4 +1,4 @@
-"""Learned merging: coefficients and scales that bring the layer's output back (seed 003, equation 7).
+"""Learned merging: coefficients and scales that bring the layer's output back (Zhang et al. 2024, equation 7).
 
 The merged expert n is lambda_n * sum_i alpha_i theta_i with alpha = softmax(logits), its router row sum_i alpha_i W_i;
 loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs of the experts. One merged expert exists at a time.

@@ -1,4 +1,7 @@
-"""How a group of experts becomes one: max, uniform, frequency-weighted, or learned (seed 003, equations 6 and 7)."""
+"""How a group of experts becomes one: max, uniform, by frequency, or learned.
+
+Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590.
+"""
 
 from collections.abc import Sequence
 from typing import Any

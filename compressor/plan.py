@@ -24,9 +24,9 @@ ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Experts that become one: the merged expert is scale * sum(coefficients * members) (seed 003, equations 6 and 7).
+    """Experts that become one: the merged expert is scale * sum(coefficients * members).
 
-    Router rows merge with `router_coefficients`, and without the scale.
+    Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without the scale.
     """
 
     members: tuple[int, ...]

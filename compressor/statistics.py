@@ -256,7 +256,10 @@ def _as_logits(scores: torch.Tensor) -> torch.Tensor:
 
 
 def mix_tokens(hidden: torch.Tensor, seed: int) -> torch.Tensor:
-    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly (seed 003, 3.4)."""
+    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly.
+
+    Section 3.4 of Zhang et al. 2024, arXiv:2407.09590.
+    """
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
