@@ -26,7 +26,8 @@ ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 class Group:
     """Experts that become one: the merged expert is scale * sum(coefficients * members).
 
-    Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without the scale.
+    Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without
+    the scale.
     """
 
     members: tuple[int, ...]
