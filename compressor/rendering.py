@@ -80,12 +80,12 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False))
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; with two columns it is a list of facts, without a header and aligned to the left."""
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = True) -> None:
+    """Print a table, numbers aligned to the right; with two columns it is a list of facts, without a header."""
     facts = len(columns) == 2
     table = Table(title=title, title_justify="left", show_header=not facts)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or facts else "right", overflow="fold")
+        table.add_column(column, justify="right" if numbers and number and not facts else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console()
@@ -217,7 +217,7 @@ def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
         (e["name"], e["summary"], ", ".join(e["needs"]), ", ".join(f"{k}={v}" for k, v in e["options"].items()) or "-")
         for e in entries
     ]
-    _table("Strategies", ("name", "what it does", "needs", "options"), rows)
+    _table("Strategies", ("name", "what it does", "needs", "options"), rows, numbers=False)
 
 
 def show_demo(rows: Sequence[Any], as_json: bool) -> None:
