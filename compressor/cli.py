@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
 
 def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    _log_own_warnings()
     limit_caches()
     try:
         status = app(prog_name="moe-compress", standalone_mode=False)
@@ -71,6 +72,15 @@ def main() -> None:
     if status == INTERRUPTED:  # which typer too may have made of the key
         print("Interrupted; run the same command again to go on.", file=sys.stderr)
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _log_own_warnings() -> None:
+    """Our warnings on stderr, one line each; the Hub client's retries are told by the error that ends them."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    for package in ("compressor", "strategies", "exporters"):
+        logging.getLogger(package).addHandler(handler)
 
 
 def _fail(message: str) -> NoReturn:
