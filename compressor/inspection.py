@@ -9,6 +9,7 @@ from typing import Any
 
 from compressor.architecture import Architecture
 from compressor.checkpoint import Checkpoint, TensorInfo, tensor_bytes
+from compressor.errors import CompressionError
 from compressor.layout import Layout
 from compressor.limits import check_count
 
@@ -108,7 +109,7 @@ def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
         count += -count % layer.routing_groups
         try:
             check_count(layer, count, layer.name)
-        except Exception:
+        except CompressionError:  # the router cannot take that many
             continue
         wanted.append(count)
     return wanted
@@ -126,7 +127,6 @@ def inspect_model(model: str, revision: str | None = None, experts: int | None =
     import json
 
     from compressor.architecture import load_config
-    from compressor.errors import CompressionError
     from compressor.source import fetch_headers, is_local, locate
 
     if is_local(model):
@@ -175,13 +175,7 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         kept = [_kept(tensors[name], role, architecture.experts, count) for name, role in layout.roles.items()]
         outcomes.append(Outcome(count, sum(p for p, _ in kept), sum(b for _, b in kept)))
     total = sum(info.nbytes for info in tensors.values())
-    written = (
-        outcomes[0].bytes
-        if experts is not None or not outcomes
-        else outcomes[-1].bytes
-        if len(outcomes) == 1
-        else outcomes[0].bytes
-    )
+    written = outcomes[0].bytes if outcomes else total
     config_quantization = checkpoint.raw_config.get("quantization_config") or {}
     largest = max(layers.values(), default=0)
     return Inspection(
