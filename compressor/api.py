@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compressor.checkpoint import Size
 from compressor.errors import CompressionError
 from compressor.limits import check_against
 from compressor.plan import CompressionPlan
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STRATEGY = "count-guided"
 DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 512
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Stored elements and bytes of all tensors."""
-
-    parameters: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +253,13 @@ def _apply(
     with clock.phase("write"):
         progress.start("write", len(job.units))
         _exporter().write(job, out, overwrite, lambda unit, nbytes: progress.advance(unit or "embeddings and head"))
-    before = Size(
-        sum(t.parameters for t in model.checkpoint.tensors.values()),
-        sum(t.nbytes for t in model.checkpoint.tensors.values()),
-    )
     return Summary(
         out=str(out),
         strategy=plan.strategy,
         experts_before=model.architecture.experts,
         experts_after=plan.experts,
-        before=before,
-        after=Size(sum(output.parameters for output in job.outputs), job.nbytes),
+        before=Size.of(model.checkpoint.tensors.values()),
+        after=Size.of(job.outputs),
         seconds=dict(clock.seconds),
         peak_memory=peak.anonymous,
         left_out=model.layout.left_out,

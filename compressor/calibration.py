@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError, first_line, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _dataset_documents(source: str, seed: int, tokenizer: Any) -> Iterator[str]:
     except CompressionError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise CompressionError(
             f"calibration data {source!r} is no file, and cannot be read as a data set ({reason}); "
             "pass --calibration with a text or JSONL file, a data set id, or 'demo'"
@@ -152,7 +152,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise CompressionError(
             f"{folder} has no usable tokenizer ({reason}); calibration needs one, model-centric does not"
         ) from error

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -17,30 +17,6 @@ from compressor.errors import CompressionError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "U32": 32,
-    "I32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-}
 TORCH_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -62,6 +38,7 @@ TORCH_DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
+DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -87,6 +64,30 @@ class TensorInfo:
     def parameters(self) -> int:
         """Number of stored elements."""
         return math.prod(self.shape)
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint, on disk already or yet to be written."""
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Stored elements and bytes of several tensors."""
+
+    parameters: int
+    bytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[Stored]) -> Self:
+        """The sums over these tensors."""
+        counted = [(tensor.parameters, tensor.nbytes) for tensor in tensors]
+        return cls(sum(parameters for parameters, _ in counted), sum(nbytes for _, nbytes in counted))
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compressor.architecture import Architecture, build_meta
+from compressor.architecture import Architecture
 from compressor.loading import PartialModel, quiet_transformers
 from compressor.plan import CompressionPlan
 from compressor.quantized import wanted_dtype
@@ -33,9 +33,8 @@ def _keys_of(partial: PartialModel, unit: str, units: tuple[str, ...]) -> list[s
     return [key for key in inside if key not in partial.tied]
 
 
-def converted_outputs(partial: PartialModel, architecture: Architecture, plan: CompressionPlan) -> list[OutputTensor]:
-    """Every tensor of the output, named and shaped as stock `save_pretrained` would write the smaller model."""
-    small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
+def converted_outputs(partial: PartialModel, architecture: Architecture, small: Any) -> list[OutputTensor]:
+    """Every tensor of the output, named and shaped as stock `save_pretrained` would write the model `small`."""
     state = {key: value.to(wanted_dtype(small, key)) for key, value in small.state_dict().items()}
     outputs = []
     for unit in ("", *architecture.units):
@@ -61,10 +60,8 @@ def convert_unit(
             if tensor.key in cut:
                 router = not tensor.key.startswith(f"{layer.name}.")
                 cut[tensor.key] = mix_rows(cut[tensor.key], tensor.dim, tensor.extra, layer, plans[layer.name], router)
-        slots = plans[layer.name].slots()
-        remap = tuple(slots.get(expert, -1) for expert in range(layer.experts))
         for table in layer.tables:
-            cut[table] = remap_table(cut[table], remap)
+            cut[table] = remap_table(cut[table], plans[layer.name].remap())
     yield from _saved_names(small, cut).items()
     for key in keys:
         partial.release(key.rpartition(".")[0])

@@ -5,6 +5,12 @@ class CompressionError(Exception):
     """A fault a user can mend, told in one sentence."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what another library's exception says, or its type where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def reason_of(error: BaseException, most: int = 300) -> str:
     """What another library's exception says, on one line and not too long."""
     text = " ".join(str(error).split()) or type(error).__name__

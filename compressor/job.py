@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compressor.architecture import Architecture, build_meta
-from compressor.checkpoint import refuse_nan
+from compressor.checkpoint import Size, refuse_nan
 from compressor.configuration import output_config
 from compressor.conversion import convert_unit, converted_outputs
 from compressor.loading import PartialModel
@@ -57,7 +57,7 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTensor], zeroed: list[str]) -> bytes:
     """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
-    tensors, made = model.checkpoint.tensors.values(), list(outputs)
+    before, after = Size.of(model.checkpoint.tensors.values()), Size.of(outputs)
     content = plan.to_dict()
     content["source"]["model"] = model.source.label
     if content["calibration"] is not None:
@@ -66,8 +66,8 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
         {
             "tool": "moe-compressor",
             "versions": versions(),
-            "parameters": {"before": sum(t.parameters for t in tensors), "after": sum(t.parameters for t in made)},
-            "bytes": {"before": sum(t.nbytes for t in tensors), "after": sum(t.nbytes for t in made)},
+            "parameters": {"before": before.parameters, "after": after.parameters},
+            "bytes": {"before": before.bytes, "after": after.bytes},
             "left_out": list(model.layout.left_out),
             "zeroed_fields": zeroed,
             "plan_digest": plan.digest(),
@@ -108,8 +108,8 @@ def make_job(
     dequantized: str | None = None
     if through_model:
         partial = _writing_model(model)
-        outputs = converted_outputs(partial, architecture, plan)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
+        outputs = converted_outputs(partial, architecture, small)
         produce: Any = bind(_through_model, partial, architecture, plan, small)
         dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:

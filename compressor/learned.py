@@ -91,16 +91,14 @@ class _Router:
         return torch.stack(merged, tensor.dim)
 
     def __call__(self, alphas: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, slots = self.stats.layer, self.plan.slots()
+        layer = self.stats.layer
         tensors: dict[str, Any] = dict(self.constant)
         for key, value in self.state.items():
             name = key.removeprefix(f"{layer.router}.")
             if key in self.sized:
                 tensors[name] = self.rows(key, value, alphas)
             elif key in layer.tables:
-                tensors[name] = remap_table(value.cpu(), tuple(slots.get(e, -1) for e in range(layer.experts))).to(
-                    value.device
-                )
+                tensors[name] = remap_table(value.cpu(), self.plan.remap()).to(value.device)
             else:
                 tensors[name] = value.float() if value.is_floating_point() else value
         outer = {value.data_ptr(): self.rows(key, value, alphas) for key, value in self.outer.items()}

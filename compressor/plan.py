@@ -120,6 +120,11 @@ class LayerPlan:
         """Slot of the output by expert of the source, for experts that are in a group."""
         return {expert: slot for slot, group in enumerate(self.groups) for expert in group.members}
 
+    def remap(self) -> tuple[int, ...]:
+        """Slot of the output by expert of the source, -1 for a dropped one."""
+        slots = self.slots()
+        return tuple(slots.get(expert, -1) for expert in range(self.experts))
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.checkpoint import INDEX_NAME, SINGLE_NAME, TensorInfo
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, first_line
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DOWNLOADS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "additional_chat_templates/*")
@@ -50,10 +50,8 @@ def _hub_fault(model: str, revision: str | None, error: Exception) -> Compressio
             f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
         )
     if isinstance(error, EntryNotFoundError):
-        return CompressionError(
-            f"{model}{at} lacks a file that is needed on the Hub: {str(error).strip().splitlines()[0]}"
-        )
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return CompressionError(f"{model}{at} lacks a file that is needed on the Hub: {first_line(error)}")
+    reason = first_line(error)
     return CompressionError(
         f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); check the path or the network"
     )

@@ -113,9 +113,8 @@ def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> O
 
 
 def _remapped(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
-    info, slots = checkpoint.tensors[name], plan.slots()
-    remap = tuple(slots.get(expert, -1) for expert in range(plan.experts))
-    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),), remap=remap)
+    info = checkpoint.tensors[name]
+    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),), remap=plan.remap())
 
 
 def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:

@@ -114,6 +114,12 @@ def watch(command: list[str], limit: int | None = None) -> dict[str, float]:
     }
 
 
+def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
+    """The command line that compresses to `KEEP` experts, in a process of its own."""
+    arguments = ["compress", str(folder), "-o", str(out), "--experts", str(KEEP), "--strategy", strategy, "--json"]
+    return [sys.executable, "-m", "compressor.cli", *arguments]
+
+
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds a call takes, and its result."""
     begin = time.perf_counter()
@@ -158,19 +164,7 @@ def memory_report(folder: Path, scratch: Path, layer_bytes: int, model_bytes: in
         "model-centric": [],
     }.items():
         out = scratch / f"memory-{name}"
-        command = [
-            sys.executable,
-            "-m",
-            "compressor.cli",
-            "compress",
-            str(folder),
-            "-o",
-            str(out),
-            "--experts",
-            str(KEEP),
-            "--json",
-        ]
-        seen = watch([*command, "--strategy", name, *extra])
+        seen = watch([*compress_command(folder, out, name), *extra])
         above = seen["anon"] - bare["anon"]
         print(
             f"{name}: exit {seen['status']:.0f}, peak above bare {above / 1e6:.0f} MB = "
@@ -256,18 +250,7 @@ def writing_report(folder: Path, scratch: Path) -> None:
 def limit_report(folder: Path, scratch: Path, model_bytes: int) -> None:
     """Compress under a limit on address space, mapped files included, well below the model's size."""
     limit = int(LIMIT_SHARE * model_bytes)
-    command = [
-        sys.executable,
-        "-m",
-        "compressor.cli",
-        "compress",
-        str(folder),
-        "-o",
-        str(scratch / "limited"),
-        "--experts",
-        str(KEEP),
-    ]
-    seen = watch([*command, "--strategy", "model-centric", "--json"], limit)
+    seen = watch(compress_command(folder, scratch / "limited", "model-centric"), limit)
     print(
         f"under a limit of {limit / 1e9:.2f} GB of address space ({LIMIT_SHARE:.0%} of the model): exit "
         f"status {seen['status']:.0f}"

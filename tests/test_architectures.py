@@ -5,16 +5,14 @@ The cases come from the zoo; `reference.py` does the surgery a second way, from 
 
 import functools
 import json
-import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,20 +52,6 @@ class Case:
     @property
     def count_field(self) -> str:
         return zoo.family(self.name).count_field
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    threads = torch.get_num_threads()
-    transformers.logging.set_verbosity(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(verbosity)
-    if bars:
-        transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module", params=NAMES)

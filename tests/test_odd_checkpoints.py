@@ -1,8 +1,7 @@
 """Checkpoints as they are found in the wild: other names, other files, extra tensors, sizes that collide."""
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,6 @@ from tests.reference import cut, realign
 
 Tensors = dict[str, Tensor]
 LOGITS = 1e-4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    threads = torch.get_num_threads()
-    transformers.logging.set_verbosity(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(verbosity)
-    if bars:
-        transformers.logging.enable_progress_bar()
 
 
 def tensors_of(folder: Path) -> Tensors:

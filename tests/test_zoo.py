@@ -1,8 +1,6 @@
 """The zoo itself: each tiny model builds, routes, reloads, and its count field cuts the expert-sized keys."""
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +34,6 @@ EXTRA_ROWS = {
     "inkling": 2,
     "zaya": 1,
 }  # rows of the router beyond the experts: shared experts, the skip expert
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity(logging.ERROR)
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def beside(name: str) -> tuple[str, ...]:

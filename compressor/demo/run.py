@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api import compress, inspect
-from compressor.checkpoint import Checkpoint
+from compressor.checkpoint import Checkpoint, Size
 from compressor.errors import CompressionError
 from compressor.progress import Progress
 
@@ -53,13 +53,13 @@ def measure(name: str, folder: Path, experts: int) -> DemoRow:
     from compressor.demo.evaluation import heldout_loss, load_documents, load_items, skill_accuracy
     from compressor.loading import quiet_transformers
 
-    tensors = Checkpoint(folder).tensors.values()
+    size = Size.of(Checkpoint(folder).tensors.values())
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")])
     accuracy = skill_accuracy(model, tokenizer, load_items())
-    return DemoRow(name, experts, sum(t.parameters for t in tensors), sum(t.nbytes for t in tensors), loss, accuracy)
+    return DemoRow(name, experts, size.parameters, size.bytes, loss, accuracy)
 
 
 def run_demo(experts: int, output: Path | None, progress: Progress) -> list[DemoRow]:

@@ -1,12 +1,9 @@
 """What one expert computes, against the stock experts module of every family."""
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from compressor.experts import apply_expert, expert_parameters, observed_forward, parameter_names, projections
@@ -15,16 +12,6 @@ from tests.opened import one_expert
 
 EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
 NO_PRODUCT = {"gpt_oss", "openai_privacy_filter", "minimax_m3_vl"}  # (up + 1) * glu(gate)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity(logging.ERROR)
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def layers(name: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """Learned coefficients: never worse than uniform, errors as a stock module makes them, slopes as the loss has them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,6 @@ from tests.opened import batches, calibration, opened, plain_calls
 
 NEEDS = merge_needs("learned", False)
 NAMES = ["mixtral", "gpt_oss", "deepseek_v3", "minimax_m2", "zaya", "deepseek_v4"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def pairs(stats: LayerStatistics) -> list[tuple[int, ...]]:

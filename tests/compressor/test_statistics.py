@@ -1,13 +1,12 @@
 """Every statistic against loops over what a whole stock model's modules saw; and that batches can be cut anyhow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,14 +42,8 @@ DATA = ALL - {"weights"}
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
+def _small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "SAMPLE_TOKENS", SAMPLE)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

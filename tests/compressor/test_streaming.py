@@ -1,6 +1,6 @@
 """The streamed pass: what every experts module sees and returns is what it does in a whole stock model."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +20,6 @@ from tests.opened import batches, opened, plain_calls, watch
 
 EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def loaded(partial: PartialModel) -> set[str]:

@@ -1,8 +1,5 @@
 """docs/architectures.md is what its script would write, as far as that is cheap to check."""
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 import transformers
 
@@ -12,14 +9,6 @@ from scripts.list_architectures import PAGE, refused_families, refused_row, supp
 from tests import zoo
 
 REFUSED = refused_families()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(logging.ERROR)
-    yield
-    transformers.logging.set_verbosity(verbosity)
 
 
 def rows() -> dict[str, list[str]]:

@@ -1,13 +1,11 @@
 """Data-centric: CKA by plain loops on a stock model's outputs, planted twins, refusals, unreached layers."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from compressor.errors import CompressionError
@@ -20,16 +18,6 @@ from strategies import data_centric
 from strategies.data_centric import Options, distances
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def naive_cka(left: Tensor, right: Tensor, kernel: str) -> float:

@@ -1,13 +1,11 @@
 """Model-centric: distances by plain loops for every layout, planted twins, routing groups, protection, refusals."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,16 +23,6 @@ from tests import zoo
 from tests.opened import batches, calibration, opened
 
 LAYOUTS = ["mixtral", "gpt_oss", "aria", "nemotron_h", "deepseek_v3", "muse_spark"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def fake(count: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
