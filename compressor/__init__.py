@@ -1,6 +1,7 @@
 """moe-compressor: smaller Mixture-of-Experts checkpoints that every stock loader still loads."""
 
-from compressor.api import Request, Summary, apply, compress, inspect, plan
+from compressor.api import Summary, apply, compress, inspect, plan
 from compressor.errors import CompressionError
+from compressor.request import Request
 
 __all__ = ["CompressionError", "Request", "Summary", "apply", "compress", "inspect", "plan"]

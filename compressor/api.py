@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,14 @@ from compressor.errors import CompressionError
 from compressor.limits import check_against
 from compressor.plan import CompressionPlan
 from compressor.progress import Progress, Silent
+from compressor.request import Request, plan_request, prepare, read_calibration, request_digest
 from compressor.source import locate
 
 if TYPE_CHECKING:
+    from compressor.comparison import Comparison
+    from compressor.cutfiles import CutFiles
     from compressor.inspection import Inspection
     from compressor.model import OpenModel
-
-DEFAULT_STRATEGY = "count-guided"
-DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +56,6 @@ class _Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to plan, apart from the model: everything that decides the result."""
-
-    experts: int | None = None
-    ratio: float | None = None
-    strategy: str = DEFAULT_STRATEGY
-    options: Mapping[str, Any] = field(default_factory=dict)
-    calibration: str | None = None
-    samples: int = DEFAULT_SAMPLES
-    sequence_length: int = DEFAULT_LENGTH
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
-
-
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> "Inspection":
     """What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
     from compressor.inspection import inspect_model
@@ -91,35 +71,7 @@ def plan(
 
     wanted = Request(**request)
     listener = progress or Silent()
-    return _plan(open_model(locate(model, revision), wanted.dtype, wanted.device), wanted, listener)
-
-
-def _prepare(model: "OpenModel", request: Request) -> tuple[int, Any]:
-    """Check the count and load the strategy: every refusal that needs no data."""
-    from compressor.model import resolve_count
-    from compressor.registry import load_strategy
-
-    strategy = load_strategy(request.strategy, request.options)
-    return resolve_count(model.architecture.layers, request.experts, request.ratio), strategy
-
-
-def _plan(model: "OpenModel", request: Request, progress: Progress) -> CompressionPlan:
-    from compressor.calibration import DEFAULT_SOURCE, calibrate, load_tokenizer
-    from compressor.planning import make_plan
-    from compressor.statistics import needs_data
-
-    experts, strategy = _prepare(model, request)
-    calibration = None
-    if needs_data(strategy.needs):
-        calibration = calibrate(
-            DEFAULT_SOURCE if request.calibration is None else request.calibration,
-            load_tokenizer(model.source.folder),
-            samples=request.samples,
-            length=request.sequence_length,
-            seed=request.seed,
-            vocab=model.vocabulary,
-        )
-    return make_plan(model, strategy, experts, request.options, calibration, progress, request.seed)
+    return plan_request(open_model(locate(model, revision), wanted.dtype, wanted.device), wanted, listener)
 
 
 def apply(
@@ -140,8 +92,15 @@ def apply(
     with PeakMemory() as peak:
         with clock.phase("open"):
             source = locate(model or loaded.source.model, None if model else loaded.source.revision)
-            opened = open_model(source)
-        return _apply(opened, loaded, Path(out), overwrite, progress or Silent(), clock, peak, max_shard_bytes)
+            opened = open_model(source, (loaded.correction or {}).get("dtype", "auto"))
+        target = Path(out)
+        facts = [loaded.digest(), opened.checkpoint.stamp(), str(opened.partial.device)]
+        cut = _cut_files(target, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+        try:
+            return _apply(opened, loaded, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut)
+        except Exception:
+            _exporter().discard(target)
+            raise
 
 
 def compress(
@@ -162,12 +121,14 @@ def compress(
     with PeakMemory() as peak:
         with clock.phase("open"):
             opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
-            experts, _ = _prepare(opened, wanted)
-            _check_target(opened, target, overwrite, experts)
+            experts, _, correction = prepare(opened, wanted)
+            _check_target(opened, target, overwrite, experts, correction.wanted)
         try:
+            digest = request_digest(opened, wanted)
+            cut = _cut_files(target, digest)
             with clock.phase("plan"):
-                made = _resumed_plan(opened, wanted, target, progress or Silent())
-            return _apply(opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes)
+                made = _resumed_plan(opened, wanted, target, progress or Silent(), digest, cut)
+            return _apply(opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut)
         except Exception:
             _exporter().discard(target)
             raise
@@ -179,9 +140,16 @@ def _exporter() -> Any:
     return load_exporter("safetensors")
 
 
-def _check_target(model: "OpenModel", out: Path, overwrite: bool, experts: int) -> None:
-    """Refuse an output place that cannot work, before anything expensive is done."""
-    from compressor.inspection import stored_bytes_with
+def _cut_files(out: Path, digest: str) -> "CutFiles":
+    """Where corrected layers wait to be written, in the work folder of the output."""
+    from compressor.cutfiles import CutFiles
+
+    return CutFiles(_exporter().work_folder(out) / f"cut-{digest[:16]}")
+
+
+def _check_target(model: "OpenModel", out: Path, overwrite: bool, experts: int, corrected: bool) -> None:
+    """Refuse an output place that cannot work, before anything expensive is done; corrected layers wait there too."""
+    from compressor.inspection import stored_with
 
     exporter = _exporter()
     place, source = out.resolve(), model.source.folder
@@ -190,36 +158,16 @@ def _check_target(model: "OpenModel", out: Path, overwrite: bool, experts: int) 
     if place in source.parents and (overwrite or not place.is_dir()):
         raise CompressionError(f"{out} holds the source checkpoint, which it would replace; name another output folder")
     exporter.check_target(out, overwrite)
-    exporter.check_space(out, stored_bytes_with(model.checkpoint.tensors, model.layout, model.architecture, experts))
+    needed = stored_with(model.checkpoint.tensors, model.layout, model.architecture, experts).bytes
+    exporter.check_space(out, 2 * needed if corrected else needed)
 
 
-def _request_digest(model: "OpenModel", request: Request) -> str:
-    from compressor.planning import versions
-
-    path = Path(request.calibration) if request.calibration else None
-    data = hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else request.calibration
-    facts = [
-        model.fingerprint,
-        model.checkpoint.stamp(),
-        request.experts,
-        request.ratio,
-        request.strategy,
-        sorted(request.options.items()),
-        data,
-        request.samples,
-        request.sequence_length,
-        request.seed,
-        str(model.partial.device),
-        str(model.partial.dtype),
-        versions(),
-    ]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-
-def _resumed_plan(model: "OpenModel", request: Request, out: Path, progress: Progress) -> CompressionPlan:
+def _resumed_plan(
+    model: "OpenModel", request: Request, out: Path, progress: Progress, digest: str, cut: "CutFiles"
+) -> CompressionPlan:
     """The plan of an interrupted run of the same request, or a new one, kept in the work folder for the next try."""
     folder = _exporter().work_folder(out)
-    kept, digest = folder / "plan.json", _request_digest(model, request)
+    kept = folder / "plan.json"
     if kept.is_file():
         try:
             content = json.loads(kept.read_text(encoding="utf-8"))
@@ -227,7 +175,7 @@ def _resumed_plan(model: "OpenModel", request: Request, out: Path, progress: Pro
                 return CompressionPlan.from_dict(content["plan"], str(kept))
         except (ValueError, KeyError, CompressionError):
             pass  # an unreadable leftover is no reason to fail: plan again
-    made = _plan(model, request, progress)
+    made = plan_request(model, request, progress, cut)
     folder.mkdir(exist_ok=True)
     fresh = kept.with_suffix(".new")
     fresh.write_text(json.dumps({"request": digest, "plan": made.to_dict()}), encoding="utf-8")
@@ -244,12 +192,17 @@ def _apply(
     clock: _Clock,
     peak: Any,
     max_shard_bytes: int | None,
+    cut: "CutFiles",
 ) -> Summary:
     from compressor.job import make_job
+    from compressor.planning import correct
 
     check_against(plan, model.architecture.layers, model.fingerprint)
-    _check_target(model, out, overwrite, plan.experts)
-    job, zeroed = make_job(model, plan, max_shard_bytes)
+    _check_target(model, out, overwrite, plan.experts, plan.correction is not None)
+    if plan.correction is not None:
+        with clock.phase("correct"):
+            plan = correct(model, plan, progress, cut)
+    job, zeroed = make_job(model, plan, max_shard_bytes, cut)
     with clock.phase("write"):
         progress.start("write", len(job.units))
         _exporter().write(job, out, overwrite, lambda unit, nbytes: progress.advance(unit or "embeddings and head"))
@@ -266,3 +219,51 @@ def _apply(
         zeroed_fields=tuple(zeroed),
         plan=plan,
     )
+
+
+def compare(
+    model: str,
+    *,
+    experts: Sequence[int],
+    strategies: Sequence[str] | None = None,
+    evaluate: Sequence[str] = (),
+    corrections: Sequence[str] | None = None,
+    random_seeds: int = 3,
+    evaluation_samples: int = 64,
+    per_source: bool = False,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    **request: Any,
+) -> "Comparison":
+    """What each strategy costs on this model and data; keywords are those of `Request`, counts and options excepted.
+
+    `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
+    by default each strategy's own beside none. Without `evaluate` the text is taken from the calibration's sources,
+    beyond what any plan or correction sees.
+    """
+    from compressor.calibration import evaluation_sets, load_tokenizer
+    from compressor.comparing import Contender, compare_models, parse_contender, random_drop
+    from compressor.correction import Correction
+    from compressor.model import open_model, resolve_count
+    from compressor.registry import STRATEGIES, names
+
+    listener = progress or Silent()
+    wanted = Request(**request)
+    contenders = [parse_contender(text, corrections) for text in strategies or names(STRATEGIES)]
+    none = (Correction(),)
+    contenders += [
+        Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)
+    ]
+    if len({contender.name for contender in contenders}) < len(contenders):
+        raise CompressionError("--strategies names one twice; name each once, or with other options")
+    opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
+    counts = [resolve_count(opened.architecture.layers, count, None) for count in dict.fromkeys(experts)]
+    calibration = read_calibration(opened, wanted, heldout=True, reserve=0 if evaluate else evaluation_samples)
+    sets = calibration.reserved
+    if evaluate:
+        tokenizer = load_tokenizer(opened.source.folder)
+        sets = evaluation_sets(
+            evaluate, tokenizer, length=wanted.sequence_length, seed=wanted.seed, vocab=opened.vocabulary,
+            most=evaluation_samples,
+        )  # fmt: skip
+    return compare_models(opened, contenders, counts, calibration, sets, listener, wanted.seed, per_source)

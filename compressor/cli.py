@@ -41,7 +41,20 @@ Similarity = Annotated[str | None, typer.Option(help="data-centric: linear-cka, 
 Settings = Annotated[
     list[str] | None, typer.Option("--option", help="name=value for an option of any strategy; may be repeated.")
 ]
-Calibration = Annotated[str | None, typer.Option(help="A text or JSONL file, a data set id (default: C4), or 'demo'.")]
+Calibration = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A text or JSONL file, a data set id (default: C4), or 'demo'; repeat it for several sources, each with "
+        "=WEIGHT if they should not count alike."
+    ),
+]
+Correct = Annotated[
+    str | None,
+    typer.Option(help="Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."),
+]
+Sequential = Annotated[
+    bool, typer.Option("--sequential", help="Plan each layer on what the compressed earlier layers put out.")
+]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
 Length = Annotated[int, typer.Option("--sequence-length", min=2, help="Tokens in each of them.")]
 Seed = Annotated[int, typer.Option(help="For the choice of calibration text and everything else that is drawn.")]
@@ -51,6 +64,7 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing output once the new one is complete.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+PerSource = Annotated[bool, typer.Option("--per-source", help="Also plan for each calibration source alone.")]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
 
 
@@ -181,6 +195,8 @@ def plan(
     similarity: Similarity = None,
     option: Settings = None,
     calibration: Calibration = None,
+    correct: Correct = None,
+    sequential: Sequential = False,
     samples: Samples = 128,
     sequence_length: Length = 512,
     seed: Seed = 0,
@@ -192,6 +208,7 @@ def plan(
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
     from compressor import api, rendering
+    from compressor.request import DEFAULT_STRATEGY
 
     if output.exists() and not overwrite:
         raise CompressionError(f"{output} exists already; name another file or pass --overwrite")
@@ -199,7 +216,7 @@ def plan(
         raise CompressionError(f"{output} is not a plan, so --overwrite will not replace it; name another file")
     if not output.parent.is_dir():
         raise CompressionError(f"{output.parent} does not exist; create it or name another file")
-    chosen = api.DEFAULT_STRATEGY if strategy is None else strategy
+    chosen = DEFAULT_STRATEGY if strategy is None else strategy
     with _progress(as_json) as progress:
         made = api.plan(
             model,
@@ -209,7 +226,9 @@ def plan(
             ratio=ratio,
             strategy=chosen,
             options=_settings(chosen, merge, no_merge_routers, representation, similarity, option),
-            calibration=calibration,
+            calibration=calibration or None,
+            correct=correct,
+            sequential=sequential,
             samples=samples,
             sequence_length=sequence_length,
             seed=seed,
@@ -254,6 +273,8 @@ def compress(
     similarity: Similarity = None,
     option: Settings = None,
     calibration: Calibration = None,
+    correct: Correct = None,
+    sequential: Sequential = False,
     samples: Samples = 128,
     sequence_length: Length = 512,
     seed: Seed = 0,
@@ -265,8 +286,9 @@ def compress(
 ) -> None:
     """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
     from compressor import api, rendering
+    from compressor.request import DEFAULT_STRATEGY
 
-    chosen = api.DEFAULT_STRATEGY if strategy is None else strategy
+    chosen = DEFAULT_STRATEGY if strategy is None else strategy
     with _progress(as_json) as progress:
         summary = api.compress(
             model,
@@ -278,7 +300,9 @@ def compress(
             ratio=ratio,
             strategy=chosen,
             options=_settings(chosen, merge, no_merge_routers, representation, similarity, option),
-            calibration=calibration,
+            calibration=calibration or None,
+            correct=correct,
+            sequential=sequential,
             samples=samples,
             sequence_length=sequence_length,
             seed=seed,
@@ -286,6 +310,83 @@ def compress(
             dtype=dtype,
         )
     rendering.show_summary(summary, as_json)
+
+
+@app.command()
+def compare(
+    model: Model,
+    experts: Annotated[str, typer.Option(help="Experts to keep, one count or several: 6,4.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="New folder for comparison.json, comparison.md and comparison.png.")
+    ] = Path("comparison"),
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="Names separated by commas, with options as name:option=value (default: all installed)."),
+    ] = None,
+    correct: Annotated[
+        str | None,
+        typer.Option(help="Corrections to try with each, such as none,ridge,tune (default: none and its own)."),
+    ] = None,
+    calibration: Calibration = None,
+    evaluate: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to measure on; may be repeated (default: calibration text that no plan saw)."),
+    ] = None,
+    evaluation_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure on, at most.")] = 64,
+    random_seeds: Annotated[int, typer.Option(min=1, help="Random drops to compare with.")] = 3,
+    per_source: PerSource = False,
+    samples: Samples = 128,
+    sequence_length: Length = 512,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
+    from compressor import api, rendering
+    from compressor.comparison_report import check_folder, write_reports
+
+    check_folder(output)
+    with _progress(as_json) as progress:
+        found = api.compare(
+            model,
+            experts=_counts(experts),
+            strategies=_listed(strategies),
+            corrections=_listed(correct),
+            evaluate=evaluate or (),
+            evaluation_samples=evaluation_samples,
+            random_seeds=random_seeds,
+            per_source=per_source,
+            revision=revision,
+            progress=progress,
+            calibration=calibration or None,
+            samples=samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
+    written = write_reports(found, output)
+    rendering.show_comparison(found, as_json)
+    if not as_json:
+        print(f"Written: {', '.join(str(path) for path in written)}")
+
+
+def _listed(text: str | None) -> list[str] | None:
+    """'a, b' -> ['a', 'b']."""
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in _listed(text) or ()]
+    except ValueError as error:
+        raise CompressionError(f"--experts {text!r} should be whole numbers separated by commas, as 6,4") from error
+    if not found:
+        raise CompressionError("--experts names no count; say how many experts to keep, as 6,4")
+    return found
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Output through the model: load a layer as the stock loader does, cut it, and name it as `save_pretrained` would.
 
 Needed where stored tensors cannot be mixed as they are: quantised experts that are merged (the output is then plain),
-and storage that only transformers' reversible conversions understand.
+experts whose neurons are aligned first, and storage that only transformers' reversible conversions understand.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from compressor.architecture import Architecture
+from compressor.cutfiles import CutFiles
+from compressor.cutting import cut_layers
 from compressor.loading import PartialModel, quiet_transformers
 from compressor.plan import CompressionPlan
 from compressor.quantized import wanted_dtype
-from compressor.surgery import OutputTensor, mix_rows, remap_table, tensor_output
+from compressor.surgery import OutputTensor, tensor_output
 
 
 def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -45,7 +47,12 @@ def converted_outputs(partial: PartialModel, architecture: Architecture, small: 
 
 
 def convert_unit(
-    partial: PartialModel, architecture: Architecture, plan: CompressionPlan, small: Any, unit: str
+    partial: PartialModel,
+    architecture: Architecture,
+    plan: CompressionPlan,
+    small: Any,
+    unit: str,
+    files: CutFiles | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored."""
     keys = _keys_of(partial, unit, architecture.units)
@@ -53,15 +60,10 @@ def convert_unit(
     state = partial.model.state_dict()
     cut = {key: state[key] for key in keys}
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
-    for layer in architecture.layers:
-        if layer.unit != unit:
-            continue
-        for tensor in layer.tensors:
-            if tensor.key in cut:
-                router = not tensor.key.startswith(f"{layer.name}.")
-                cut[tensor.key] = mix_rows(cut[tensor.key], tensor.dim, tensor.extra, layer, plans[layer.name], router)
-        for table in layer.tables:
-            cut[table] = remap_table(cut[table], plans[layer.name].remap())
+    layers = [layer for layer in architecture.layers if layer.unit == unit]
+    made = {key: value for layer in layers for key, value in (files.tensors(layer) if files else {}).items()}
+    for key, value in (made or cut_layers(partial.model, layers, plans)).items():
+        cut[key] = value.to(cut[key].dtype)
     yield from _saved_names(small, cut).items()
     for key in keys:
         partial.release(key.rpartition(".")[0])

@@ -21,17 +21,21 @@ def expert_parameters(experts: Any, expert: int) -> Parameters:
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
+def _project(experts: Any, parameters: Parameters, name: str, value: torch.Tensor) -> torch.Tensor:
+    weight, bias = parameters[name], parameters.get(f"{name}_bias")
+    return linear(value, weight.T if experts.is_transposed else weight, bias)
+
+
+def intermediate(experts: Any, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
+    """What an expert's down projection is given, [T, I], for tokens [T, H]."""
+    inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x)
+    activated: torch.Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    return activated
+
+
 def apply_expert(experts: Any, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
     """Output [T, H] of an expert with these parameters on tokens [T, H], before its gate weight."""
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-
-    def project(name: str, value: torch.Tensor) -> torch.Tensor:
-        weight, bias = parameters[name], parameters.get(f"{name}_bias")
-        return linear(value, weight.T if experts.is_transposed else weight, bias)
-
-    inner = project(up, x)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    output = project("down_proj", inner)
+    output = _project(experts, parameters, "down_proj", intermediate(experts, parameters, x))
     return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
 
 

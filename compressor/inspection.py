@@ -60,11 +60,10 @@ class Inspection:
     module_of_layers: tuple[str, ...]
 
 
-def stored_bytes_with(
-    tensors: Mapping[str, TensorInfo], layout: Layout, architecture: Architecture, experts: int
-) -> int:
-    """Bytes of the stored tensors when every MoE layer keeps `experts`."""
-    return sum(_kept(tensors[name], role, architecture.experts, experts)[1] for name, role in layout.roles.items())
+def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, architecture: Architecture, experts: int) -> Outcome:
+    """Parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
+    kept = [_kept(tensors[name], role, architecture.experts, experts) for name, role in layout.roles.items()]
+    return Outcome(experts, sum(parameters for parameters, _ in kept), sum(nbytes for _, nbytes in kept))
 
 
 def _kept(info: TensorInfo, role: Any, before: int, after: int) -> tuple[int, int]:
@@ -172,8 +171,7 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
     tensors = checkpoint.tensors
     outcomes = []
     for count in _candidates(architecture, experts):
-        kept = [_kept(tensors[name], role, architecture.experts, count) for name, role in layout.roles.items()]
-        outcomes.append(Outcome(count, sum(p for p, _ in kept), sum(b for _, b in kept)))
+        outcomes.append(stored_with(tensors, layout, architecture, count))
     total = sum(info.nbytes for info in tensors.values())
     written = outcomes[0].bytes if outcomes else total
     config_quantization = checkpoint.raw_config.get("quantization_config") or {}

@@ -13,6 +13,8 @@ from compressor.architecture import Architecture, build_meta
 from compressor.checkpoint import Size, refuse_nan
 from compressor.configuration import output_config
 from compressor.conversion import convert_unit, converted_outputs
+from compressor.cutfiles import CutFiles
+from compressor.documents import without_folders
 from compressor.loading import PartialModel
 from compressor.model import OpenModel, pick_dtype
 from compressor.output import MAX_SHARD_BYTES, OutputJob
@@ -61,7 +63,7 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
     content = plan.to_dict()
     content["source"]["model"] = model.source.label
     if content["calibration"] is not None:
-        content["calibration"]["source"] = Path(content["calibration"]["source"]).name
+        content["calibration"] = without_folders(content["calibration"])
     record = readable_json(
         {
             "tool": "moe-compressor",
@@ -85,9 +87,14 @@ def _writing_model(model: OpenModel) -> PartialModel:
 
 
 def _through_model(
-    partial: PartialModel, architecture: Architecture, plan: CompressionPlan, small: Any, unit: str
+    partial: PartialModel,
+    architecture: Architecture,
+    plan: CompressionPlan,
+    small: Any,
+    files: CutFiles | None,
+    unit: str,
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
-    for name, tensor in convert_unit(partial, architecture, plan, small, unit):
+    for name, tensor in convert_unit(partial, architecture, plan, small, unit, files):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])
 
@@ -100,17 +107,20 @@ def _stored(
 
 
 def make_job(
-    model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None
+    model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
-    """The job, and the config fields that were set to zero because their tensors are left out."""
+    """The job, and the config fields that were set to zero because their tensors are left out.
+
+    A plan with a correction needs the `cut` layers that it made.
+    """
     architecture, layout = model.architecture, model.layout
-    through_model = not layout.regular or (layout.quantized and not plan.is_drop)
+    through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
     dequantized: str | None = None
     if through_model:
         partial = _writing_model(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
-        produce: Any = bind(_through_model, partial, architecture, plan, small)
+        produce: Any = bind(_through_model, partial, architecture, plan, small, cut)
         dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
+from compressor.alignment import AlignedExperts
 from compressor.experts import Parameters, apply_expert, expert_parameters, observed_forward
 from compressor.plan import Group, LayerPlan
+from compressor.rerouting import SmallerRouter
 from compressor.statistics import LayerStatistics
-from compressor.surgery import remap_table
 
 STEPS = 60
 LEARNING_RATE = 0.05
@@ -62,59 +62,6 @@ def _products(stats: LayerStatistics, group: Group, slopes: Parameters) -> torch
     )
 
 
-class _Router:
-    """The smaller model's own router, run on the sampled tokens with merged rows."""
-
-    def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
-        self.stats, self.plan = stats, plan
-        self.module = stats.weights.smaller_router(len(plan.groups))
-        layer = stats.layer
-        self.sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
-        self.state = {
-            f"{layer.router}.{key}": value.detach() for key, value in stats.weights.router.state_dict().items()
-        }
-        own = {f"{layer.block}.{key}": value for key, value in stats.weights.block.state_dict(keep_vars=True).items()}
-        self.outer = {key: own[key].detach() for key in self.sized if key not in self.state}
-        buffers = dict(stats.weights.router.named_buffers())
-        self.constant = {key: value for key, value in buffers.items() if f"{layer.router}.{key}" not in self.state}
-
-    def rows(self, key: str, value: torch.Tensor, alphas: list[torch.Tensor]) -> torch.Tensor:
-        tensor = self.sized[key]
-        merged = [
-            sum(
-                (a * value.select(tensor.dim, e).float() for a, e in zip(alpha, group.members, strict=True)),
-                torch.zeros((), device=value.device),
-            )
-            for alpha, group in zip(alphas, self.plan.groups, strict=True)
-        ]
-        merged += [value.select(tensor.dim, self.stats.layer.experts + place).float() for place in range(tensor.extra)]
-        return torch.stack(merged, tensor.dim)
-
-    def __call__(self, alphas: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.stats.layer
-        tensors: dict[str, Any] = dict(self.constant)
-        for key, value in self.state.items():
-            name = key.removeprefix(f"{layer.router}.")
-            if key in self.sized:
-                tensors[name] = self.rows(key, value, alphas)
-            elif key in layer.tables:
-                tensors[name] = remap_table(value.cpu(), self.plan.remap()).to(value.device)
-            else:
-                tensors[name] = value.float() if value.is_floating_point() else value
-        outer = {value.data_ptr(): self.rows(key, value, alphas) for key, value in self.outer.items()}
-        positional, by_keyword = self.stats.router_arguments
-        arguments = tuple(self._argument(value, outer) for value in positional)
-        named = {name: self._argument(value, outer) for name, value in by_keyword.items()}
-        output = functional_call(self.module, tensors, arguments, named)
-        return output[1].reshape(len(self.stats.inputs), -1).float(), output[2].reshape(len(self.stats.inputs), -1)
-
-    @staticmethod
-    def _argument(value: Any, outer: dict[int, torch.Tensor]) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        return outer.get(value.data_ptr(), value.float())
-
-
 @torch.no_grad()
 def _forward(
     stats: LayerStatistics, plan: LayerPlan, shares: _Shares, weights: torch.Tensor, index: torch.Tensor
@@ -157,7 +104,8 @@ def learn_coefficients(
 ) -> LayerPlan:
     """Replace a plan's coefficients by learned ones, never worse than those it starts from on the sampled tokens.
 
-    A layer that no calibration token reached keeps the coefficients it has. Deterministic: no randomness is used.
+    A layer that no calibration token reached keeps the coefficients it has. Members of a group with a head are aligned
+    to it, as surgery does. Deterministic: no randomness is used.
     """
     if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
         return plan
@@ -167,13 +115,15 @@ def learn_coefficients(
             _FloatExperts(stats.weights.experts), stats.inputs, stats.top_k_index, stats.top_k_weights, nothing
         )
     size = float(target.square().sum()) or 1.0
-    shares, router = _start(plan, stats.inputs.device), _Router(stats, plan)
-    fixed = [torch.tensor(group.router_coefficients, device=stats.inputs.device) for group in plan.groups]
+    aligned = replace(stats.weights, experts=AlignedExperts(stats.weights.experts, plan.groups))
+    stats = replace(stats, values={**stats.values, "weights": aligned})
+    shares, router = _start(plan, stats.inputs.device), SmallerRouter(stats)
     optimizer = torch.optim.Adam(shares.parameters(), lr=LEARNING_RATE)
     first, best, kept = None, float("inf"), [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
     for step in range(steps + 1):
         optimizer.zero_grad()
-        weights, index = router([shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else fixed)
+        alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else None
+        weights, index = router.planned(plan, alphas)
         output, chosen = _forward(stats, plan, shares, weights.detach(), index)
         residual = output - target
         loss = float(residual.square().sum()) / size

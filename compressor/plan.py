@@ -27,13 +27,15 @@ class Group:
     """Experts that become one: the merged expert is scale * sum(coefficients * members).
 
     Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without
-    the scale.
+    the scale. With a `head`, one of the members, the others' neurons are first put in its order
+    (`compressor.alignment`).
     """
 
     members: tuple[int, ...]
     coefficients: tuple[float, ...]
     router_coefficients: tuple[float, ...]
     scale: float = 1.0
+    head: int | None = None
 
     def __post_init__(self) -> None:
         for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
@@ -48,6 +50,10 @@ class Group:
                 )
         if not math.isfinite(self.scale) or self.scale <= 0:
             raise CompressionError(f"group {list(self.members)} has scale {self.scale}; it must be a positive number")
+        if self.head is not None and self.head not in self.members:
+            raise CompressionError(
+                f"group {list(self.members)} has head {self.head}, which is none of its members; name one of them"
+            )
 
     @classmethod
     def single(cls, expert: int) -> Self:
@@ -63,6 +69,11 @@ class Group:
             and self.router_coefficients == (1.0,)
             and self.scale == 1.0
         )
+
+    @property
+    def aligned(self) -> bool:
+        """Whether neurons change their order: there is a head, and more than one member counts."""
+        return self.head is not None and sum(coefficient != 0 for coefficient in self.coefficients) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +158,12 @@ class CompressionPlan:
     layers: tuple[LayerPlan, ...]
     seed: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
+    sequential: bool = False  # each layer was planned on what the compressed earlier ones put out
+    correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
 
     def __post_init__(self) -> None:
+        if self.correction is not None and self.calibration is None:
+            raise CompressionError("a correction needs calibration data; restore calibration or write null for both")
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
         names = [layer.module for layer in self.layers]
@@ -164,8 +179,13 @@ class CompressionPlan:
 
     @property
     def is_drop(self) -> bool:
-        """Whether the whole plan is a pure drop (or keeps everything)."""
-        return all(layer.is_drop for layer in self.layers)
+        """Whether the whole plan is a pure drop (or keeps everything), and no weight is refitted."""
+        return self.correction is None and all(layer.is_drop for layer in self.layers)
+
+    @property
+    def stored_as_is(self) -> bool:
+        """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
+        return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, in the file's order."""
@@ -176,9 +196,11 @@ class CompressionPlan:
             "options": dict(self.options),
             "seed": self.seed,
             "calibration": None if self.calibration is None else dict(self.calibration),
+            "sequential": self.sequential,
+            "correction": None if self.correction is None else dict(self.correction),
             "versions": dict(self.versions),
             "experts": self.experts,
-            "layers": [_layer_to_dict(layer) for layer in self.layers],
+            "layers": [layer_to_dict(layer) for layer in self.layers],
         }
 
     def to_json(self) -> str:
@@ -186,11 +208,14 @@ class CompressionPlan:
         return readable_json(self.to_dict())
 
     def digest(self) -> str:
-        """SHA-256 of what decides the output: the source's fingerprint and the layers' groups."""
-        decisive = {
+        """SHA-256 of what decides the output: source, groups, and what they are corrected on."""
+        decisive: dict[str, Any] = {
             "source": self.source.fingerprint,
-            "layers": [_layer_to_dict(layer)["groups"] for layer in self.layers],
+            "layers": [layer_to_dict(layer)["groups"] for layer in self.layers],
         }
+        if self.correction is not None:
+            data = (self.calibration or {}).get("sha256")
+            decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     @classmethod
@@ -206,9 +231,11 @@ class CompressionPlan:
                 strategy=str(content["strategy"]),
                 options=dict(content["options"]),
                 calibration=content["calibration"],
-                layers=tuple(_layer_from_dict(entry) for entry in content["layers"]),
+                layers=tuple(layer_from_dict(entry) for entry in content["layers"]),
                 seed=_integer(content["seed"], "seed"),
                 versions=dict(content.get("versions") or {}),
+                sequential=bool(content.get("sequential", False)),
+                correction=None if content.get("correction") is None else dict(content["correction"]),
             )
         except KeyError as error:
             raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error
@@ -263,13 +290,14 @@ def _source_from_dict(entry: Any) -> Source:
     return source
 
 
-def _layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
+def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
     groups = [
         {
             "members": list(group.members),
             "coefficients": list(group.coefficients),
             "router_coefficients": list(group.router_coefficients),
             **({"scale": group.scale} if group.scale != 1.0 else {}),
+            **({"head": group.head} if group.head is not None else {}),
         }
         for group in plan.groups
     ]
@@ -300,10 +328,12 @@ def _group_from_dict(entry: Mapping[str, Any]) -> Group:
     members = tuple(entry["members"])
     coefficients = tuple(_number(value) for value in entry["coefficients"])
     router = tuple(_number(value) for value in entry.get("router_coefficients", coefficients))
-    return Group(members, coefficients, router, _number(entry.get("scale", 1.0)))
+    head = entry.get("head")
+    scale = _number(entry.get("scale", 1.0))
+    return Group(members, coefficients, router, scale, None if head is None else _integer(head, "head"))
 
 
-def _layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
+def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     module = str(entry["module"]) if isinstance(entry, dict) else "layers"
     _refuse_unknown(entry, _names(LayerPlan, "dropped"), module)
     try:

@@ -1,26 +1,21 @@
 """Making a plan: one pass over the layers collects what the strategy needs, and each layer is planned as it passes."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
-from compressor.architecture import MoeLayer, build_meta
-from compressor.calibration import Calibration, sample_positions
-from compressor.errors import CompressionError
-from compressor.memory import give_back
+from compressor.calibration import Calibration, load_tokenizer, recalibrate
+from compressor.collecting import collect
+from compressor.correction import Correction
+from compressor.cutfiles import CutFiles
 from compressor.model import OpenModel
 from compressor.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Progress
 from compressor.registry import Strategy
-from compressor.statistics import (
-    SAMPLE_TOKENS,
-    Collector,
-    LayerStatistics,
-    needs_data,
-)
-from compressor.streaming import stream_layers
+from compressor.sequence import COMPRESSED, compress_in_order
+from compressor.statistics import LayerStatistics
 
 PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")
 
@@ -36,84 +31,81 @@ def versions() -> dict[str, str]:
     return found
 
 
-class _Routers:
-    """Router modules of the smaller models, built on meta when a strategy asks for one."""
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One plan to make: a strategy with its options, and the experts to keep in every layer."""
 
-    def __init__(self, model: OpenModel) -> None:
-        self.model, self.built = model, dict[int, Any]()
-
-    def get(self, layer: MoeLayer, count: int) -> Any:
-        if count not in self.built:
-            self.built[count] = build_meta(self.model.architecture.with_experts(count), torch.float32)
-        return self.built[count].get_submodule(layer.router)
+    strategy: Strategy
+    experts: int
+    options: Mapping[str, Any]
 
 
-def collect(
-    model: OpenModel, needs: frozenset[str], calibration: Calibration | None, progress: Progress, seed: int = 0
-) -> Iterator[LayerStatistics]:
-    """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, the number of its wish, the seconds that deciding it took, and the source it is for, if for one alone."""
 
-    Needs that are met by weights alone load the experts and run nothing.
+    plan: CompressionPlan
+    wish: int
+    seconds: float
+    source: str | None = None
+    calibration: Calibration | None = None  # what it was planned on
+
+
+Protected = Mapping[str, frozenset[int]]
+_Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
+
+
+def _whole_plan(
+    model: OpenModel, wish: Wish, calibration: Calibration | None, layers: Iterable[LayerPlan], seed: int, **more: Any
+) -> CompressionPlan:
+    order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
+    return CompressionPlan(
+        source=Source(model.source.name, model.source.revision, model.fingerprint),
+        experts=wish.experts,
+        strategy=wish.strategy.name,
+        options=dict(wish.options),
+        calibration=None if calibration is None else calibration.identity,
+        layers=tuple(sorted(layers, key=lambda layer: order[layer.module])),
+        seed=seed,
+        versions=versions(),
+        **more,
+    )
+
+
+def make_plans(
+    model: OpenModel,
+    wishes: Sequence[Wish],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    per_source: bool = False,
+) -> list[Planned]:
+    """Several plans from one pass over the layers; nothing is written.
+
+    `protected` experts, by layer name, stay as they are. With `per_source` each calibration source gets a plan of its
+    own after the one for all.
     """
-    routers = _Routers(model)
-    if calibration is None:
-        if needs_data(needs):
-            raise CompressionError("this strategy needs calibration data; pass --calibration")
-        yield from _from_weights(model, needs, routers, progress, seed)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield from _from_data(model, needs, calibration, routers, progress, seed)
-
-
-def _from_weights(
-    model: OpenModel, needs: frozenset[str], routers: _Routers, progress: Progress, seed: int
-) -> Iterator[LayerStatistics]:
-    layers, partial = model.architecture.layers, model.partial
-    progress.start("plan", len(layers))
-    for layer in layers:
-        partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
-        collector = Collector(layer, partial.model, needs, torch.zeros(0), [], seed)
-        try:
-            yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
-        finally:
-            partial.release(layer.block)
-            give_back()
-        progress.advance(layer.name)
-
-
-def _from_data(
-    model: OpenModel, needs: frozenset[str], calibration: Calibration, routers: _Routers, progress: Progress, seed: int
-) -> Iterator[LayerStatistics]:
-    architecture, partial = model.architecture, model.partial
-    by_unit: dict[str, list[MoeLayer]] = {}
-    for layer in architecture.layers:
-        by_unit.setdefault(layer.unit, []).append(layer)
-    sizes = [batch.numel() for batch in calibration.batches]
-    positions = sample_positions(sum(sizes), SAMPLE_TOKENS, seed)
-    active: list[Collector] = []
-
-    def before(unit: str) -> None:
-        active[:] = [Collector(layer, partial.model, needs, positions, sizes, seed) for layer in by_unit.get(unit, ())]
-        for collector in active:
-            collector.attach()
-
-    def entering(batch: int) -> None:
-        for collector in active:
-            collector.batch = batch
-
-    progress.start("calibrate and plan", len(architecture.layers))
-    passed = stream_layers(partial, calibration.batches, architecture.units, by_unit, before=before, entering=entering)
-    try:
-        for _ in passed:
-            for collector in active:
-                layer = collector.layer
-                yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
-                progress.advance(layer.name)
-    finally:
-        for collector in active:
-            collector.detach()
-        passed.close()
+    needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
+    layers: dict[_Key, list[LayerPlan]] = {}
+    seconds: dict[_Key, float] = {}
+    for stats in collect(model, needs, calibration, progress, seed, per_source):
+        guarded = (protected or {}).get(stats.layer.name, frozenset())
+        for number, wish in enumerate(wishes):
+            for source, seen in enumerate((stats, *stats.by_source), start=-1):
+                begin = time.perf_counter()
+                made = wish.strategy.plan_layer(seen, wish.experts, guarded)
+                layers.setdefault((number, source), []).append(made)
+                spent = time.perf_counter() - begin
+                seconds[number, source] = seconds.get((number, source), 0.0) + spent
+        del stats, seen  # samples need not outlive the layer
+    found = []
+    for (number, source), plans in sorted(layers.items()):
+        data = calibration if source < 0 or calibration is None else calibration.only(source)
+        name = None if source < 0 or calibration is None else calibration.source_names[source]
+        plan = _whole_plan(model, wishes[number], data, plans, seed)
+        found.append(Planned(plan, number, seconds[number, source], name, data))
+    return found
 
 
 def make_plan(
@@ -124,22 +116,55 @@ def make_plan(
     calibration: Calibration | None,
     progress: Progress,
     seed: int = 0,
-    protected: Mapping[str, frozenset[int]] | None = None,
+    protected: Protected | None = None,
 ) -> CompressionPlan:
-    """Plan every layer with one strategy; nothing is written. `protected` experts, by layer name, stay as they are."""
-    layers: list[LayerPlan] = []
-    for stats in collect(model, strategy.needs, calibration, progress, seed):
+    """Plan every layer with one strategy on the original model; nothing is written."""
+    wish = Wish(strategy, experts, options)
+    return make_plans(model, [wish], calibration, progress, seed, protected)[0].plan
+
+
+def make_plan_in_order(
+    model: OpenModel,
+    wish: Wish,
+    calibration: Calibration,
+    correction: Correction,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    files: CutFiles | None = None,
+) -> CompressionPlan:
+    """Plan every layer on what the compressed, and if so asked corrected, earlier layers put out.
+
+    `files` keeps the cut layers, so that carrying the plan out need not repeat the pass.
+    """
+
+    def decide(stats: LayerStatistics) -> LayerPlan:
         guarded = (protected or {}).get(stats.layer.name, frozenset())
-        layers.append(strategy.plan_layer(stats, experts, guarded))
-        del stats  # its samples need not outlive the layer
-    order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
-    return CompressionPlan(
-        source=Source(model.source.name, model.source.revision, model.fingerprint),
-        experts=experts,
-        strategy=strategy.name,
-        options=dict(options),
-        calibration=None if calibration is None else calibration.identity,
-        layers=tuple(sorted(layers, key=lambda layer: order[layer.module])),
-        seed=seed,
-        versions=versions(),
-    )
+        return replace(wish.strategy.plan_layer(stats, wish.experts, guarded), upstream=COMPRESSED)
+
+    layers = compress_in_order(
+        model, wish.experts, calibration, decide, progress,
+        needs=wish.strategy.needs, correction=correction, files=files, seed=seed, phase="plan in order",
+    )  # fmt: skip
+    return _whole_plan(model, wish, calibration, layers, seed, sequential=True)
+
+
+def correct(
+    model: OpenModel, plan: CompressionPlan, progress: Progress, files: CutFiles, calibration: Calibration | None = None
+) -> CompressionPlan:
+    """Carry out the correction that a plan asks for, layer by layer into `files`; returns the plan with its figures.
+
+    By default the calibration that the plan names is repeated. Layers that are in `files` already are not repeated.
+    """
+    done = [files.plan(layer) for layer in model.architecture.layers]
+    layers = tuple(layer for layer in done if layer is not None)
+    if len(layers) < len(done):
+        if calibration is None:
+            tokenizer = load_tokenizer(model.source.folder)
+            calibration = recalibrate(plan.calibration or {}, tokenizer, model.vocabulary)
+        by_name = {layer.module: layer for layer in plan.layers}
+        layers = compress_in_order(
+            model, plan.experts, calibration, lambda stats: by_name[stats.layer.name], progress,
+            correction=Correction.from_plan(plan.correction), files=files, seed=plan.seed,
+        )  # fmt: skip
+    return replace(plan, layers=layers)

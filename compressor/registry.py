@@ -23,6 +23,7 @@ class Strategy:
     needs: frozenset[str]
     options: Any = None
     summary: str = ""
+    correction: str = "none"  # what it is corrected by unless the user says otherwise
 
     def plan_layer(self, statistics: Any, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan one layer, handing on the options if the strategy has any."""
@@ -109,4 +110,5 @@ def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strat
         raise CompressionError(f"strategy {name!r} has no option {min(settings)!r}; it has none")
     needs = module.needs(options) if callable(getattr(module, "needs", None)) else module.NEEDS
     check_needs(needs, name)
-    return Strategy(name, module.plan, needs, options, (module.__doc__ or "").strip().splitlines()[0])
+    summary = (module.__doc__ or "").strip().partition("\n")[0]
+    return Strategy(name, module.plan, needs, options, summary, getattr(module, "CORRECTION", "none"))

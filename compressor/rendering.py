@@ -1,22 +1,28 @@
 """Tables, JSON and progress bars for the terminal."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from compressor.api import Summary
+from compressor.comparison import Comparison
+from compressor.comparison_series import Entry, data_line, finite_json, ranked
 from compressor.inspection import Inspection
 from compressor.plan import CompressionPlan
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 PIPED_WIDTH = 110  # columns of a table that no terminal limits
+NARROW_COLUMNS = 6  # of the comparison that a narrower terminal shows
 
 
 class Bars:
@@ -80,17 +86,29 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False))
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = True) -> None:
-    """Print a table, numbers aligned to the right; with two columns it is a list of facts, without a header."""
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: bool = True,
+    ruled: Set[int] = frozenset(),
+) -> None:
+    """Print a table, numbers aligned to the right; with two columns it is a list of facts, without a header.
+
+    `ruled` are the numbers of rows with a line below them.
+    """
     facts = len(columns) == 2
     table = Table(title=title, title_justify="left", show_header=not facts)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if numbers and number and not facts else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+    for number, row in enumerate(rows):
+        table.add_row(*row, end_section=number in ruled)
+    _console().print(table)
+
+
+def _console() -> Console:
     console = Console()
-    width = console.width if console.is_terminal else max(console.width, PIPED_WIDTH)
-    console.print(table, width=width)
+    return console if console.is_terminal else Console(width=max(console.width, PIPED_WIDTH))
 
 
 def _share(part: float, whole: float) -> str:
@@ -246,3 +264,51 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
         ("model", *skills),
         [(row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows],
     )
+
+
+def _comparison_cells(comparison: Comparison, entry: Entry) -> dict[str, str]:
+    """By column, the less important ones last; means of random drops, and the highest of their peaks."""
+    rows, original = entry.rows, entry.rows[0] is comparison.original
+    return {
+        "model": _comparison_name(entry),
+        "experts": str(entry.experts),
+        "loss": f"{entry.loss:.4f}",
+        "increase": "-" if original else f"{fmean(map(comparison.increase, rows)):+.4f}",
+        "KL": f"{fmean(row.kl for row in rows):.4f}",
+        "layer\nerror": "-" if entry.error is None else f"{entry.error:.4f}",
+        "perplex-\nity": f"{fmean(row.perplexity for row in rows):.4g}",
+        "param-\neters": human_count(fmean(row.parameters for row in rows)),
+        "seconds": f"{fmean(row.seconds for row in rows):.1f}",
+        "peak\nmemory": human_bytes(max(row.peak_memory for row in rows)),
+    }
+
+
+def _comparison_name(entry: Entry) -> str:
+    drops = f" ({len(entry.rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
+    return escape(entry.label + (drops if len(entry.rows) > 1 else ""))
+
+
+def show_comparison(comparison: Comparison, as_json: bool) -> None:
+    """The original, then each expert count's models, the least loss first; random drops share a line."""
+    if as_json:
+        print_json(finite_json(comparison.to_dict()))
+        return
+    shown = (Entry("original", (comparison.original,)), *ranked(comparison))
+    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(shown)) if one.experts != other.experts}
+    cells = [_comparison_cells(comparison, entry) for entry in shown]
+    narrow = _console().width < PIPED_WIDTH
+    columns = list(cells[0])[: NARROW_COLUMNS if narrow else None]
+    title = f"{escape(comparison.model)}: loss, its increase and KL in nats per token"
+    _table(title, columns, [[row[column] for column in columns] for row in cells], ruled=ruled)
+    sources = list(comparison.evaluation)
+    if len(sources) > 1:
+        rows = [(_comparison_name(entry), str(entry.experts), *_by_source(entry, sources)) for entry in shown]
+        _table("Loss by evaluation source", ("model", "experts", *map(escape, sources)), rows, ruled=ruled)
+    _console().print(data_line(comparison), highlight=False, markup=False)
+    if narrow:
+        print("Perplexity, parameters, seconds and peak memory: in a wider terminal, or with --json.")
+
+
+def _by_source(entry: Entry, sources: Sequence[str]) -> list[str]:
+    found = [[row.loss_by_source[name] for row in entry.rows if name in row.loss_by_source] for name in sources]
+    return [f"{fmean(losses):.4f}" if losses else "-" for losses in found]

@@ -5,7 +5,7 @@ expert. The gate weight is the one that really multiplies an expert's output. Su
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,26 +22,32 @@ _Argument = tuple[str | None, int | None, Any]  # keyword, dimension that counts
 SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
 
 ROUTED = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
-ROUTED_OUTPUTS = frozenset({"norm_sum", "gated_norm_sum"})  # need each expert's own output: a slower forward
+ROUTED_OUTPUTS = frozenset({"norm_sum", "squared_norm_sum", "gated_norm_sum"})  # need every output: a slower forward
 SAMPLED = frozenset({"inputs", "router_logits", "top_k_index", "top_k_weights", "router_arguments"})
 DENSE = frozenset({"expert_outputs", "mixed_outputs"})
 WEIGHTS = frozenset({"weights"})
-ALL = ROUTED | ROUTED_OUTPUTS | SAMPLED | DENSE | WEIGHTS
+HELDOUT = frozenset({"heldout"})
+ALL = ROUTED | ROUTED_OUTPUTS | SAMPLED | DENSE | WEIGHTS | HELDOUT
+RECONSTRUCTION = frozenset(
+    {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
+)  # what the output of a planned layer can be computed from
 
 MEANINGS: Mapping[str, str] = {
     "routed_count": "[E] tokens sent to each expert",
     "gate_weight_sum": "[E] sum of gate weights over those tokens",
     "probability_sum": "[E] softmax of the router logits (over a skip expert too), summed over all tokens",
     "norm_sum": "[E] L2 norm of the expert's output, summed over its tokens",
-    "gated_norm_sum": "[E] gate weight times that norm, summed over its tokens",
+    "squared_norm_sum": "[E] square of that norm, summed over its tokens",
+    "gated_norm_sum": "[E] gate weight times the norm, summed over its tokens",
     "inputs": "[S, H] inputs of the experts at the sampled tokens",
     "router_logits": "[S, E] router logits there",
     "top_k_index": "[S, K] experts chosen there",
     "top_k_weights": "[S, K] their gate weights",
-    "router_arguments": "(positional, by keyword): what the router was called with there",
+    "router_arguments": "positional and by keyword, what the router was called with there",
     "expert_outputs": "[E, S, H] every expert's output there",
     "mixed_outputs": "[E, S, H] every expert's output on random mixtures of those inputs",
     "weights": "the layer's live experts and router modules, to be read only",
+    "heldout": "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output",
 }
 
 
@@ -55,6 +61,19 @@ class LayerWeights:
     smaller_router: Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
 
 
+@dataclass(frozen=True, slots=True)
+class RouterArguments:
+    """What a router was called with at the sampled tokens; unpacks into (positional, by keyword)."""
+
+    positional: tuple[Any, ...] = ()
+    by_keyword: Mapping[str, Any] = field(default_factory=dict)
+    dims: Mapping[int | str, int | None] = field(default_factory=dict)  # which dimension counts tokens, if one does
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.positional
+        yield self.by_keyword
+
+
 @dataclass(frozen=True)
 class LayerStatistics:
     """What was measured of one layer; a statistic that was not declared as a need is an error, not a guess."""
@@ -63,6 +82,7 @@ class LayerStatistics:
     tokens: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    by_source: tuple["LayerStatistics", ...] = ()  # the same of each calibration source, where that was asked for
 
     def __getattr__(self, name: str) -> Any:
         if name in ALL:
@@ -89,13 +109,18 @@ def needs_data(needs: frozenset[str]) -> bool:
     return bool(needs - WEIGHTS)
 
 
+def needs_heldout(needs: frozenset[str]) -> bool:
+    """Whether a part of the calibration data must be held out for these needs."""
+    return bool(needs & HELDOUT)
+
+
 class Collector:
     """Observes one layer while batches pass it. `starts` are the batches' first positions among all tokens."""
 
     def __init__(
         self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: torch.Tensor, sizes: list[int], seed: int
     ) -> None:
-        self.layer, self.needs, self.seed = layer, needs, seed
+        self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT, seed
         self.experts, self.router = model.get_submodule(layer.name), model.get_submodule(layer.router)
         self.block = model.get_submodule(layer.block)
         self.positions, self.sizes = positions, sizes
@@ -109,6 +134,11 @@ class Collector:
             id(tensor) for tensor in (*self.block.parameters(), *self.block.buffers())
         }  # no reference: it must be freed
         self.handles: list[Any] = []
+
+    def enter(self, batch: int) -> None:
+        """Observe this batch, numbered among the collector's own; the stock computation is not changed."""
+        self.batch = batch
+        self.attach()
 
     def attach(self) -> None:
         """Start observing; the stock computation is not changed."""
@@ -126,6 +156,7 @@ class Collector:
         """Stop observing; the module is as it was."""
         for handle in self.handles:
             handle.remove()
+        self.handles = []
         self.experts.__dict__.pop("forward", None)
 
     def _rows(self, tokens: int) -> torch.Tensor:
@@ -195,10 +226,17 @@ class Collector:
         norms = outputs.double().norm(dim=-1)
         if "norm_sum" in self.sums:
             self.sums["norm_sum"][expert] += norms[weights != 0].sum().cpu()
+        if "squared_norm_sum" in self.sums:
+            self.sums["squared_norm_sum"][expert] += norms[weights != 0].square().sum().cpu()
         if "gated_norm_sum" in self.sums:
             self.sums["gated_norm_sum"][expert] += (weights.double() * norms).sum().cpu()
 
-    def finish(self, smaller_router: Any) -> LayerStatistics:
+    def finish(
+        self,
+        smaller_router: Any,
+        heldout: LayerStatistics | None = None,
+        by_source: tuple[LayerStatistics, ...] = (),
+    ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
         if self.needs & (SAMPLED | DENSE) and self.tokens and not (self.samples or self.arguments):
@@ -206,6 +244,8 @@ class Collector:
                 "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
             )
         values: dict[str, Any] = dict(self.sums)
+        if heldout is not None:
+            values["heldout"] = heldout
         dense = self.samples.pop("dense_inputs", None)
         values.update({name: torch.cat(parts) for name, parts in self.samples.items()})
         for name in (SAMPLED - {"router_arguments"}) & self.needs:
@@ -220,22 +260,24 @@ class Collector:
             values["mixed_outputs"] = self._dense(None if hidden is None else mix_tokens(hidden, self.seed))
         if "weights" in self.needs:
             values["weights"] = LayerWeights(self.experts, self.router, self.block, smaller_router)
-        return LayerStatistics(self.layer, self.tokens, values, self.seed)
+        return LayerStatistics(self.layer, self.tokens, values, self.seed, by_source)
 
     def _width(self, name: str) -> int:
         return {"inputs": 1, "router_logits": self.layer.experts}.get(name, self.layer.top_k)
 
-    def _joined_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _joined_arguments(self) -> RouterArguments:
         positional: list[Any] = []
         by_keyword: dict[str, Any] = {}
+        dims: dict[int | str, int | None] = {}
         for column in zip(*self.arguments, strict=True):
             (name, dim, first), values = column[0], [value for _, _, value in column]
             joined = first if dim is None else torch.cat(values, dim)
+            dims[len(positional) if name is None else name] = dim
             if name is None:
                 positional.append(joined)
             else:
                 by_keyword[name] = joined
-        return tuple(positional), by_keyword
+        return RouterArguments(tuple(positional), by_keyword, dims)
 
     @torch.no_grad()
     def _dense(self, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -245,6 +287,23 @@ class Collector:
         for expert in range(self.layer.experts):
             outputs[expert] = apply_expert(self.experts, expert_parameters(self.experts, expert), hidden)
         return outputs
+
+
+def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collector:
+    """One collector that has seen what all have, each source's sums weighted to its share of all tokens."""
+    first, tokens = collectors[0], sum(collector.tokens for collector in collectors)
+    if len(collectors) == 1:
+        return first
+    whole = Collector(first.layer, first.model, first.needs, first.positions, [], first.seed)
+    whole.tokens = tokens
+    for collector, share in zip(collectors, shares, strict=True):
+        scale = share * tokens / max(collector.tokens, 1)
+        for name, value in collector.sums.items():
+            whole.sums[name] += scale * value
+        for name, parts in collector.samples.items():
+            whole.samples.setdefault(name, []).extend(parts)
+        whole.arguments.extend(collector.arguments)
+    return whole
 
 
 def _as_logits(scores: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Lockstep streaming: every batch runs the stock forward, all stand still before each layer until it is loaded.
 
-Each batch's ordinary `model(input_ids)` runs inside its own greenlet; a pre-hook on every decoder layer switches
+Each batch's ordinary `model(input_ids)` runs inside its own greenlet; every decoder layer's forward first switches
 back to the driver, which loads that layer, lets every batch pass it, hands it to the caller and empties it again.
 Masks, position embeddings and per-layer arguments stay the stock code's business.
 """
 
 import tempfile
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from compressor.loading import PartialModel
 from compressor.memory import give_back
 
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
+_REHEARSE = "rehearse"
+_NONE: Mapping[str, Callable[..., Any]] = {}
+
+Rehearsed = Callable[[str, Callable[[], None]], None]
 
 
 class _Spill:
@@ -96,6 +100,11 @@ def _release_embedding(partial: PartialModel) -> None:
         partial.release(own)
 
 
+def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments that a rehearsal may change in place without the batch noticing."""
+    return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in args)
+
+
 def stream_layers(
     partial: PartialModel,
     batches: Sequence[torch.Tensor],
@@ -104,24 +113,39 @@ def stream_layers(
     *,
     before: Callable[[str], None] = lambda unit: None,
     entering: Callable[[int], None] = lambda batch: None,
+    standing: Rehearsed | None = None,
+    stand_ins: Mapping[str, Callable[..., Any]] = _NONE,
+    rehearsing: Collection[int] = (),
+    finishing: Sequence[int] = (),
+    finished: Callable[[int, Any], None] = lambda batch, output: None,
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET,
 ) -> Generator[str, None, None]:
     """Run `batches` (token ids [B, L]) through the decoder layers until all `wanted` ones have passed, one at a time.
 
     Yields a layer's name when every batch has passed it, its weights still loaded; in the end nothing is loaded.
     `before` is called when a layer has been loaded, `entering` with a batch's number when that batch is about to run.
+    `standing(unit, rehearse)` is called while all batches stand before a loaded layer; `rehearse()` runs the
+    `rehearsing` batches through it without moving them on. What `stand_ins` then holds for the layer, if anything, is
+    the forward that the batches pass instead of its own. The `finishing` batches go on to the model's output after the
+    last layer, which `finished` gets; all layers must be wanted then.
     """
     model, driver = partial.model, getcurrent()
     spill = _Spill(activation_budget)
     current: dict[str, int] = {"batch": 0}
     waiting = set(wanted)
+    if finishing and waiting < set(units):
+        raise ValueError("batches reach the model's output only if all layers are wanted")
 
-    def stand(unit: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def stand(unit: str) -> Callable[..., Any]:
+        own = model.get_submodule(unit).forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
             spill.keep(current["batch"], [*args, *kwargs.values()][:1])
-            driver.switch(unit)
+            while driver.switch(unit) == _REHEARSE:
+                own(*_copied(args), **kwargs)
+            return stand_ins.get(unit, own)(*args, **kwargs)
 
-        return hook
+        return forward
 
     def end(unit: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -130,15 +154,16 @@ def stream_layers(
 
         return hook
 
-    handles = [model.get_submodule(unit).register_forward_pre_hook(stand(unit), with_kwargs=True) for unit in units]
-    handles += [model.get_submodule(unit).register_forward_hook(end(unit)) for unit in units]
+    for unit in units:
+        model.get_submodule(unit).forward = stand(unit)
+    handles = [model.get_submodule(unit).register_forward_hook(end(unit)) for unit in units]
     handles += [
         model.get_submodule(name).register_forward_pre_hook(_lazy_hook(partial, keys))
         for name, keys in _outside_keys(partial, units).items()
     ]
 
-    def forward(tokens: torch.Tensor) -> None:
-        model(input_ids=tokens.to(partial.device), use_cache=False)
+    def forward(tokens: torch.Tensor) -> Any:
+        return model(input_ids=tokens.to(partial.device), use_cache=False)
 
     runs = [greenlet(forward) for _ in batches]
 
@@ -147,6 +172,10 @@ def stream_layers(
         entering(number)
         with torch.no_grad():
             return runs[number].switch(*values)
+
+    def rehearse() -> None:
+        for number in rehearsing:
+            resume(number, _REHEARSE)
 
     try:
         places = [resume(number, tokens) for number, tokens in enumerate(batches)]
@@ -159,6 +188,8 @@ def stream_layers(
                 )
             partial.load(partial.keys_under(unit))
             before(unit)
+            if standing is not None:
+                standing(unit, rehearse)
             places = [resume(number) for number in range(len(batches))]
             yield unit
             partial.release(unit)
@@ -166,10 +197,14 @@ def stream_layers(
             waiting.discard(unit)
             if not waiting:
                 break
+        for number in finishing:
+            finished(number, resume(number))
     finally:
         for run in runs:
             if run:
                 run.throw(GreenletExit)
         for handle in handles:
             handle.remove()
+        for unit in units:
+            model.get_submodule(unit).__dict__.pop("forward", None)
         partial.release("")

@@ -228,10 +228,10 @@ def mix_rows(value: torch.Tensor, dim: int, extra: int, layer: MoeLayer, plan: L
         if _untouched(row):
             rows.append(value.select(dim, int(row[0].index or 0)))
             continue
-        total = sum(
-            (value.select(dim, int(part.index or 0)).float() * part.coefficient for part in row),
-            torch.zeros((), device=value.device),
-        )
+        first, *others = row  # added up as `_mix` does: the same bits
+        total = value.select(dim, int(first.index or 0)).to(torch.float32, copy=True).mul_(first.coefficient)
+        for part in others:
+            total.add_(value.select(dim, int(part.index or 0)).float(), alpha=part.coefficient)
         rows.append(total.to(value.dtype))
     rows += [value.select(dim, layer.experts + position) for position in range(extra)]
     return torch.stack(rows, dim)

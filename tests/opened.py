@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from compressor.architecture import Architecture, MoeLayer
 from compressor.calibration import Calibration
+from compressor.collecting import collect
 from compressor.model import OpenModel, open_model
-from compressor.planning import collect
 from compressor.progress import Silent
 from compressor.source import locate
 from compressor.statistics import LayerStatistics

@@ -114,7 +114,7 @@ def test_compress_writes_a_smaller_model_that_stock_transformers_loads(
 ) -> None:
     out, source = tmp_path / "out", tree(model)
     result = run("compress", model, "-o", out, "--experts", 4, *data)
-    assert result.status == 0 and "Compressed by count-guided" in result.out and f"Written to {out}" in result.out
+    assert result.status == 0 and "Compressed by auto" in result.out and f"Written to {out}" in result.out
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert loaded.config.num_local_experts == 4
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -360,7 +360,7 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--strategy", "count-guide"], "no strategy 'count-guide'; did you mean 'count-guided'"),
     (["--experts", 4, "--strategy", ""], "there is no strategy ''; known are"),
     (["--experts", 4, "--merge", "median"], "no merge 'median'; known are uniform, max, frequency, learned"),
-    (["--experts", 4, "--representation", "surrogate"], "'count-guided' has no option 'representation'"),
+    (["--experts", 4, "--representation", "surrogate"], "'auto' has no option 'representation'"),
     (["--experts", 4, "--strategy", "data-centric", "--similarity", "cosine"], "no similarity 'cosine'; known are"),
     (["--experts", 4, "--strategy", "model-centric", "--representation", "x"], "no representation 'x'; known are"),
     (["--experts", 4, "--option", "speed=1"], "has no option 'speed'"),

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
-from compressor import planning
+from compressor import collecting
 from compressor.architecture import MoeLayer
-from compressor.learned import _backward, _forward, _Router, _Shares, _start, learn_coefficients
+from compressor.learned import _backward, _forward, _Shares, _start, learn_coefficients
 from compressor.merging import merge_groups, merge_needs
 from compressor.model import OpenModel, open_model
 from compressor.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.rerouting import SmallerRouter
 from compressor.source import locate
 from compressor.statistics import LayerStatistics
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
+from tests.stock import stock_small
 
 NEEDS = merge_needs("learned", False)
 NAMES = ["mixtral", "gpt_oss", "deepseek_v3", "minimax_m2", "zaya", "deepseek_v4"]
@@ -37,41 +38,9 @@ def pairs(stats: LayerStatistics) -> list[tuple[int, ...]]:
 def learn(model: OpenModel, parts: Any, handle: Callable[[LayerStatistics, LayerPlan], Any]) -> list[Any]:
     """`handle` what each layer's statistics and uniform plan give, while its weights are loaded."""
     found = []
-    for stats in planning.collect(model, NEEDS, calibration(parts), Silent()):
+    for stats in collecting.collect(model, NEEDS, calibration(parts), Silent()):
         found.append(handle(stats, merge_groups(stats, pairs(stats))))
     return found
-
-
-@torch.no_grad()
-def stock_small(name: str, stock: Any, layer: MoeLayer, plan: LayerPlan) -> nn.Module:
-    """The stock model of N experts whose block is the merged one, mixed here tensor by tensor and row by row."""
-    entry, count = zoo.family(name), len(plan.groups)
-    config = zoo.configure(name)
-    zoo.set_count(config, entry.count_field, count)
-    small: nn.Module = getattr(transformers, entry.model_class)(config).eval()
-    source, target = stock.state_dict(), small.state_dict()
-    for key, value in source.items():
-        if not key.startswith(f"{layer.block}."):
-            continue
-        new, router = target[key], not key.startswith(f"{layer.name}.")
-        if new.shape == value.shape:
-            if not new.is_floating_point():  # a table of expert ids
-                slots = {expert: slot for slot, group in enumerate(plan.groups) for expert in group.members}
-                new.copy_(torch.tensor([[slots[expert] for expert in row] for row in value.tolist()]))
-            else:
-                new.copy_(value)
-            continue
-        (dim,) = [d for d in range(value.dim()) if value.shape[d] != new.shape[d]]
-        for slot, group in enumerate(plan.groups):
-            shares = group.router_coefficients if router else [c * group.scale for c in group.coefficients]
-            row = torch.zeros_like(new.select(dim, slot))
-            for share, expert in zip(shares, group.members, strict=True):
-                row += share * value.select(dim, expert)
-            new.select(dim, slot).copy_(row)
-        for place in range(new.shape[dim] - count):
-            new.select(dim, count + place).copy_(value.select(dim, layer.experts + place))
-    small.load_state_dict(target)
-    return small
 
 
 @torch.no_grad()
@@ -154,7 +123,7 @@ def loss(stats: LayerStatistics, plan: LayerPlan, shares: _Shares, router: Any, 
     target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights)
     fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
     alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge else fixed
-    weights, index = router(alphas)
+    weights, index = router.planned(plan, alphas)
     output, _ = _forward(stats, plan, shares, weights.detach(), index)
     return float((output - target).double().square().sum() / target.double().square().sum()), index
 
@@ -165,13 +134,13 @@ def test_slopes_are_finite_differences_of_the_loss(name: str, merge_routers: boo
     stock, model = opened(name, tmp_path)
 
     def slopes(stats: LayerStatistics, plan: LayerPlan) -> int:
-        shares, router = _start(plan, torch.device("cpu")), _Router(stats, plan)
+        shares, router = _start(plan, torch.device("cpu")), SmallerRouter(stats)
         target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights).detach()
         size = target.square().sum()
         fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
         with torch.enable_grad():
             alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else fixed
-            weights, index = router(alphas)
+            weights, index = router.planned(plan, alphas)
             output, chosen = _forward(stats, plan, shares, weights.detach(), index)
             slope = 2 * (output - target) / size
             _backward(stats, plan, shares, weights, index, slope)
@@ -209,7 +178,7 @@ def planted(tmp_path: Path, change: Callable[[Any], None], name: str = "mixtral"
 
 def first_layer(model: OpenModel, stock: Any, groups: list[tuple[int, ...]], routers: bool = True) -> LayerPlan:
     """The first layer's learned plan with these groups."""
-    run: Any = planning.collect(model, NEEDS, calibration(batches(stock)), Silent())
+    run: Any = collecting.collect(model, NEEDS, calibration(batches(stock)), Silent())
     stats = next(run)
     plan = learn_coefficients(stats, merge_groups(stats, groups, "uniform", routers), routers)
     run.close()
@@ -248,7 +217,7 @@ def test_the_merged_expert_of_two_identical_ones_is_either_whatever_the_coeffici
         block.gate.weight[:2] *= 0.01
 
     stock, model = planted(tmp_path, change)
-    run: Any = planning.collect(model, NEEDS, calibration(batches(stock)), Silent())
+    run: Any = collecting.collect(model, NEEDS, calibration(batches(stock)), Silent())
     stats = next(run)
     plan = merge_groups(stats, [(0, 1), *REST], "uniform")
     logits = torch.tensor([alpha, 1 - alpha]).log().clamp(min=-1e4)

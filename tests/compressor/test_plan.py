@@ -38,7 +38,8 @@ def group_of(draw: st.DrawFn, members: tuple[int, ...]) -> Group:
         weights = draw(st.lists(st.floats(1e-3, 1e3), min_size=len(members), max_size=len(members)))
         return tuple(weight / sum(weights) for weight in weights)
 
-    return Group(members, shares(), shares(), draw(st.floats(1e-6, 1e6)))
+    head = draw(st.none() | st.sampled_from(members))
+    return Group(members, shares(), shares(), draw(st.floats(1e-6, 1e6)), head)
 
 
 @st.composite
@@ -157,6 +158,10 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "coefficient true": (lambda c: first_group(c).update(coefficients=[True]), "True stands where a number should"),
     "coefficients too many": (lambda c: first_group(c).update(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
     "scale zero": (lambda c: first_group(c).update(scale=0), "scale 0.0; it must be a positive number"),
+    "head no member": (lambda c: first_group(c).update(head=3), r"group \[0\] has head 3, which is none of its"),
+    "head true": (lambda c: first_group(c).update(head=True), "head should be a whole number, it is True"),
+    "head a fraction": (lambda c: first_group(c).update(head=0.0), "head should be a whole number, it is 0.0"),
+    "head text": (lambda c: first_group(c).update(head="0"), "head should be a whole number, it is '0'"),
     "scale huge": (lambda c: first_group(c).update(scale=10**400), "not built like a plan"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
@@ -276,3 +281,23 @@ def test_another_models_plan_is_refused() -> None:
         check_against(plan, [moe_layer(0, top_k=3), moe_layer(1)], FINGERPRINT)
     with pytest.raises(CompressionError, match="the plan says experts 8, the model has 16"):
         check_against(plan, [moe_layer(0, experts=16), moe_layer(1)], FINGERPRINT)
+
+
+def test_a_head_is_written_where_there_is_one_and_counts_for_the_digest() -> None:
+    def with_head(head: int | None) -> CompressionPlan:
+        return a_plan(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0), head=head), Group.single(2)]))
+
+    written = with_head(1).to_dict()["layers"][0]["groups"]
+    assert written[0]["head"] == 1 and "head" not in written[1]
+    assert "head" not in first_group(with_head(None).to_dict())
+    assert CompressionPlan.from_dict(json.loads(with_head(1).to_json())).layers[0].groups[0].head == 1
+    assert len({with_head(head).digest() for head in (None, 0, 1)}) == 3
+
+
+def test_a_head_aligns_only_where_several_members_count() -> None:
+    assert Group((0, 1), (0.5, 0.5), (1.0, 0.0), head=0).aligned
+    assert Group((0, 1, 2), (1.5, -0.5, 0.0), (1.0, 0.0, 0.0), head=2).aligned
+    assert not Group((0, 1), (0.5, 0.5), (1.0, 0.0)).aligned
+    assert not Group((0, 1), (0.0, 1.0), (1.0, 0.0), head=0).aligned
+    assert not Group((3,), (1.0,), (1.0,), head=3).aligned
+    assert Group((3,), (1.0,), (1.0,), head=3).untouched

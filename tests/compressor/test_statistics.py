@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor import api, planning
+from compressor import api, collecting
 from compressor.calibration import sample_positions
 from compressor.errors import CompressionError
 from compressor.model import OpenModel
@@ -38,12 +38,12 @@ NAMES = [
 SEVERAL = pytest.mark.parametrize("name", NAMES)
 SAMPLE = 20  # of 36 tokens
 SEED = 5
-DATA = ALL - {"weights"}
+DATA = ALL - {"weights", "heldout"}
 
 
 @pytest.fixture(autouse=True)
 def _small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "SAMPLE_TOKENS", SAMPLE)
+    monkeypatch.setattr(collecting, "SAMPLE_TOKENS", SAMPLE)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -65,6 +65,7 @@ def naive_sums(stock: Any, name: str, experts: int, calls: Calls) -> dict[str, T
             sums["routed_count"][expert] += 1
             sums["gate_weight_sum"][expert] += weight
             sums["norm_sum"][expert] += norm
+            sums["squared_norm_sum"][expert] += norm**2
             sums["gated_norm_sum"][expert] += weight * norm
     return sums
 
@@ -214,7 +215,7 @@ def test_experts_that_no_token_reached_have_zero_sums_and_dense_outputs(tmp_path
     for stats in statistics(model, DATA, parts).values():
         missed = stats.routed_count == 0
         assert 4 <= int(missed.sum()) <= 6
-        for key in ("gate_weight_sum", "norm_sum", "gated_norm_sum"):
+        for key in ("gate_weight_sum", "norm_sum", "squared_norm_sum", "gated_norm_sum"):
             assert (getattr(stats, key)[missed] == 0).all()
             assert (getattr(stats, key)[~missed] > 0).all()
         assert (stats.probability_sum[missed] > 0).all()
@@ -233,7 +234,7 @@ def test_observing_leaves_the_stock_modules_as_they_were(name: str, tmp_path: Pa
 
 def test_an_abandoned_pass_leaves_the_stock_modules_as_they_were(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
-    run: Any = planning.collect(model, DATA, calibration(batches(stock)), Silent())
+    run: Any = collecting.collect(model, DATA, calibration(batches(stock)), Silent())
     next(run)
     run.close()
     for module in model.partial.model.modules():
@@ -261,7 +262,7 @@ def test_a_pass_keeps_the_callers_random_state(tmp_path: Path) -> None:
 
 def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
-    run: Any = planning.collect(model, ROUTED, calibration(batches(stock)), Silent())
+    run: Any = collecting.collect(model, ROUTED, calibration(batches(stock)), Silent())
     module = model.partial.model.get_submodule(model.architecture.units[1])
     handle = module.register_forward_hook(lambda _, __, output: output * torch.inf)
     first = model.partial.model.get_submodule(model.architecture.layers[1].name)
@@ -295,7 +296,7 @@ def test_weights_alone_run_no_forward_and_read_no_data(tmp_path: Path, monkeypat
 def test_weights_are_the_live_modules_and_go_back_to_meta(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     count = 0
-    for stats in planning.collect(model, frozenset({"weights"}), None, Silent()):
+    for stats in collecting.collect(model, frozenset({"weights"}), None, Silent()):
         weights = stats.weights
         assert weights.experts is model.partial.model.get_submodule(stats.layer.name)
         assert torch.equal(weights.experts.down_proj, stock.get_submodule(stats.layer.name).down_proj)
@@ -303,7 +304,7 @@ def test_weights_are_the_live_modules_and_go_back_to_meta(tmp_path: Path) -> Non
         count += 1
     assert count == 2
     assert all(value.device.type == "meta" for value in model.partial.model.state_dict().values())
-    run: Any = planning.collect(model, frozenset({"weights"}), None, Silent())
+    run: Any = collecting.collect(model, frozenset({"weights"}), None, Silent())
     next(run)
     run.close()
     assert all(value.device.type == "meta" for value in model.partial.model.state_dict().values())
@@ -312,7 +313,7 @@ def test_weights_are_the_live_modules_and_go_back_to_meta(tmp_path: Path) -> Non
 def test_data_is_asked_for_where_it_is_needed(tmp_path: Path) -> None:
     _, model = opened("mixtral", tmp_path)
     with pytest.raises(CompressionError, match="needs calibration data; pass --calibration"):
-        list(planning.collect(model, frozenset({"routed_count"}), None, Silent()))
+        list(collecting.collect(model, frozenset({"routed_count"}), None, Silent()))
 
 
 def test_an_undeclared_statistic_is_an_error(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, package: str = "") -> None:
     """Lay down what `pip install` would: a module, and the metadata that announces its entry point."""
-    package = package or f"their_{name}"
+    package = package or f"{name.replace('-', '_')}_plugin"
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (folder / f"{package}.py").write_text(source)
@@ -46,17 +46,17 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: st
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_a_plugin_plans_a_whole_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path / "site", monkeypatch, "reap", REAP)
-    assert "reap" in names(registry.STRATEGIES)
-    strategy = load_strategy("reap")
+    install(tmp_path / "site", monkeypatch, "their-reap", REAP)
+    assert "their-reap" in names(registry.STRATEGIES)
+    strategy = load_strategy("their-reap")
     assert strategy.needs == {"gated_norm_sum", "routed_count"}
     assert strategy.summary.startswith("REAP: keep the experts")
-    assert option_fields("reap") == {}
+    assert option_fields("their-reap") == {}
     stock, model = opened(name, tmp_path / "model")
     parts = batches(stock)
     guarded = {model.architecture.layers[0].name: frozenset({7})}
     made = make_plan(model, strategy, 5, {}, calibration(parts), Silent(), protected=guarded)
-    assert made.strategy == "reap" and made.is_drop
+    assert made.strategy == "their-reap" and made.is_drop
     calls = plain_calls(stock, model.architecture, parts)
     for layer, plan in zip(model.architecture.layers, made.layers, strict=True):
         hidden, index, weights = calls[layer.name].joined()
@@ -77,8 +77,8 @@ def test_a_plugin_plans_a_whole_model(name: str, tmp_path: Path, monkeypatch: py
 
 
 def test_layer_plans_of_a_plugin_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path / "site", monkeypatch, "reap", REAP)
-    strategy = load_strategy("reap")
+    install(tmp_path / "site", monkeypatch, "their-reap", REAP)
+    strategy = load_strategy("their-reap")
     stock, model = opened("mixtral", tmp_path / "model")
     with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2"):
         make_plan(model, strategy, 1, {}, calibration(batches(stock)), Silent())
@@ -106,30 +106,32 @@ def test_a_plugin_at_fault_is_refused(
 
 
 def test_two_owners_of_a_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path / "one", monkeypatch, "reap", REAP, "first_package")
-    install(tmp_path / "two", monkeypatch, "reap", REAP, "second_package")
-    with pytest.raises(CompressionError, match=r"two packages offer 'reap' .*; uninstall one"):
-        load_strategy("reap")
+    install(tmp_path / "one", monkeypatch, "their-reap", REAP, "first_package")
+    install(tmp_path / "two", monkeypatch, "their-reap", REAP, "second_package")
+    with pytest.raises(CompressionError, match=r"two packages offer 'their-reap' .*; uninstall one"):
+        load_strategy("their-reap")
 
 
 def test_an_unknown_name_lists_plugins_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "reap", REAP)
-    with pytest.raises(CompressionError, match=r"no strategy 'raep'; did you mean 'reap'\? known are .*reap"):
-        load_strategy("raep")
+    install(tmp_path, monkeypatch, "their-reap", REAP)
+    with pytest.raises(
+        CompressionError, match=r"no strategy 'thier-reap'; did you mean 'their-reap'\? known are .*their-reap"
+    ):
+        load_strategy("thier-reap")
 
 
 def test_an_option_that_a_plugin_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "reap", REAP)
-    with pytest.raises(CompressionError, match="strategy 'reap' has no option 'merge'; it has none"):
-        load_strategy("reap", {"merge": "uniform"})
+    install(tmp_path, monkeypatch, "their-reap", REAP)
+    with pytest.raises(CompressionError, match="strategy 'their-reap' has no option 'merge'; it has none"):
+        load_strategy("their-reap", {"merge": "uniform"})
 
 
 def test_a_plugin_reads_frozen_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path / "site", monkeypatch, "reap", REAP)
+    install(tmp_path / "site", monkeypatch, "their-reap", REAP)
     seen: list[Any] = []
-    strategy = load_strategy("reap")
+    strategy = load_strategy("their-reap")
     stock, model = opened("mixtral", tmp_path / "model")
-    from compressor.planning import collect
+    from compressor.collecting import collect
 
     for stats in collect(model, strategy.needs, calibration(batches(stock)), Silent()):
         before = stats.gated_norm_sum.clone()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.collecting import collect
 from compressor.errors import CompressionError
 from compressor.model import open_model
-from compressor.planning import collect, make_plan
+from compressor.planning import make_plan
 from compressor.progress import Silent
 from compressor.registry import load_strategy
 from compressor.source import locate

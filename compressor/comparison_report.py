@@ -1,0 +1,130 @@
+"""A comparison as files: comparison.json, a table for GitHub in comparison.md, and a picture, comparison.png."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressor.comparison import Comparison, Row
+from compressor.comparison_series import best_rows, data_line, finite_json, sort_key
+from compressor.errors import CompressionError
+from compressor.plots import plot_comparison
+from compressor.rendering import human_bytes, human_count
+
+SPECIAL = re.compile(r"[\\|*`<\[\]]")  # what Markdown would not show as it is written
+
+
+def _plain(text: str) -> str:
+    return SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+def _name(row: Row) -> str:
+    return f"random, seed {row.seed}" if row.is_random and row.seed is not None else row.name
+
+
+def _decimals(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _columns(comparison: Comparison) -> list[str]:
+    planned = ["planned for"] if _any_planned_for_one(comparison) else []
+    sources = [f"loss on {_plain(name)}" for name in _sources(comparison)]
+    first = ["model", "correction", *planned, "experts", "parameters", "loss", "increase", "perplexity", "KL"]
+    return [*first, *sources, "layer error", "seconds", "peak memory"]
+
+
+def _any_planned_for_one(comparison: Comparison) -> bool:
+    return any(row.source is not None for row in comparison.rows)
+
+
+def _sources(comparison: Comparison) -> list[str]:
+    """Evaluation sets that get a column each: none if there is one alone."""
+    return list(comparison.evaluation) if len(comparison.evaluation) > 1 else []
+
+
+def _cells(comparison: Comparison, row: Row) -> list[str]:
+    original = row is comparison.original
+    planned = ["-" if row.source is None else _plain(row.source)] if _any_planned_for_one(comparison) else []
+    return [
+        _plain(_name(row)),
+        "-" if original else row.correction,
+        *planned,
+        str(row.experts),
+        human_count(row.parameters),
+        _decimals(row.loss),
+        "-" if original else f"{comparison.increase(row):+.4f}",
+        f"{row.perplexity:.4g}",
+        _decimals(row.kl),
+        *(_decimals(row.loss_by_source.get(name)) for name in _sources(comparison)),
+        _decimals(row.error),
+        f"{row.seconds:.1f}",
+        human_bytes(row.peak_memory),
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ordered(rows: Sequence[Row]) -> list[tuple[int, Row]]:
+    """Rows with their numbers: the original, then many experts first and the least loss first."""
+    first, *others = enumerate(rows)
+    return [first, *sorted(others, key=lambda each: (-each[1].experts, sort_key(each[1].loss)))]
+
+
+def markdown(comparison: Comparison) -> str:
+    """A heading, what was measured on what, and one row a model; the least loss of each expert count is in bold."""
+    columns, best = _columns(comparison), best_rows(comparison)
+    texts = {"model", "correction", "planned for"}
+    lines = [
+        f"# {_plain(comparison.model)}: comparison",
+        "",
+        _plain(data_line(comparison)),
+        "",
+        _line(columns),
+        _line([":---" if column in texts else "---:" for column in columns]),
+    ]
+    for number, row in _ordered(comparison.rows):
+        cells = _cells(comparison, row)
+        lines.append(_line([f"**{cell}**" for cell in cells] if number in best else cells))
+    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    return "\n".join([*lines, "", _legend(), *(["", f"Made with {_plain(made_with)}."] if made_with else []), ""])
+
+
+def _legend() -> str:
+    return (
+        "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is "
+        "the mean over layers of ‖y - y'‖² / ‖y‖² on calibration tokens that no plan saw. Seconds are those of "
+        "deciding and correcting, without the calibration pass. Bold: the least loss of its number of experts."
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder for the reports that exists or cannot be made, for the start of a long run."""
+    if folder.exists() or folder.is_symlink():
+        raise CompressionError(f"{folder} exists already; name a new folder for the reports")
+    parent = Path(os.path.abspath(folder)).parent
+    if not parent.is_dir():
+        raise CompressionError(f"{parent} is not a folder; create it or name another folder for the reports")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CompressionError(
+            f"{parent} cannot be written to; change its permissions or name another folder for the reports"
+        )
+
+
+def write_reports(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing."""
+    check_folder(folder)
+    target = Path(os.path.abspath(folder))
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        made = Path(scratch) / "reports"  # one level down: the temporary folder itself is private to its owner
+        made.mkdir()
+        content = json.dumps(finite_json(comparison.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
+        (made / "comparison.json").write_text(content + "\n", encoding="utf-8")
+        (made / "comparison.md").write_text(markdown(comparison), encoding="utf-8")
+        plot_comparison(comparison, made / "comparison.png")
+        check_folder(folder)  # drawing takes a while, and a rename would replace an empty folder
+        made.rename(target)
+    return [folder / name for name in ("comparison.json", "comparison.md", "comparison.png")]

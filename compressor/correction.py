@@ -1,0 +1,163 @@
+"""Output-space correction of one cut layer: refit the survivors until the original layer's output comes back.
+
+`ridge` refits the down projections in closed form; `tune` goes on from there with optimiser steps on router, gate, up
+and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from compressor.architecture import MoeLayer
+from compressor.errors import CompressionError
+from compressor.loading import parent_and_name, set_tensor
+from compressor.recording import Recording
+from compressor.relayer import CutLayer
+from compressor.ridge import refit_down
+from compressor.tuning import RATE, STEPS, TOKENS, Schedule, tune
+
+METHODS = ("none", "ridge", "tune")
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What to refit after the plan is chosen, and all that decides the result."""
+
+    method: str = "none"
+    steps: int = STEPS
+    tokens: int = TOKENS
+    rate: float = RATE
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
+        if self.steps < 1 or self.tokens < 1 or not 0 < self.rate < 1:
+            raise CompressionError(
+                f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; "
+                "give at least 1 and 1, and a rate between 0 and 1"
+            )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is refitted."""
+        return self.method != "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; only what the method uses."""
+        return asdict(self) if self.method == "tune" else {"method": self.method}
+
+    @classmethod
+    def from_plan(cls, content: Mapping[str, Any] | None) -> Self:
+        """What a plan asks for; raises `CompressionError` for an unknown field or an impossible value."""
+        asked = {name: value for name, value in (content or {}).items() if name != "dtype"}
+        try:
+            return cls(**asked)
+        except TypeError as error:
+            raise CompressionError(f"the plan's correction {asked!r} is not understood; restore it") from error
+
+
+@contextmanager
+def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
+    """The smaller router in float32 while the block runs; yields its expert-sized tensors that may be tuned, by key.
+
+    Afterwards these are back in their own dtype with their new values, the others as they were.
+    """
+    block_keys = [f"{layer.block}.{argument.key}" for argument in recording.arguments if argument.key is not None]
+    state = model.get_submodule(layer.router).state_dict(prefix=f"{layer.router}.", keep_vars=True)
+    own = {key: getattr(*parent_and_name(model, key)) for key in block_keys}
+    before = {key: value for key, value in {**state, **own}.items() if value.is_floating_point()}
+    for key, value in before.items():
+        set_tensor(model, key, value.detach().to(torch.float32, copy=True))
+    sized = {tensor.key for tensor in layer.tensors}
+    tuned = {
+        key: getattr(*parent_and_name(model, key))
+        for key, value in before.items()
+        if key in sized and isinstance(value, torch.nn.Parameter)
+    }
+    try:
+        yield tuned
+    finally:
+        for key, value in before.items():
+            set_tensor(model, key, tuned[key].detach().to(value.dtype) if key in tuned else value)
+
+
+class _Guard:
+    """The best state so far by the error on held-out tokens, in the dtype in which it will be stored."""
+
+    def __init__(
+        self, layer: CutLayer, router: Mapping[str, torch.Tensor], dtypes: list[torch.dtype], rows: torch.Tensor
+    ) -> None:
+        self.layer, self.rows = layer, rows
+        self.values = [*(value for parameters in layer.parameters for value in parameters.values()), *router.values()]
+        self.dtypes = dtypes
+        self.kept, self.best = "none", self._error()
+        self.state = self._stored()
+
+    def _stored(self) -> list[torch.Tensor]:
+        return [value.detach().to(dtype, copy=True) for value, dtype in zip(self.values, self.dtypes, strict=True)]
+
+    @torch.no_grad()
+    def _error(self) -> float:
+        """The error with the values as they will be stored; they stay so."""
+        for value, stored in zip(self.values, self._stored(), strict=True):
+            value.copy_(stored)
+        return self.layer.error(self.rows)
+
+    def judge(self, name: str) -> float:
+        """Keep the present state if it is better than the best so far."""
+        error = self._error()
+        if error < self.best:
+            self.kept, self.best, self.state = name, error, self._stored()
+        return error
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the best state."""
+        for value, stored in zip(self.values, self.state, strict=True):
+            value.copy_(stored)
+
+
+def correct_layer(
+    model: Any, layer: MoeLayer, recording: Recording, correction: Correction, seed: int = 0
+) -> dict[str, Any]:
+    """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
+
+    Errors are ||y - y'||^2 / ||y||^2 on held-out calibration tokens. A layer that none reached stays as it is.
+    """
+    rows, judged = recording.positions(heldout=False), recording.positions(heldout=True)
+    if not len(judged):
+        return {"kept": "none", "reason": "no calibration token reached the layer"}
+    experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
+    stored = {key: value.dtype for key, value in model.state_dict().items()}
+    with _float_router(model, layer, recording) as router:
+        cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
+        names = list(cut.parameters[0])
+        dtypes = [getattr(experts, name).dtype for _ in cut.parameters for name in names]
+        dtypes += [stored[key] for key in router]
+        guard = _Guard(cut, router, dtypes, judged)
+        errors = {"before": guard.best}
+        if not correction.wanted or guard.best == 0 or not len(rows):
+            return _figures(guard, errors)
+        refit_down(cut, rows, judged)
+        errors["ridge"] = guard.judge("ridge")
+        if correction.method == "tune":
+            guard.restore()
+            schedule = Schedule(correction.steps, correction.tokens, correction.rate, seed)
+            tune(cut, rows, list(router.values()), schedule)
+            errors["tune"] = guard.judge("tune")
+        guard.restore()
+        with torch.no_grad():
+            for name in names:
+                fused = getattr(experts, name)
+                for expert, parameters in enumerate(cut.parameters):
+                    fused[expert].copy_(parameters[name])
+    return _figures(guard, errors)
+
+
+def _figures(guard: _Guard, errors: Mapping[str, float]) -> dict[str, Any]:
+    """What was kept, the error that is left, and the errors on the way there."""
+    tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
+    return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

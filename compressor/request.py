@@ -1,0 +1,149 @@
+"""What a user asks for, and the plan that answers it."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor.correction import METHODS, Correction
+from compressor.documents import DEFAULT_SOURCE, WeightedSource, parse_sources
+from compressor.errors import CompressionError
+from compressor.plan import CompressionPlan
+from compressor.progress import Progress
+
+if TYPE_CHECKING:
+    from compressor.calibration import Calibration
+    from compressor.cutfiles import CutFiles
+    from compressor.model import OpenModel
+    from compressor.registry import Strategy
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STRATEGY = "auto"
+DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 512
+HELDOUT = 0.125  # share of the calibration sequences that judge a plan or a correction and make none
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to plan, apart from the model: everything that decides the result."""
+
+    experts: int | None = None
+    ratio: float | None = None
+    strategy: str = DEFAULT_STRATEGY
+    options: Mapping[str, Any] = field(default_factory=dict)
+    calibration: str | Sequence[str] | None = None  # SOURCE, or several of SOURCE or SOURCE=WEIGHT
+    samples: int = DEFAULT_SAMPLES
+    sequence_length: int = DEFAULT_LENGTH
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    correct: str | None = None  # none, ridge or tune; None: as the strategy would
+    sequential: bool = False  # plan each layer on what the compressed earlier ones put out
+
+    def __post_init__(self) -> None:
+        if self.correct is not None and self.correct not in METHODS:
+            raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
+        if not 0 <= self.seed < 2**63:
+            raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
+
+    @property
+    def sources(self) -> "tuple[WeightedSource, ...]":
+        """The calibration sources with their weights."""
+        given = self.calibration
+        return parse_sources([DEFAULT_SOURCE] if given is None else [given] if isinstance(given, str) else given)
+
+
+def prepare(model: "OpenModel", request: Request) -> tuple[int, "Strategy", Correction]:
+    """Check the count, load the strategy and settle the correction: every refusal that needs no data."""
+    from compressor.model import resolve_count
+    from compressor.registry import load_strategy
+    from compressor.sequence import refuse_shared_experts, shared_experts
+
+    strategy = load_strategy(request.strategy, request.options)
+    experts = resolve_count(model.architecture.layers, request.experts, request.ratio)
+    correction = Correction(strategy.correction if request.correct is None else request.correct)
+    if request.sequential or request.correct not in (None, "none"):
+        refuse_shared_experts(model)
+    elif correction.wanted and (shared := shared_experts(model)):
+        logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
+        correction = Correction()
+    return experts, strategy, correction
+
+
+def read_calibration(model: "OpenModel", request: Request, heldout: bool, reserve: int = 0) -> "Calibration":
+    """The calibration that is asked for, a part of it held out where plans or corrections are to be judged."""
+    from compressor.calibration import calibrate, load_tokenizer
+
+    return calibrate(
+        request.sources,
+        load_tokenizer(model.source.folder),
+        samples=request.samples,
+        length=request.sequence_length,
+        seed=request.seed,
+        vocab=model.vocabulary,
+        heldout=HELDOUT if heldout else 0.0,
+        reserve=reserve,
+    )
+
+
+def plan_request(
+    model: "OpenModel", request: Request, progress: Progress, files: "CutFiles | None" = None
+) -> CompressionPlan:
+    """Plan what is asked for; `files` keeps the layers that a plan in order has cut already."""
+    from compressor.planning import Wish, make_plan, make_plan_in_order
+    from compressor.statistics import needs_data, needs_heldout
+
+    experts, strategy, correction = prepare(model, request)
+    calibration = None
+    if needs_data(strategy.needs) or correction.wanted:
+        calibration = read_calibration(model, request, needs_heldout(strategy.needs) or correction.wanted)
+    if request.sequential and calibration is not None:
+        wish = Wish(strategy, experts, request.options)
+        made = make_plan_in_order(model, wish, calibration, correction, progress, request.seed, files=files)
+    else:
+        data = calibration if needs_data(strategy.needs) else None
+        made = make_plan(model, strategy, experts, request.options, data, progress, request.seed)
+    return with_correction(made, model, correction, calibration)
+
+
+def with_correction(
+    plan: CompressionPlan, model: "OpenModel", correction: Correction, calibration: "Calibration | None"
+) -> CompressionPlan:
+    """The plan, asking for a correction in the dtype that the model is opened with."""
+    if not correction.wanted or calibration is None:
+        return plan
+    asked = {**correction.to_dict(), "dtype": str(model.partial.dtype).removeprefix("torch.")}
+    return replace(plan, correction=asked, calibration=plan.calibration or calibration.identity)
+
+
+def request_digest(model: "OpenModel", request: Request) -> str:
+    """SHA-256 of everything that decides the plan, the calibration text included."""
+    from compressor.planning import versions
+
+    data = []
+    for entry in request.sources:
+        path = Path(entry.source)
+        text = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else entry.source
+        data.append((text, entry.weight))
+    facts = [
+        model.fingerprint,
+        model.checkpoint.stamp(),
+        request.experts,
+        request.ratio,
+        request.strategy,
+        sorted(request.options.items()),
+        data,
+        request.samples,
+        request.sequence_length,
+        request.seed,
+        request.correct,
+        request.sequential,
+        str(model.partial.device),
+        str(model.partial.dtype),
+        versions(),
+    ]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

@@ -1,0 +1,113 @@
+"""Measure the strategy `enumerate` on synthetic layers of 512 sampled tokens; every ratio is within one run.
+
+    python scripts/benchmark_enumerate.py [--subsets-only]
+
+Prints: running the smaller layer's router and experts once for each of the 70 subsets of 8 experts to 4, over the
+cached evaluation; seconds for a layer of 64 experts to 32 and of 128 experts to 64, top-8, hidden 1024, with a router
+that normalises the chosen shares and with one that does not, so that every token is routed anew for every set.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from compressor.architecture import build_meta, discover
+from compressor.experts import apply_expert, expert_parameters
+from compressor.reconstruction import RECONSTRUCTION
+from compressor.rerouting import SmallerRouter
+from compressor.statistics import Collector, LayerStatistics
+from strategies.enumerate_subsets import Options, plan
+
+HIDDEN, TOKENS, VOCABULARY = 1024, 512, 1000
+
+
+def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = True) -> LayerStatistics:
+    """Statistics of the only layer of a Qwen3-MoE with random weights, on random tokens."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=intermediate, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, num_experts=experts, num_experts_per_tok=top_k, vocab_size=VOCABULARY,
+        norm_topk_prob=normalised, architectures=["Qwen3MoeForCausalLM"], initializer_range=0.05,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    architecture = discover(config)
+    (layer,) = architecture.layers
+    collector = Collector(layer, model, RECONSTRUCTION, torch.arange(TOKENS), [TOKENS], 0)
+    collector.attach()
+    with torch.no_grad():
+        model(torch.randint(VOCABULARY, (1, TOKENS)))
+    built: dict[int, Any] = {}
+
+    def router(count: int) -> Any:
+        if count not in built:
+            built[count] = build_meta(architecture.with_experts(count), torch.float32).get_submodule(layer.router)
+        return built[count]
+
+    return collector.finish(router)
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and the result."""
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
+
+
+@torch.no_grad()
+def dense_outputs(stats: LayerStatistics) -> torch.Tensor:
+    """Every expert's output on every token, as the statistics compute it once."""
+    experts = stats.weights.experts
+    parameters = (expert_parameters(experts, expert) for expert in range(stats.layer.experts))
+    return torch.stack([apply_expert(experts, own, stats.inputs) for own in parameters])
+
+
+@torch.no_grad()
+def run_every_subset(stats: LayerStatistics, keep: int) -> tuple[int, ...]:
+    """The best subset, running router and experts once per subset."""
+    router, target = SmallerRouter(stats), stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights)
+
+    def error(kept: tuple[int, ...]) -> float:
+        weights, slots = router.kept(kept)
+        return float((stats.weights.experts(stats.inputs, torch.tensor(kept)[slots], weights) - target).square().sum())
+
+    return min(combinations(range(stats.layer.experts), keep), key=error)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subsets-only", action="store_true", help="leave out the large layers")
+    arguments = parser.parse_args()
+    stats = synthetic(8, 2, 2048)
+    plan(stats, 4)  # the first call builds the smaller router
+    once, _ = timed(lambda: dense_outputs(stats))
+    cached, made = timed(lambda: plan(stats, 4))
+    plain, best = timed(lambda: run_every_subset(stats, 4))
+    same = best == tuple(group.members[0] for group in made.groups)
+    print(f"8 experts to 4, all 70 subsets: outputs once {once:.2f} s, search {cached:.2f} s; ", end="")
+    print(f"running the layer once per subset {plain:.2f} s, {'the same' if same else 'another'} subset;", end=" ")
+    print(f"{plain / cached:.0f} times as long as the search, {plain / (once + cached):.0f} times as long as both")
+    if arguments.subsets_only:
+        return
+    for experts, keep, normalised, beam in (
+        (64, 32, True, 1),
+        (64, 32, True, 2),
+        (128, 64, True, 1),
+        (64, 32, False, 1),
+        (128, 64, False, 1),
+    ):
+        stats = synthetic(experts, 8, 128, normalised)
+        options = Options(beam=beam)
+        seconds, made = timed(lambda stats=stats, keep=keep, options=options: plan(stats, keep, options=options))
+        router = "normalised" if normalised else "not normalised"
+        print(f"{experts} experts to {keep}, top-8, {router}: {seconds:.1f} s, {dict(made.figures)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Auto: plan each layer by several strategies, keep what brings its output back best on held-out tokens, correct it."""
+
+from dataclasses import dataclass, replace
+
+from compressor.errors import CompressionError
+from compressor.plan import LayerPlan
+from compressor.reconstruction import relative_error
+from compressor.registry import Strategy, load_strategy
+from compressor.statistics import HELDOUT, LayerStatistics
+
+CANDIDATES = "enumerate,gated-mass,count-guided,reap"
+CORRECTION = "tune"  # unless another is asked for
+
+NEEDS = HELDOUT
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Names of the strategies to choose from, each with its default options, separated by commas."""
+
+    candidates: str = CANDIDATES
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if len(set(names)) < len(names) or not all(names) or "auto" in names:
+            raise CompressionError(
+                f"candidates {self.candidates!r} should be different strategies other than auto, separated by commas"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The candidates' names."""
+        return [name.strip() for name in self.candidates.split(",")]
+
+
+def _strategies(options: Options) -> list[Strategy]:
+    return [load_strategy(name) for name in options.names]
+
+
+def needs(options: Options) -> frozenset[str]:
+    """What the candidates need, and tokens that none of them sees."""
+    return HELDOUT.union(*(strategy.needs for strategy in _strategies(options)))
+
+
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """The candidates' plan of least router-weighted reconstruction error on held-out tokens; ties go to the earlier.
+
+    A layer that no held-out token reached is planned by the first candidate.
+    """
+    plans, errors = dict[str, LayerPlan](), dict[str, float]()
+    for strategy in _strategies(options or Options()):
+        made = strategy.plan_layer(stats, keep, protected)
+        same = next((name for name, other in plans.items() if other.groups == made.groups), None)
+        plans[strategy.name] = made
+        errors[strategy.name] = relative_error(stats.heldout, made) if same is None else errors[same]
+    won = min(errors, key=lambda name: errors[name])
+    others = [error for name, error in errors.items() if plans[name].groups != plans[won].groups]
+    margin = {"ahead_by": round(min(others) - errors[won], 6)} if others else {}
+    return replace(
+        plans[won],
+        decided_by="held-out reconstruction error",
+        figures={
+            **plans[won].figures,
+            "won": won,
+            **margin,
+            "heldout_errors": {name: round(error, 6) for name, error in errors.items()},
+        },
+    )

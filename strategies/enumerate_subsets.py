@@ -1,0 +1,201 @@
+"""Enumerate: keep the experts whose smaller layer puts out most nearly what the layer did (arXiv:2402.14800)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from math import comb, prod
+from typing import Any
+
+import torch
+
+from compressor.errors import CompressionError
+from compressor.limits import check_count
+from compressor.merging import routing_blocks
+from compressor.plan import LayerPlan
+from compressor.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
+from compressor.statistics import LayerStatistics
+
+NEEDS = RECONSTRUCTION
+SEARCHES = ("auto", "all", "greedy")
+PROBES = 16  # experts taken out on trial to see whether that leaves other tokens as they are
+STRAY_SHARE = 1e-3  # of tokens that may change there all the same: near ties that rounding decides
+
+Kept = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All subsets are tried up to `most_subsets`; above that, experts go one by one, along `beam` best sets at once."""
+
+    search: str = "auto"
+    beam: int = 1
+    most_subsets: int = 5000
+
+    def __post_init__(self) -> None:
+        if self.search not in SEARCHES:
+            raise CompressionError(f"there is no search {self.search!r}; known are {', '.join(SEARCHES)}")
+        for name in ("beam", "most_subsets"):
+            if getattr(self, name) < 1:
+                raise CompressionError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Experts that compete for the same places: a routing group, or the whole layer."""
+
+    fixed: Kept
+    free: Kept
+    take: int  # how many of the free ones stay in the end
+
+
+def _blocks(stats: LayerStatistics, keep: int, protected: frozenset[int]) -> list[_Block]:
+    layer = stats.layer
+    check_count(layer, keep, layer.name)
+    groups = routing_blocks(stats) or [list(range(layer.experts))]
+    if strangers := sorted(protected - set(range(layer.experts))):
+        raise CompressionError(
+            f"{layer.name}: protected expert {strangers[0]} does not exist; experts are numbered 0 to "
+            f"{layer.experts - 1}"
+        )
+    blocks = []
+    for group in groups:
+        fixed = tuple(expert for expert in group if expert in protected)
+        free = tuple(expert for expert in group if expert not in protected)
+        blocks.append(_Block(fixed, free, keep // len(groups) - len(fixed)))
+    if min(block.take for block in blocks) < 0:
+        raise CompressionError(
+            f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
+        )
+    return blocks
+
+
+def _subsets(blocks: list[_Block]) -> Iterator[Kept]:
+    """Every legal kept set."""
+    for chosen in product(*(combinations(block.free, block.take) for block in blocks)):
+        yield tuple(sorted(chain(*chosen, *(block.fixed for block in blocks))))
+
+
+def _total(routed: Routed) -> float:
+    return float(routed.errors.sum())
+
+
+def _without(kept: Kept, gone: Kept) -> Kept:
+    return tuple(expert for expert in kept if expert not in gone)
+
+
+def _dense(routed: Routed, experts: int) -> torch.Tensor:
+    """Gate weights by expert: -> [S, E]."""
+    weights = torch.zeros(len(routed.weights), experts, device=routed.weights.device)
+    return weights.scatter_add_(1, routed.experts, routed.weights)
+
+
+def _is_local(errors: KeptErrors, routed: Routed, experts: int) -> bool:
+    """Whether a router without one expert treats the tokens that did not choose it as before.
+
+    One that takes a softmax over all experts and does not normalise the chosen ones' shares does not; a table of expert
+    ids does, for a lost expert's place goes to the lowest kept ones.
+    """
+    everyone, before, strays, tokens = tuple(range(experts)), _dense(routed, experts), 0, 0
+    for expert in everyone[:: -(-experts // PROBES)]:
+        after = _dense(errors.kept(_without(everyone, (expert,))), experts)
+        others = (routed.experts != expert).all(1)
+        changed = (after - before).abs().amax(1) > 1e-4 * before.amax(1)
+        strays, tokens = strays + int((changed & others).sum()), tokens + int(others.sum())
+    return strays <= STRAY_SHARE * tokens
+
+
+class _Greedy:
+    """Backward elimination: from all experts to the kept ones, each time without those whose loss costs least."""
+
+    def __init__(self, errors: KeptErrors, experts: int, blocks: list[_Block]) -> None:
+        self.errors, self.blocks = errors, blocks
+        self.start = tuple(range(experts))
+        self.steps = len(blocks[0].free) - blocks[0].take
+        self.tried = 0
+        self.local = len(blocks) == 1 and self.steps > 0 and _is_local(errors, errors.kept(self.start), experts)
+
+    def _singles(self, kept: Kept) -> dict[Kept, float]:
+        """Errors without each one expert; with a local router, only tokens that had chosen it are routed anew."""
+        routed, found = self.errors.kept(kept), {}
+        for expert in sorted(set(self.blocks[0].free) & set(kept)):
+            smaller = _without(kept, (expert,))
+            rows = (routed.experts == expert).any(1).nonzero().flatten() if self.local else None
+            errors = self.errors.kept(smaller, rows).errors
+            found[smaller] = float((errors if rows is None else routed.errors.index_copy(0, rows, errors)).sum())
+        self.tried += len(found)
+        return found
+
+    def _rounds(self, kept: Kept) -> dict[Kept, float]:
+        """Errors without one expert of every routing group: one group's is exchanged at a time until none gets better.
+
+        The first to go are those with the least gate weight.
+        """
+        found: dict[Kept, float] = {}
+
+        def rank(gone: Kept) -> tuple[float, Kept]:
+            smaller = _without(kept, gone)
+            if smaller not in found:
+                found[smaller] = _total(self.errors.kept(smaller))
+            return found[smaller], smaller
+
+        shares = _dense(self.errors.kept(kept), len(self.start)).sum(0).tolist()
+        free = [sorted(set(block.free) & set(kept), key=lambda e: (shares[e], -e)) for block in self.blocks]
+        gone, before = tuple(experts[0] for experts in free), None
+        while gone != before:
+            before = gone
+            for place, experts in enumerate(free):
+                gone = min(((*gone[:place], expert, *gone[place + 1 :]) for expert in experts), key=rank)
+        self.tried += len(found)
+        return found
+
+    def search(self, beam: int) -> Kept:
+        """The best set found along so many sets at once; equal ones count in lexicographic order."""
+        expand, level = self._singles if len(self.blocks) == 1 else self._rounds, [self.start]
+        for _ in range(self.steps):
+            found: dict[Kept, float] = {}
+            for kept in level:
+                found |= expand(kept)
+            level = sorted(found, key=lambda kept: (found[kept], kept))[:beam]
+        return level[0]
+
+
+def _search(
+    errors: KeptErrors, experts: int, blocks: list[_Block], options: Options, count: int
+) -> tuple[Kept, dict[str, Any]]:
+    """The kept set and how it was found."""
+
+    def rank(kept: Kept) -> tuple[float, Kept]:
+        return _total(errors.kept(kept)), kept
+
+    if options.search == "all" or (options.search == "auto" and count <= options.most_subsets):
+        return min(_subsets(blocks), key=rank), {"search": f"all {count} subsets"}
+    greedy = _Greedy(errors, experts, blocks)
+    best = min((greedy.search(beam) for beam in sorted({1, options.beam})), key=rank)  # a beam may lose greedy's way
+    wide = f", beam of {options.beam}" if options.beam > 1 else ""
+    return best, {"search": f"greedy backward{wide}", "subsets_tried": greedy.tried}
+
+
+@torch.no_grad()
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Keep the subset of least reconstruction error; of a layer that no token reached, the lowest experts.
+
+    Lu et al. 2024, arXiv:2402.14800. Every expert's output on the sampled tokens is computed once; a subset costs
+    routing them again. Greedy backward elimination takes over where subsets are too many; ties go to lower experts.
+    """
+    options = options or Options()
+    blocks = _blocks(stats, keep, protected)
+    count = prod(comb(len(block.free), block.take) for block in blocks)
+    if options.search == "all" and count > options.most_subsets:
+        raise CompressionError(
+            f"{stats.layer.name}: {count} subsets are more than most_subsets={options.most_subsets}; raise it or "
+            "choose search=greedy"
+        )
+    if len(stats.inputs):
+        kept, how = _search(KeptErrors(stats), stats.layer.experts, blocks, options, count)
+    else:
+        kept, how = next(_subsets(blocks)), {"search": "none: no token reached the layer"}
+    made = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
+    figures = {"reconstruction_error": round(relative_error(stats, made), 6), **how}
+    return LayerPlan.keep(stats.layer, kept, decided_by=made.decided_by, figures=figures)

@@ -1,0 +1,115 @@
+"""HC-SMoE: cluster experts by their mean outputs, bottom up, then merge by visits (Chen et al. 2025, arXiv:2410.08589).
+
+Two clusters are as far apart as their experts' mean outputs are on average (linkage average), at most (complete) or at
+least (single). The paper keeps a router row for every former expert; a stock model has one for each that is left, so
+rows are merged alongside. Unlike the data-centric grouping, a merge made early is never undone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from compressor.architecture import MoeLayer
+from compressor.errors import CompressionError
+from compressor.limits import check_count
+from compressor.merging import merge_groups, merge_needs, routing_blocks
+from compressor.plan import LayerPlan
+from compressor.similarity import mean_output_distances
+from compressor.statistics import LayerStatistics
+
+NEEDS = frozenset({"expert_outputs"})
+LINKAGES = ("average", "complete", "single")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How experts are merged, and how far apart two clusters of them count."""
+
+    merge: str = "frequency"
+    merge_routers: bool = True
+    linkage: str = "average"
+
+    def __post_init__(self) -> None:
+        if self.linkage not in LINKAGES:
+            raise CompressionError(f"there is no linkage {self.linkage!r}; known are {', '.join(LINKAGES)}")
+        merge_needs(self.merge, self.merge_routers)
+
+
+def needs(options: Options) -> frozenset[str]:
+    """Outputs of all experts, and what the merging needs."""
+    return NEEDS | merge_needs(options.merge, options.merge_routers)
+
+
+def distances(outputs: torch.Tensor) -> torch.Tensor:
+    """Euclidean distances of the experts' mean outputs: [E, S, H] -> [E, E].
+
+    An expert layer that no calibration token reached has no outputs; all its experts count as equally far apart.
+    """
+    if outputs.shape[1] == 0:
+        return 1 - torch.eye(len(outputs), dtype=torch.float64)
+    return mean_output_distances(outputs).cpu()
+
+
+def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[list[int]]:
+    """Positions in `count` clusters, in the order of their lowest: [E, E] -> lists.
+
+    Nothing is random, and equally near pairs are joined in a fixed order: scikit-learn starts at the lowest position
+    and goes on to the lowest of the nearest. If all are equally far apart, the lowest ones become one large cluster.
+    """
+    if count == len(table):
+        return [[position] for position in range(count)]
+    from sklearn.cluster import AgglomerativeClustering
+
+    model = AgglomerativeClustering(n_clusters=count, metric="precomputed", linkage=linkage)
+    clusters: dict[int, list[int]] = {}
+    for position, label in enumerate(model.fit_predict(table.numpy()).tolist()):
+        clusters.setdefault(label, []).append(position)
+    return list(clusters.values())
+
+
+def cluster_block(
+    table: torch.Tensor, block: list[int], count: int, alone: frozenset[int], linkage: str
+) -> list[list[int]]:
+    """Experts of one routing block in `count` clusters, protected ones by themselves: [E, E] -> lists of experts."""
+    free = [expert for expert in block if expert not in alone]
+    clusters = [[expert] for expert in block if expert in alone]
+    if free:
+        found = cluster(table[free][:, free], count - len(clusters), linkage)
+        clusters += [[free[position] for position in positions] for positions in found]
+    return clusters
+
+
+def check_room(layer: MoeLayer, blocks: list[list[int]], count: int, protected: frozenset[int]) -> None:
+    """Refuse protected experts that leave no cluster of a block's `count` for its others."""
+    for block in blocks:
+        alone = len(protected & set(block))
+        if count < alone + (alone < len(block)):
+            raise CompressionError(
+                f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
+                "protect fewer or keep more"
+            )
+
+
+@torch.no_grad()
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
+    options, layer = options or Options(), stats.layer
+    check_count(layer, keep, layer.name)
+    blocks = routing_blocks(stats) or [list(range(layer.experts))]
+    check_room(layer, blocks, keep // len(blocks), protected)
+    table = distances(stats.expert_outputs)
+    clusters: list[list[int]] = []
+    for block in blocks:
+        clusters += cluster_block(table, block, keep // len(blocks), protected, options.linkage)
+    within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
+    figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
+    return merge_groups(
+        stats,
+        clusters,
+        options.merge,
+        options.merge_routers,
+        decided_by=f"mean outputs, {options.linkage} linkage",
+        figures=figures,
+    )

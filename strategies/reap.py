@@ -1,0 +1,77 @@
+"""REAP: keep the experts with the largest mean gated output (Lasby et al. 2026, arXiv:2510.13999).
+
+With gate weight g_e(x) and output f_e(x) of expert e, and its routed tokens x in X_e, the saliencies are
+reap: mean of g_e(x) ||f_e(x)||; frequency: |X_e| (He et al. 2024, arXiv:2406.02500); ean, the expert activation norm:
+sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586); mean-norm and mean-squared-norm: mean of ||f_e(x)|| and of
+||f_e(x)||^2 (Liu et al. 2026, arXiv:2606.15716).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from compressor.errors import CompressionError
+from compressor.merging import keep_best
+from compressor.plan import LayerPlan
+from compressor.statistics import LayerStatistics
+
+NEEDS = frozenset({"gated_norm_sum", "routed_count"})
+
+SALIENCIES: Mapping[str, tuple[str, bool]] = {  # the statistic, and whether it is averaged over the routed tokens
+    "reap": ("gated_norm_sum", True),
+    "frequency": ("routed_count", False),
+    "ean": ("norm_sum", False),
+    "mean-norm": ("norm_sum", True),
+    "mean-squared-norm": ("squared_norm_sum", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """By what experts are ranked."""
+
+    saliency: str = "reap"
+
+    def __post_init__(self) -> None:
+        if self.saliency not in SALIENCIES:
+            raise CompressionError(f"there is no saliency {self.saliency!r}; known are {', '.join(SALIENCIES)}")
+
+
+def needs(options: Options) -> frozenset[str]:
+    """The saliency's sum, and the visits where it is a mean."""
+    statistic, averaged = SALIENCIES[options.saliency]
+    return frozenset({statistic, "routed_count"} if averaged else {statistic})
+
+
+def mean_over_routed(sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Sums over their routed tokens by the numbers of those: [E], [E] -> [E]; 0 for an expert no token reached."""
+    reached = counts > 0  # counts of weighted calibration sources may lie between 0 and 1
+    return torch.where(reached, sums / counts.where(reached, 1), 0)
+
+
+def keep_salient(
+    stats: LayerStatistics, saliency: torch.Tensor, keep: int, protected: frozenset[int], decided_by: str
+) -> LayerPlan:
+    """Keep the experts of highest saliency [E], and note what share of the layer's total they hold."""
+    if not bool(saliency.isfinite().all()):
+        expert = int((~saliency.isfinite()).nonzero()[0])
+        raise CompressionError(
+            f"{stats.layer.name}: the outputs of expert {expert} are not finite on the calibration data; "
+            "try --dtype float32"
+        )
+    made = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
+    kept, total = [group.members[0] for group in made.groups], float(saliency.sum())
+    share = round(float(saliency[kept].sum()) / total, 6) if total else 0.0
+    return replace(made, figures={"kept_share_of_saliency": share})
+
+
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Keep the `keep` most salient experts; ties go to the lower expert, one that no token reached counts 0."""
+    options = options or Options()
+    statistic, averaged = SALIENCIES[options.saliency]
+    sums = getattr(stats, statistic)
+    saliency = mean_over_routed(sums, stats.routed_count) if averaged else sums
+    return keep_salient(stats, saliency, keep, protected, options.saliency)

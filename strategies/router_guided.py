@@ -1,0 +1,100 @@
+"""Router-guided: experts join the often visited expert that the router scores most like them (arXiv:2310.01334)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.merging import keep_best, merge_groups, merge_needs, routing_blocks
+from compressor.plan import Group, LayerPlan
+from compressor.statistics import LayerStatistics
+
+NEEDS = frozenset({"routed_count", "router_logits"})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router row stays."""
+
+    align: bool = True
+    merge: str = "frequency"
+    merge_routers: bool = False
+    scope: str = "layer"
+
+    def __post_init__(self) -> None:
+        merge_needs(self.merge, self.merge_routers)
+        if self.scope == "global":
+            raise CompressionError(
+                "scope 'global' would leave unequal numbers of experts in the layers, which no stock transformers "
+                "architecture loads; use scope=layer"
+            )
+        if self.scope != "layer":
+            raise CompressionError(f"there is no scope {self.scope!r}; use scope=layer")
+
+
+def needs(options: Options) -> frozenset[str]:
+    """Visits, router logits, and what the merging needs."""
+    return NEEDS | merge_needs(options.merge, options.merge_routers)
+
+
+def similarities(logits: Tensor) -> Tensor:
+    """Cosine of every two experts' router logits over the tokens: [S, E] -> [E, E]; 0 without tokens."""
+    columns = torch.nn.functional.normalize(logits.double(), dim=0)
+    return (columns.T @ columns).round(decimals=12)  # equal rows must tie, whatever the order of summation
+
+
+def grouped(
+    table: Tensor, dominant: frozenset[int], protected: frozenset[int], blocks: list[list[int]]
+) -> dict[int, list[int]]:
+    """Members by dominant expert, itself first: each other expert joins the unprotected one of its block most like it.
+
+    table [E, E]; ties go to the lower dominant expert; an expert of a block without an unprotected one is in no group.
+    """
+    groups = {head: [head] for head in sorted(dominant)}
+    for block in blocks:
+        heads = [expert for expert in block if expert in dominant - protected]
+        for expert in block:
+            if heads and expert not in dominant:
+                groups[max(heads, key=lambda head: (float(table[expert, head]), -head))].append(expert)
+    return groups
+
+
+def _aligned(group: Group, heads: dict[int, list[int]]) -> Group:
+    """The group with its dominant expert as head, where there is anything to align."""
+    headed = replace(group, head=next(member for member in group.members if member in heads))
+    return headed if headed.aligned else group
+
+
+@torch.no_grad()
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Keep the most visited experts of each routing block and merge the others into them.
+
+    Neurons are matched when the plan is carried out. Without sampled tokens all are equally alike: the first dominant
+    expert takes them.
+    """
+    options = options or Options()
+    kept = keep_best(stats, stats.routed_count, keep, protected)
+    dominant = frozenset(group.members[0] for group in kept.groups)
+    table = similarities(stats.router_logits).cpu()
+    blocks = routing_blocks(stats) or [list(range(stats.layer.experts))]
+    groups = grouped(table, dominant, protected, blocks)
+    joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
+    learned = options.merge == "learned"
+    made = merge_groups(
+        stats,
+        list(groups.values()),
+        "uniform" if learned else options.merge,
+        options.merge_routers,
+        decided_by="router_logits",
+        figures={"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {},
+    )
+    if options.align:
+        made = replace(made, groups=tuple(_aligned(group, groups) for group in made.groups))
+    if not learned:
+        return made
+    from compressor.learned import learn_coefficients
+
+    return learn_coefficients(stats, made, options.merge_routers)

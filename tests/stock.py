@@ -1,0 +1,106 @@
+"""The stock model of fewer experts, filled here tensor by tensor from a larger one, and what its modules put out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from compressor.architecture import MoeLayer
+from compressor.plan import LayerPlan
+from tests import zoo
+from tests.opened import Calls
+
+
+def small_model(name: str, count: int) -> nn.Module:
+    """The family's stock model with so many experts and any weights."""
+    config = zoo.configure(name)
+    zoo.set_count(config, zoo.family(name).count_field, count)
+    small: nn.Module = getattr(transformers, zoo.family(name).model_class)(config).eval()
+    return small
+
+
+def _table(row: list[int], slots: dict[int, int], count: int) -> list[int]:
+    """Slots of one table row; a dropped expert's place goes to the lowest slot that the row lacks."""
+    found = [slots.get(expert, -1) for expert in row]
+    for place, slot in enumerate(found):
+        if slot < 0:
+            found[place] = min(set(range(count)) - set(found))
+    return found
+
+
+@torch.no_grad()
+def fill(small: nn.Module, stock: Any, layer: MoeLayer, plan: LayerPlan) -> None:
+    """Make the small model's block the planned one, mixed tensor by tensor and row by row."""
+    source, target, count = stock.state_dict(), small.state_dict(), len(plan.groups)
+    for key, value in source.items():
+        if not key.startswith(f"{layer.block}."):
+            continue
+        new, router = target[key], not key.startswith(f"{layer.name}.")
+        if new.shape == value.shape:
+            if not new.is_floating_point():  # a table of expert ids
+                new.copy_(torch.tensor([_table(row, plan.slots(), count) for row in value.tolist()]))
+            else:
+                new.copy_(value)
+            continue
+        (dim,) = [d for d in range(value.dim()) if value.shape[d] != new.shape[d]]
+        for slot, group in enumerate(plan.groups):
+            shares = group.router_coefficients if router else [c * group.scale for c in group.coefficients]
+            row = torch.zeros_like(new.select(dim, slot))
+            for share, expert in zip(shares, group.members, strict=True):
+                row += share * value.select(dim, expert)
+            new.select(dim, slot).copy_(row)
+        for place in range(new.shape[dim] - count):
+            new.select(dim, count + place).copy_(value.select(dim, layer.experts + place))
+    small.load_state_dict(target)
+
+
+def stock_small(name: str, stock: Any, layer: MoeLayer, plan: LayerPlan) -> nn.Module:
+    """The stock model of N experts whose block is the planned one."""
+    small = small_model(name, len(plan.groups))
+    fill(small, stock, layer, plan)
+    return small
+
+
+@dataclass(slots=True)
+class Small:
+    """Stock models of all sizes that were asked for, run on what a plain forward of the large one called."""
+
+    name: str
+    stock: Any
+    built: dict[int, nn.Module]
+
+    @classmethod
+    def of(cls, name: str, stock: Any) -> "Small":
+        return cls(name, stock, {})
+
+    @torch.no_grad()
+    def run(self, layer: MoeLayer, plan: LayerPlan, calls: Calls) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate weights [T, K], slots [T, K] and the experts module's outputs [T, H] of the planned layer."""
+        count = len(plan.groups)
+        if count not in self.built:
+            self.built[count] = small_model(self.name, count)
+        small = self.built[count]
+        fill(small, self.stock, layer, plan)
+        large, block = self.stock.get_submodule(layer.block), small.get_submodule(layer.block)
+        own = {id(value): key for key, value in (*large.named_parameters(), *large.named_buffers())}
+        found = []
+        for (args, kwargs), (hidden, _, _) in zip(calls.router_arguments, calls.experts_arguments, strict=True):
+            args = tuple(getattr(block, own[id(a)]) if id(a) in own else a for a in args)
+            _, weights, index, *_ = small.get_submodule(layer.router)(*args, **kwargs)
+            weights, index = weights.reshape(len(hidden), -1), index.reshape(len(hidden), -1)
+            found.append((weights, index, small.get_submodule(layer.name)(hidden, index, weights)))
+        weights, index, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return weights, index, outputs
+
+    def error(self, layer: MoeLayer, plan: LayerPlan, calls: Calls) -> float:
+        """||y - y'||^2 / ||y||^2 over all tokens."""
+        before = torch.cat(calls.experts_outputs).double()
+        after = self.run(layer, plan, calls)[2].double()
+        return float((after - before).square().sum() / before.square().sum())
+
+
+def by_slot(weights: Tensor, index: Tensor, count: int) -> Tensor:
+    """Gate weights of every slot, whatever the order of the choices: [T, K], [T, K] -> [T, N]."""
+    return torch.zeros(len(weights), count).scatter_add_(1, index, weights)

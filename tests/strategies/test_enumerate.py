@@ -1,0 +1,272 @@
+"""Enumerate: brute force by the stock smaller block, a greedy that re-evaluates everything, refusals, no tokens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressor.collecting import collect
+from compressor.errors import CompressionError
+from compressor.model import open_model
+from compressor.plan import LayerPlan
+from compressor.planning import make_plan
+from compressor.progress import Silent
+from compressor.reconstruction import KeptErrors, Routed, relative_error
+from compressor.registry import load_strategy
+from compressor.source import locate
+from compressor.statistics import LayerStatistics
+from strategies import enumerate_subsets
+from strategies.enumerate_subsets import NEEDS, Options, _Block, _Greedy, _search, plan
+from tests import zoo
+from tests.opened import batches, calibration, opened, plain_calls
+from tests.stock import Small
+
+NAMES = ["mixtral", "qwen3_moe-norm_topk_false", "gpt_oss", "minimax_m2", "zaya", "deepseek_v4"]
+GREEDY = Options(search="greedy")
+Kept = tuple[int, ...]
+
+
+def layers(model: Any, parts: Any) -> Iterator[LayerStatistics]:
+    yield from collect(model, NEEDS, calibration(parts), Silent())
+
+
+def kept(made: LayerPlan) -> Kept:
+    assert made.is_drop
+    return tuple(group.members[0] for group in made.groups)
+
+
+def judge(name: str, stock: Any, model: Any, parts: Any) -> Callable[[LayerStatistics, Sequence[int]], float]:
+    """The relative error of a kept set, by the stock modules of the smaller model."""
+    calls, small = plain_calls(stock, model.architecture, parts), Small.of(name, stock)
+    known: dict[tuple[str, Kept], float] = {}
+
+    def error(stats: LayerStatistics, chosen: Sequence[int]) -> float:
+        key = stats.layer.name, tuple(chosen)
+        if key not in known:
+            known[key] = small.error(stats.layer, LayerPlan.keep(stats.layer, chosen), calls[stats.layer.name])
+        return known[key]
+
+    return error
+
+
+def even(chosen: Kept, groups: int) -> bool:
+    return len({sum(expert // (8 // groups) == group for expert in chosen) for group in range(groups)}) == 1
+
+
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "nemotron_h"])
+def test_the_best_of_all_subsets_is_kept(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    error = judge(name, stock, model, parts)
+    for stats in layers(model, parts):
+        legal = [chosen for chosen in combinations(range(8), 6) if even(chosen, stats.layer.routing_groups)]
+        best = min(legal, key=lambda chosen: (error(stats, chosen), chosen))
+        made = plan(stats, 6)
+        assert kept(made) == best
+        assert made.decided_by == "reconstruction error"
+        assert made.figures["search"] == f"all {len(legal)} subsets"
+        assert made.figures["reconstruction_error"] == pytest.approx(error(stats, best), rel=1e-3, abs=1e-6)
+
+
+def naive_greedy(error: Any, stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> Kept:
+    left = tuple(range(8))
+    while len(left) > keep:
+        smaller = [tuple(e for e in left if e != gone) for gone in left if gone not in protected]
+        left = min(smaller, key=lambda chosen: (error(stats, chosen), chosen))
+    return left
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe-norm_topk_false", "zaya", "deepseek_v4", "deepseek_v3-n_group1", "gpt_oss-top4"]
+)
+def test_greedy_is_a_greedy_that_evaluates_everything_anew(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    error = judge(name, stock, model, parts)
+    for stats in layers(model, parts):
+        made = plan(stats, 4, options=GREEDY)
+        assert kept(made) == naive_greedy(error, stats, 4)
+        assert made.figures["search"] == "greedy backward"
+        assert made.figures["subsets_tried"] == 8 + 7 + 6 + 5
+        assert made.figures["reconstruction_error"] == pytest.approx(error(stats, kept(made)), rel=1e-3, abs=1e-6)
+        assert kept(plan(stats, 5, frozenset({1, 6}), GREEDY)) == naive_greedy(error, stats, 5, frozenset({1, 6}))
+
+
+@pytest.mark.parametrize(
+    ("name", "local"), [("mixtral", True), ("gpt_oss", True), ("qwen3_moe-norm_topk_false", False)]
+)
+def test_only_tokens_that_lose_a_choice_are_routed_anew(
+    name: str, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the router's weights depend on the experts that a token did not choose."""
+    seen: list[int] = []
+    original = KeptErrors.kept
+
+    def watched(self: KeptErrors, experts: Sequence[int], rows: Any = None) -> Any:
+        if rows is not None:
+            seen.append(len(rows))
+        return original(self, experts, rows)
+
+    monkeypatch.setattr(KeptErrors, "kept", watched)
+    stock, model = opened(name, tmp_path)
+    for stats in layers(model, batches(stock)):
+        seen.clear()
+        plan(stats, 4, options=GREEDY)
+        assert len(seen) == (26 if local else 0)
+        assert sum(seen) == (4 * 36 * stats.layer.top_k if local else 0)  # at each of four steps, every choice once
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
+def test_greedy_takes_one_of_every_routing_group_at_once(name: str, tmp_path: Path) -> None:
+    """No other expert of one group could have gone instead for less; and the whole search is legal."""
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    error = judge(name, stock, model, parts)
+    for stats in layers(model, parts):
+        made = plan(stats, 6, options=GREEDY)
+        gone = made.dropped
+        assert [expert // 4 for expert in gone] == [0, 1]
+        for group in (0, 1):
+            for other in range(4 * group, 4 * group + 4):
+                swapped = [expert for expert in range(8) if expert not in (gone[1 - group], other)]
+                assert error(stats, kept(made)) <= error(stats, swapped) * (1 + 1e-5)
+        assert even(kept(plan(stats, 4, options=GREEDY)), 2)
+        guarded = kept(plan(stats, 4, frozenset({0, 3, 5}), GREEDY))
+        assert {0, 3, 5} < set(guarded) and even(guarded, 2)
+        wide = plan(stats, 4, options=Options(search="greedy", beam=3))
+        found = [error(stats, kept(it)) for it in (plan(stats, 4), wide, plan(stats, 4, options=GREEDY))]
+        assert found[0] <= found[1] * (1 + 1e-5) and found[1] <= found[2] * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_beam_is_no_worse_than_greedy_and_a_wide_one_finds_the_best(number: int, tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path, number)
+    for stats in layers(model, batches(stock)):
+        greedy, *beams = (plan(stats, 3, options=Options(search="greedy", beam=beam)) for beam in (1, 2, 4, 70))
+        best, first = relative_error(stats, plan(stats, 3)), relative_error(stats, greedy)
+        errors = [relative_error(stats, made) for made in beams]
+        assert all(best <= error * (1 + 1e-6) and error <= first * (1 + 1e-6) for error in errors)
+        assert kept(beams[-1]) == kept(plan(stats, 3))
+        assert beams[0].figures["search"] == "greedy backward, beam of 2"
+
+
+class Told:
+    """Errors of one token read from a table by kept set; whatever is not in it costs much."""
+
+    def __init__(self, table: dict[Kept, float]) -> None:
+        self.table = table
+
+    def kept(self, experts: Kept, rows: Any = None) -> Routed:
+        error = self.table.get(tuple(experts), 90.0)
+        weights = torch.full((1, 1), 1 / len(experts))  # no local router: all tokens are asked for every time
+        return Routed(weights, torch.tensor([[experts[0]]]), torch.tensor([error], dtype=torch.float64))
+
+
+def test_a_beam_that_loses_greedys_way_still_finds_what_greedy_does() -> None:
+    """Of 5 experts, greedy goes without 4, 0, 1; a beam of 2 is led on by the sets without 3 and ends at 9."""
+    told: Any = Told(
+        {(0, 1, 2, 3): 1, (0, 1, 2, 4): 2, (1, 2, 3): 5, (0, 1, 4): 3, (0, 2, 4): 4, (2, 3): 0.5}
+        | {(0, 1): 9, (0, 4): 9, (1, 4): 9}
+    )
+    blocks = [_Block((), (0, 1, 2, 3, 4), 2)]
+    assert _Greedy(told, 5, blocks).search(1) == (2, 3)
+    assert _Greedy(told, 5, blocks).search(2) == (0, 1)
+    found, figures = _search(told, 5, blocks, Options(search="greedy", beam=2), 10)
+    assert found == (2, 3) and figures["search"] == "greedy backward, beam of 2"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_protected_experts_stay_and_the_rest_is_the_best(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    for stats in layers(model, batches(stock)):
+        for protected in (frozenset({7}), frozenset({2, 3, 6})):
+            legal = [
+                chosen
+                for chosen in combinations(range(8), 4)
+                if protected <= set(chosen) and even(chosen, stats.layer.routing_groups)
+            ]
+            made = plan(stats, 4, protected)
+            assert made.figures["search"] == f"all {len(legal)} subsets"
+            errors = {chosen: relative_error(stats, LayerPlan.keep(stats.layer, chosen)) for chosen in legal}
+            assert errors[kept(made)] <= min(errors.values()) * (1 + 1e-6)
+        assert kept(plan(stats, 4, frozenset({1, 2, 6, 7}))) == (1, 2, 6, 7)
+        assert kept(plan(stats, 4, frozenset({1, 2, 6, 7}), GREEDY)) == (1, 2, 6, 7)
+
+
+def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    for stats in layers(model, batches(stock)):
+        with pytest.raises(CompressionError, match="3 protected experts do not fit into 2; protect fewer or keep more"):
+            plan(stats, 2, frozenset({0, 1, 2}))
+        with pytest.raises(CompressionError, match="protected expert 9 does not exist; experts are numbered 0 to 7"):
+            plan(stats, 4, frozenset({9}))
+        with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2"):
+            plan(stats, 1)
+        with pytest.raises(CompressionError, match="70 subsets are more than most_subsets=69; raise it or choose"):
+            plan(stats, 4, options=Options(search="all", most_subsets=69))
+        assert plan(stats, 4, options=Options(most_subsets=69)).figures["search"] == "greedy backward"
+        assert plan(stats, 4, options=Options(most_subsets=70)).figures["search"] == "all 70 subsets"
+    stock, model = opened("deepseek_v3", tmp_path / "groups")
+    for stats in layers(model, batches(stock)):
+        with pytest.raises(CompressionError, match="3 protected experts do not fit into 4"):
+            plan(stats, 4, frozenset({0, 1, 2}))
+    for wrong, message in (
+        ({"search": "best"}, "there is no search 'best'; known are auto, all, greedy"),
+        ({"beam": 0}, "beam is 0; it must be at least 1"),
+        ({"most_subsets": 0}, "most_subsets is 0"),
+    ):
+        with pytest.raises(CompressionError, match=message):
+            load_strategy("enumerate", wrong)
+
+
+def test_a_layer_that_no_token_reached_keeps_its_lowest_experts(tmp_path: Path) -> None:
+    stock, model = opened("ernie4_5_vl_moe", tmp_path)
+    unreached = [stats for stats in layers(model, batches(stock)) if len(stats.inputs) == 0]
+    assert len(unreached) == 2
+    for stats in unreached:
+        for options in (Options(), GREEDY):
+            made = plan(stats, 4, frozenset({6}), options)
+            assert kept(made) == (0, 1, 2, 6)
+            assert made.figures == {"reconstruction_error": 0.0, "search": "none: no token reached the layer"}
+
+
+@pytest.mark.parametrize("options", [Options(), GREEDY, Options(search="greedy", beam=2)])
+def test_ties_go_to_the_lowest_experts(options: Options, tmp_path: Path) -> None:
+    stock = zoo.build("mixtral")
+    with torch.no_grad():
+        for experts in zoo.experts(stock).values():
+            experts.down_proj.zero_()  # type: ignore[operator]
+    stock.save_pretrained(tmp_path)
+    for stats in layers(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock)):
+        made = plan(stats, 4, frozenset({5}), options)
+        assert kept(made) == (0, 1, 2, 5)
+        assert made.figures["reconstruction_error"] == 0
+
+
+def test_experts_that_no_token_visits_go_first(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    for stats in layers(model, batches(stock, (1,), length=2)):
+        visited = set(stats.top_k_index.unique().tolist())
+        assert len(visited) <= 4
+        for options in (Options(), GREEDY):
+            made = plan(stats, 4, options=options)
+            assert visited <= set(kept(made))
+            assert made.figures["reconstruction_error"] == 0
+
+
+def test_the_same_plan_twice_through_the_registry(tmp_path: Path) -> None:
+    stock = zoo.save("gpt_oss", tmp_path)
+    strategy = load_strategy("enumerate", {"search": "greedy", "beam": 2})
+    assert strategy.summary.startswith("Enumerate: ") and strategy.needs == NEEDS
+    assert strategy.plan is enumerate_subsets.plan
+    first, second = (
+        make_plan(
+            open_model(locate(str(tmp_path)), "float32", "cpu"), strategy, 4, {}, calibration(batches(stock)), Silent()
+        )
+        for _ in range(2)
+    )
+    assert first.to_json() == second.to_json()
+    assert all(layer.is_drop for layer in first.layers)

@@ -1,0 +1,246 @@
+"""HC-SMoE: against scikit-learn and SciPy on a stock model's outputs, by hand, protection, routing groups, refusals."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.cluster.hierarchy import fcluster
+from scipy.cluster.hierarchy import linkage as scipy_linkage
+from scipy.spatial.distance import pdist
+from sklearn.cluster import AgglomerativeClustering
+
+from compressor.architecture import MoeLayer
+from compressor.collecting import collect
+from compressor.errors import CompressionError
+from compressor.model import open_model
+from compressor.planning import make_plan
+from compressor.progress import Silent
+from compressor.registry import load_strategy, option_fields
+from compressor.source import locate
+from compressor.statistics import LayerStatistics
+from strategies.hc_smoe import LINKAGES, Options, cluster, distances, plan
+from tests import zoo
+from tests.opened import batches, calibration, one_expert, opened, plain_calls
+
+GROUPS = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
+PLACES = [0.0, 1, 10, 12, 30, 31.5, 60, 90]  # mean outputs of eight experts on a line
+
+
+def stats(places: Any, counts: list[float] | None = None, tokens: int = 3, **groups: Any) -> LayerStatistics:
+    """Experts whose outputs scatter over the tokens, with these means: [E] or [E, H]."""
+    means = torch.as_tensor(places, dtype=torch.float32).reshape(len(places), -1)
+    swing = torch.linspace(-1, 1, tokens)[:, None] if tokens else torch.zeros(0, 1)
+    layer = MoeLayer("layers.1.experts", "layers.1", "layers.1.gate", "layers.1", 1, len(means), 2, **groups)
+    visits = torch.tensor(counts or [1.0] * len(means), dtype=torch.float64)
+    return LayerStatistics(layer, tokens, {"expert_outputs": means[:, None] + swing, "routed_count": visits})
+
+
+def members(made: Any) -> list[tuple[int, ...]]:
+    return [group.members for group in made.groups]
+
+
+def partition(labels: Any, experts: Any = None) -> list[tuple[int, ...]]:
+    """Labels as groups, in the order of their smallest member."""
+    experts = range(len(labels)) if experts is None else experts
+    found: dict[int, list[int]] = {}
+    for expert, label in zip(experts, np.asarray(labels).tolist(), strict=True):
+        found.setdefault(label, []).append(expert)
+    return sorted(tuple(group) for group in found.values())
+
+
+def by_scipy(means: Any, count: int, linkage: str, experts: Any = None) -> list[tuple[int, ...]]:
+    tree = scipy_linkage(pdist(np.asarray(means, dtype=np.float64)), method=linkage)
+    return partition(fcluster(tree, count, criterion="maxclust"), experts)
+
+
+@pytest.mark.parametrize("linkage", LINKAGES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "nemotron_h"])
+def test_a_whole_model_against_two_libraries(name: str, linkage: str, tmp_path: Path) -> None:
+    """Means of a plain forward's tokens, clustered within each routing group by scikit-learn and by SciPy."""
+    stock, model = opened(name, tmp_path)
+    parts, options = batches(stock), {"linkage": linkage}
+    strategy = load_strategy("hc-smoe", options)
+    first, second = (make_plan(model, strategy, 4, options, calibration(parts), Silent()) for _ in range(2))
+    assert first.to_json() == second.to_json()
+    calls = plain_calls(stock, model.architecture, parts)
+    for layer, made in zip(model.architecture.layers, first.layers, strict=True):
+        hidden, index, _ = calls[layer.name].joined()
+        module = stock.get_submodule(layer.name)
+        means = np.stack([one_expert(module, e, hidden).double().mean(0).numpy() for e in range(8)])
+        size = 8 // layer.routing_groups
+        sklearn_groups, scipy_groups = [], []
+        for begin in range(0, 8, size):
+            block, count = range(begin, begin + size), 4 // layer.routing_groups
+            table = np.linalg.norm(means[block][:, None] - means[block], axis=-1)
+            direct = AgglomerativeClustering(n_clusters=count, metric="precomputed", linkage=linkage).fit(table)
+            sklearn_groups += partition(direct.labels_, block)
+            scipy_groups += by_scipy(means[block], count, linkage, block)
+        assert members(made) == sklearn_groups == scipy_groups
+        assert made.decided_by == f"mean outputs, {linkage} linkage"
+        for group in made.groups:
+            visits = [int((index == member).sum()) for member in group.members]
+            shares = [v / sum(visits) for v in visits] if sum(visits) else [1 / len(visits)] * len(visits)
+            assert group.coefficients == group.router_coefficients == pytest.approx(shares)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), linkage=st.sampled_from(LINKAGES))
+def test_clusters_equal_scipys(data: st.DataObject, linkage: str) -> None:
+    count = data.draw(st.integers(2, 24))
+    keep = data.draw(st.integers(1, count))
+    points = np.random.default_rng(data.draw(st.integers(0, 10_000))).normal(size=(count, 3))
+    outputs = torch.from_numpy(points)[:, None]
+    found = cluster(distances(outputs), keep, linkage)
+    assert sorted(map(tuple, found)) == by_scipy(points, keep, linkage)
+    assert [group[0] for group in found] == sorted(group[0] for group in found)
+
+
+def test_a_case_by_hand() -> None:
+    made = plan(stats(PLACES, [3.0, 1, 0, 0, 0, 5, 2, 7]), 4)
+    assert members(made) == [(0, 1, 2, 3), (4, 5), (6,), (7,)]
+    assert [group.coefficients for group in made.groups] == [(0.75, 0.25, 0, 0), (0, 1), (1,), (1,)]
+    assert [group.untouched for group in made.groups] == [False, False, True, True]
+    assert made.dropped == ()
+    # pairs of 0, 1, 10, 12: 1 + 10 + 12 + 9 + 11 + 2 = 45; and 1.5
+    assert made.figures == {"within_group_distance": 46.5, "largest_group": 4}
+    assert members(plan(stats(PLACES), 6)) == [(0, 1), (2,), (3,), (4, 5), (6,), (7,)]
+
+
+def test_a_merge_made_early_is_never_undone() -> None:
+    """More clusters are always splits of fewer, and every expert stays by itself if all are kept."""
+    trees = [members(plan(stats(PLACES), keep)) for keep in range(2, 9)]
+    for coarse, fine in pairwise(trees):
+        assert all(any(set(group) <= set(whole) for whole in coarse) for group in fine)
+    assert trees[-1] == [(expert,) for expert in range(8)]
+    assert plan(stats(PLACES), 8).is_drop
+
+
+def test_linkages_differ_by_hand() -> None:
+    """A chain of experts, each a little farther from the one before: single linkage follows it, complete cuts it."""
+    chain = [0.0, 10, 21, 33, 46, 60]
+    assert members(plan(stats(chain), 2, options=Options(linkage="single"))) == [(0, 1, 2, 3, 4), (5,)]
+    assert members(plan(stats(chain), 2, options=Options(linkage="complete"))) == [(0, 1, 2, 3), (4, 5)]
+    assert members(plan(stats(chain), 3, options=Options(linkage="average"))) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_only_means_matter_and_ties_are_broken_alike_every_time() -> None:
+    same = torch.zeros(6, 4)
+    for keep in range(2, 6):  # all equally near: the lowest become one
+        expected = [tuple(range(7 - keep)), *((expert,) for expert in range(7 - keep, 6))]
+        assert members(plan(stats(same), keep)) == expected
+        assert members(plan(stats(torch.eye(6)), keep)) == expected
+    assert members(plan(stats(PLACES, tokens=1), 4)) == members(plan(stats(PLACES, tokens=50), 4))
+
+
+@pytest.mark.parametrize("linkage", LINKAGES)
+@pytest.mark.parametrize("groups", [{}, GROUPS])
+def test_a_layer_without_samples_still_gets_a_legal_plan(groups: dict[str, int], linkage: str) -> None:
+    silent = stats(PLACES, [0.0] * 8, tokens=0, **groups)
+    for keep in (4, 6, 8):
+        for protected in (frozenset[int](), frozenset({0, 5})):
+            made = plan(silent, keep, protected, Options(linkage=linkage))
+            assert len(made.groups) == keep and made.dropped == ()
+            assert all((expert,) in members(made) for expert in protected)
+            for group in made.groups:  # nobody was visited: a plain mean
+                assert group.coefficients == pytest.approx((1 / len(group.members),) * len(group.members))
+
+
+def test_layers_that_no_token_reached_are_still_planned(tmp_path: Path) -> None:
+    stock, model = opened("ernie4_5_vl_moe", tmp_path)
+    for merge in ("frequency", "uniform", "max", "learned"):
+        options = {"merge": merge}
+        made = make_plan(model, load_strategy("hc-smoe", options), 4, options, calibration(batches(stock)), Silent())
+        unreached = [layer for layer in made.layers if "vision" in layer.module]
+        assert len(unreached) == 2
+        assert all(members(layer) == [(0, 1, 2, 3, 4), (5,), (6,), (7,)] for layer in unreached)
+
+
+def test_experts_that_no_token_visits_are_clustered_but_weigh_nothing(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    strategy = load_strategy("hc-smoe")
+    merged = 0
+    for found in collect(model, strategy.needs, calibration(batches(stock, (1,), length=2)), Silent()):
+        assert int((found.routed_count == 0).sum()) >= 4
+        for group in strategy.plan_layer(found, 2).groups:
+            visits = found.routed_count[list(group.members)]
+            if len(group.members) > 1 and visits.sum() > 0:
+                assert [share == 0 for share in group.coefficients] == (visits == 0).tolist()
+                merged += int((visits == 0).sum())
+    assert merged > 0
+
+
+@torch.no_grad()
+def test_planted_twins_are_merged(tmp_path: Path) -> None:
+    stock = zoo.build("deepseek_v3")
+    for experts in zoo.experts(stock).values():
+        for parameter in experts.parameters():
+            for one, other in {0: 2, 1: 3, 4: 6, 5: 7}.items():
+                parameter[other] = parameter[one]
+    stock.save_pretrained(tmp_path)
+    model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    made = make_plan(model, load_strategy("hc-smoe"), 4, {}, calibration(batches(stock)), Silent())
+    for layer in made.layers:
+        assert members(layer) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+        assert layer.figures == {"within_group_distance": pytest.approx(0, abs=1e-6), "largest_group": 2}
+
+
+def test_protected_experts_are_taken_out_before_clustering() -> None:
+    """The others are clustered as if the protected ones were not there."""
+    protected = frozenset({1, 4})
+    others = [0, 2, 3, 5, 6, 7]
+    for keep in (3, 4, 6):
+        made = plan(stats(PLACES), keep, protected)
+        alone = plan(stats([PLACES[expert] for expert in others]), keep - 2) if keep > 3 else None
+        rest = [group for group in members(made) if group not in ((1,), (4,))]
+        assert (1,) in members(made) and (4,) in members(made)
+        expected = [tuple(others[e] for e in group) for group in members(alone)] if alone else [tuple(others)]
+        assert rest == expected
+    assert plan(stats(PLACES), 8, frozenset(range(8))).is_drop
+
+
+def test_routing_groups_are_clustered_by_themselves() -> None:
+    near = [0.0, 50, 1, 51, 0, 50, 1, 51]  # the twins are across the groups' border
+    assert members(plan(stats(near, **GROUPS), 4)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert members(plan(stats(near, **GROUPS), 4, frozenset({0}))) == [(0,), (1, 2, 3), (4, 6), (5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "protected", "groups", "message"),
+    [
+        (3, {1, 2, 6}, {}, r"layers\.1\.experts: experts 0 to 7, 3 of them protected, do not fit into 3; protect"),
+        (4, {4, 5}, GROUPS, "experts 4 to 7, 2 of them protected, do not fit into 2; protect fewer or keep more"),
+        (5, (), GROUPS, "5 experts do not divide into its 2 routing groups"),
+        (1, (), {}, "1 experts are fewer than the top-k of 2; keep at least 2"),
+        (9, (), {}, "9 experts asked for, it has 8"),
+    ],
+)
+def test_impossible_wishes_are_refused(keep: int, protected: Any, groups: dict[str, int], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        plan(stats(PLACES, **groups), keep, frozenset(protected))
+
+
+def test_options_are_checked_and_decide_the_needs() -> None:
+    assert option_fields("hc-smoe") == {"merge": "frequency", "merge_routers": True, "linkage": "average"}
+    assert load_strategy("hc-smoe").needs == {"expert_outputs", "routed_count"}
+    assert load_strategy("hc-smoe", {"merge": "uniform"}).needs == {"expert_outputs"}
+    assert {"weights", "inputs"} <= load_strategy("hc-smoe", {"merge": "learned"}).needs
+    assert load_strategy("hc-smoe").summary.startswith("HC-SMoE: cluster experts")
+    with pytest.raises(CompressionError, match="there is no linkage 'ward'; known are average, complete, single"):
+        load_strategy("hc-smoe", {"linkage": "ward"})
+    with pytest.raises(CompressionError, match="there is no merge 'sum'; known are"):
+        load_strategy("hc-smoe", {"merge": "sum"})
+    uneven = plan(stats(PLACES, [1.0, 3, 1, 1, 1, 1, 1, 1]), 4, options=Options(merge_routers=False))
+    assert uneven.groups[0].router_coefficients == (0, 1, 0, 0)
+    assert uneven.groups[0].coefficients == pytest.approx((1 / 6, 1 / 2, 1 / 6, 1 / 6))
+
+
+def test_importing_the_strategy_does_not_import_the_library() -> None:
+    check = "import sys, strategies.hc_smoe; sys.exit('sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -1,0 +1,196 @@
+"""REAP: every saliency by a loop over the tokens of a plain forward, by hand, protection, groups, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressor.architecture import MoeLayer
+from compressor.collecting import collect
+from compressor.errors import CompressionError
+from compressor.planning import make_plan
+from compressor.progress import Silent
+from compressor.registry import load_strategy, option_fields
+from compressor.statistics import LayerStatistics
+from strategies import count_guided
+from strategies.reap import SALIENCIES, Options, plan
+from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
+
+SUMS: dict[str, list[float]] = {  # of three experts that are like no other, two alike and one that no token reached
+    "routed_count": [4, 0, 1, 2, 3, 2],
+    "norm_sum": [8, 0, 5, 6, 3, 6],
+    "squared_norm_sum": [20, 0, 25, 18, 99, 18],
+    "gated_norm_sum": [2, 0, 2, 3, 1.5, 3],
+}
+
+
+def stats(top_k: int = 2, sums: Any = None, **groups: Any) -> LayerStatistics:
+    """A layer with these sums; by default those above."""
+    values = {key: torch.tensor(value, dtype=torch.float64) for key, value in (sums or SUMS).items()}
+    count = len(next(iter(values.values())))
+    layer = MoeLayer("layers.1.experts", "layers.1", "layers.1.gate", "layers.1", 1, count, top_k, **groups)
+    return LayerStatistics(layer, 6, values)
+
+
+def kept(made: Any) -> list[int]:
+    assert made.is_drop
+    return [group.members[0] for group in made.groups]
+
+
+def naive_scores(stock: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[float]]:
+    """Each saliency of each expert, over lists of its visits: (gate weight, output norm) one by one."""
+    visits: list[list[tuple[float, float]]] = [[] for _ in range(layer.experts)]
+    hidden, index, weights = calls.joined()
+    for expert in range(layer.experts):
+        outputs = one_expert(stock.get_submodule(layer.name), expert, hidden).double()
+        for token in range(len(hidden)):
+            for place in range(layer.top_k):
+                if int(index[token, place]) == expert:
+                    length = sum(value**2 for value in outputs[token].tolist()) ** 0.5
+                    visits[expert].append((float(weights[token, place]), length))
+    mean = [max(1, len(seen)) for seen in visits]
+    return {
+        "reap": [sum(g * n for g, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
+        "frequency": [float(len(seen)) for seen in visits],
+        "ean": [sum(n for _, n in seen) for seen in visits],
+        "mean-norm": [sum(n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
+        "mean-squared-norm": [sum(n * n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
+        "gated-mass": [sum(g * n for g, n in seen) for seen in visits],
+    }
+
+
+def best(scores: list[float], keep: int, layer: MoeLayer, protected: frozenset[int] = frozenset()) -> list[int]:
+    """The experts to keep: protected ones first, then by score, then by number; equally many of each block."""
+    size = layer.experts // layer.routing_groups
+    found: list[int] = []
+    for begin in range(0, layer.experts, size):
+        block = sorted(range(begin, begin + size), key=lambda e: (e not in protected, -scores[e], e))
+        found += block[: keep // layer.routing_groups]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("saliency", SALIENCIES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    options = {"saliency": saliency}
+    strategy = load_strategy("reap", options)
+    guarded = {layer.name: frozenset({5}) for layer in model.architecture.layers[:1]}
+    first, second = (
+        make_plan(model, strategy, 4, options, calibration(parts), Silent(), protected=guarded) for _ in range(2)
+    )
+    assert first.to_json() == second.to_json()
+    calls = plain_calls(stock, model.architecture, parts)
+    for layer, made in zip(model.architecture.layers, first.layers, strict=True):
+        scores = naive_scores(stock, layer, calls[layer.name])[saliency]
+        assert kept(made) == best(scores, 4, layer, guarded.get(layer.name, frozenset()))
+        share = sum(scores[expert] for expert in kept(made)) / sum(scores)
+        assert made.figures == {"kept_share_of_saliency": pytest.approx(share, abs=2e-6)}
+        assert made.decided_by == saliency
+
+
+@pytest.mark.parametrize(
+    ("saliency", "keep", "expected", "share"),
+    [
+        ("reap", 2, [2, 3], 3.5 / 6),  # means 0.5 0 2 1.5 0.5 1.5: of the tie, the lower
+        ("reap", 4, [0, 2, 3, 5], 5.5 / 6),
+        ("frequency", 3, [0, 3, 4], 9 / 12),
+        ("ean", 3, [0, 3, 5], 20 / 28),
+        ("mean-norm", 3, [2, 3, 5], 11 / 14),  # means 2 0 5 3 1 3
+        ("mean-squared-norm", 2, [2, 4], 58 / 81),  # means 5 0 25 9 33 9
+    ],
+)
+def test_cases_by_hand(saliency: str, keep: int, expected: list[int], share: float) -> None:
+    made = plan(stats(), keep, options=Options(saliency))
+    assert kept(made) == expected
+    assert made.figures == {"kept_share_of_saliency": round(share, 6)}
+
+
+def test_reap_is_the_default() -> None:
+    assert plan(stats(), 2) == plan(stats(), 2, options=Options("reap"))
+    assert option_fields("reap") == {"saliency": "reap"}
+    assert load_strategy("reap").summary.startswith("REAP: keep the experts with the largest mean gated output (Lasby")
+
+
+def test_frequency_keeps_what_count_guided_keeps() -> None:
+    for keep in range(2, 7):
+        assert kept(plan(stats(), keep, options=Options("frequency"))) == kept(count_guided.plan(stats(), keep))
+
+
+def test_visits_of_weighted_sources_may_be_below_one() -> None:
+    """A mean is a ratio of two sums weighted alike, so their weight does not show in it."""
+    light = {key: [0.1 * value for value in values] for key, values in SUMS.items()}
+    for keep in range(2, 6):
+        assert kept(plan(stats(sums=light), keep)) == kept(plan(stats(), keep))
+
+
+@pytest.mark.parametrize("saliency", SALIENCIES)
+def test_unreached_experts_go_first_and_unreached_layers_keep_the_lowest(saliency: str) -> None:
+    assert kept(plan(stats(), 5, options=Options(saliency))) == [0, 2, 3, 4, 5]
+    silent = plan(stats(sums={key: [0.0] * 6 for key in SUMS}), 3, options=Options(saliency))
+    assert kept(silent) == [0, 1, 2]
+    assert silent.figures == {"kept_share_of_saliency": 0.0}
+
+
+def test_experts_that_no_token_of_a_model_reaches_are_dropped(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    strategy = load_strategy("reap")
+    for found in collect(model, strategy.needs, calibration(batches(stock, (1,), length=2)), Silent()):
+        reached = (found.routed_count > 0).nonzero().flatten().tolist()
+        assert 2 <= len(reached) <= 4
+        assert kept(strategy.plan_layer(found, len(reached))) == reached
+
+
+def test_a_layer_that_no_token_reached_is_still_planned(tmp_path: Path) -> None:
+    stock, model = opened("ernie4_5_vl_moe", tmp_path)
+    made = make_plan(model, load_strategy("reap"), 4, {}, calibration(batches(stock)), Silent())
+    unreached = [layer for layer in made.layers if "vision" in layer.module]
+    assert len(unreached) == 2
+    assert all(kept(layer) == [0, 1, 2, 3] for layer in unreached)
+
+
+def test_protected_experts_stay() -> None:
+    assert kept(plan(stats(), 3, frozenset({1, 4}))) == [1, 2, 4]
+    with pytest.raises(CompressionError, match=r"layers\.1\.experts: 3 protected experts do not fit into 2"):
+        plan(stats(), 2, frozenset({0, 1, 3}))
+
+
+def test_routing_groups_keep_equally_many() -> None:
+    groups = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
+    assert kept(plan(stats(**groups), 4)) == [0, 2, 3, 5]
+    with pytest.raises(CompressionError, match="do not divide into its 2 routing groups"):
+        plan(stats(**groups), 5)
+    with pytest.raises(CompressionError, match="3 protected experts do not fit into 4"):
+        plan(stats(**groups), 4, frozenset({0, 1, 2}))
+
+
+def test_outputs_that_are_not_finite_are_refused() -> None:
+    overflowed = {**SUMS, "gated_norm_sum": [2, 0, float("inf"), 3, 1, 3]}
+    with pytest.raises(CompressionError, match=r"layers\.1\.experts: the outputs of expert 2 are not finite .*float32"):
+        plan(stats(sums=overflowed), 3)
+
+
+def test_needs_are_what_the_saliency_reads() -> None:
+    for saliency in SALIENCIES:
+        strategy = load_strategy("reap", {"saliency": saliency})
+        only = {key: SUMS[key] for key in strategy.needs}
+        assert kept(strategy.plan_layer(stats(sums=only), 3)) == kept(plan(stats(), 3, options=Options(saliency)))
+        for missing in strategy.needs:
+            fewer = {key: value for key, value in SUMS.items() if key != missing}
+            with pytest.raises(CompressionError, match=f"'{missing}' was not collected"):
+                strategy.plan_layer(stats(sums=fewer), 3)
+    assert load_strategy("reap", {"saliency": "ean"}).needs == {"norm_sum"}
+
+
+def test_an_unknown_saliency_is_refused() -> None:
+    with pytest.raises(
+        CompressionError,
+        match="no saliency 'norm'; known are reap, frequency, ean, mean-norm, mean-squared-norm",
+    ):
+        load_strategy("reap", {"saliency": "norm"})
+    with pytest.raises(CompressionError, match="option saliency is 2, it should be like its default 'reap'"):
+        load_strategy("reap", {"saliency": 2})
+    with pytest.raises(CompressionError, match="strategy 'reap' has no option 'score'; it has saliency"):
+        load_strategy("reap", {"score": "ean"})

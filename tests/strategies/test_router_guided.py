@@ -1,0 +1,193 @@
+"""Router-guided: groups by plain loops, planted twins end to end, protected experts, unreached layers, refusals."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import compressor
+from compressor.architecture import MoeLayer
+from compressor.errors import CompressionError
+from compressor.model import open_model
+from compressor.plan import Group
+from compressor.planning import make_plan
+from compressor.progress import Silent
+from compressor.registry import load_strategy
+from compressor.source import locate
+from compressor.statistics import LayerStatistics
+from strategies import router_guided
+from strategies.router_guided import Options
+from tests import zoo
+from tests.opened import batches, calibration
+
+TWINS = {0: 5, 1: 4, 2: 7, 3: 6}
+
+
+def statistics(counts: Any, logits: Tensor, blocks: int = 1) -> LayerStatistics:
+    layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, len(counts), 1, blocks, blocks)
+    values = {"routed_count": torch.tensor(counts, dtype=torch.float64), "router_logits": logits}
+    return LayerStatistics(layer, 9, values)
+
+
+def naive(counts: list[int], logits: list[list[float]], keep: int, protected: set[int], blocks: int) -> list[list[int]]:
+    """Dominant experts by repeated choice, the others one by one to the largest cosine."""
+
+    def cosine(one: int, other: int) -> float:
+        inner = sum(token[one] * token[other] for token in logits)
+        sizes = [math.sqrt(sum(token[expert] ** 2 for token in logits)) for expert in (one, other)]
+        return inner / (sizes[0] * sizes[1]) if min(sizes) > 0 else 0.0
+
+    found, size = [], len(counts) // blocks
+    for begin in range(0, len(counts), size):
+        dominant = [expert for expert in range(begin, begin + size) if expert in protected]
+        while len(dominant) < keep // blocks:
+            rest = [expert for expert in range(begin, begin + size) if expert not in dominant]
+            dominant.append(max(rest, key=lambda expert: (counts[expert], -expert)))
+        groups = {head: [head] for head in dominant}
+        free = sorted(set(dominant) - protected)
+        for expert in range(begin, begin + size):
+            if expert in dominant or not free:
+                continue
+            best = free[0]
+            for head in free:
+                if cosine(expert, head) > cosine(expert, best) + 1e-10:
+                    best = head
+            groups[best].append(expert)
+        found += [sorted(group) for group in groups.values()]
+    return sorted(found)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_groups_equal_plain_loops(data: st.DataObject) -> None:
+    blocks = data.draw(st.sampled_from([1, 2]))
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=8, max_size=8))
+    values = st.integers(-3, 3).map(float)
+    logits = data.draw(st.lists(st.lists(values, min_size=8, max_size=8), max_size=4))
+    keep = data.draw(st.sampled_from([2, 4, 6, 8]))
+    protected: set[int] = set()
+    for begin in range(0, 8, 8 // blocks):
+        protected |= data.draw(st.sets(st.integers(begin, begin + 8 // blocks - 1), max_size=keep // blocks))
+    table = torch.tensor(logits).reshape(len(logits), 8)
+    made = router_guided.plan(statistics(counts, table, blocks), keep, frozenset(protected))
+    assert sorted(list(group.members) for group in made.groups) == naive(counts, logits, keep, protected, blocks)
+    for group in made.groups:
+        visits = [counts[member] for member in group.members]
+        shares = [visit / sum(visits) for visit in visits] if sum(visits) else [1 / len(visits)] * len(visits)
+        assert group.coefficients == pytest.approx(shares)
+        (router,) = [m for m, share in zip(group.members, group.router_coefficients, strict=True) if share]
+        assert counts[router] == max(visits)
+        assert group.head == (router if sum(share > 0 for share in shares) > 1 else None)
+
+
+def test_by_hand() -> None:
+    """Visits 9, 5, 7, 1: experts 0 and 2 stay; 1 is scored like 2, 3 against both, less so against 0."""
+    logits = torch.tensor([[1.0, 0.0, 0.0, -1.0], [0.0, 3.0, 1.0, -2.0]])
+    made = router_guided.plan(statistics([9, 5, 7, 1], logits), 2)
+    assert made.groups == (
+        Group((0, 3), (0.9, 0.1), (1.0, 0.0), head=0),
+        Group((1, 2), (5 / 12, 7 / 12), (0.0, 1.0), head=2),
+    )
+    assert made.decided_by == "router_logits"
+    assert made.figures["mean_similarity"] == pytest.approx((1 - 1 / 5**0.5) / 2, abs=1e-6)
+    plain = router_guided.plan(statistics([9, 5, 7, 1], logits), 2, options=Options(align=False, merge_routers=True))
+    assert [group.head for group in plain.groups] == [None, None]
+    assert plain.groups[1].router_coefficients == plain.groups[1].coefficients
+    largest = router_guided.plan(statistics([9, 5, 7, 1], logits), 2, options=Options(merge="max"))
+    assert [(g.coefficients, g.head) for g in largest.groups] == [((1.0, 0.0), None), ((0.0, 1.0), None)]
+    uniform = router_guided.plan(statistics([9, 5, 7, 1], logits), 2, options=Options(merge="uniform"))
+    assert [(g.coefficients, g.head) for g in uniform.groups] == [((0.5, 0.5), 0), ((0.5, 0.5), 2)]
+
+
+def test_protected_experts_stay_alone_and_strangers_without_a_home_are_dropped() -> None:
+    logits = torch.ones(3, 4)
+    made = router_guided.plan(statistics([4, 3, 2, 1], logits), 2, frozenset({3}))
+    assert [group.members for group in made.groups] == [(0, 1, 2), (3,)]
+    assert made.groups[1].untouched
+    alone = router_guided.plan(statistics([4, 3, 2, 1], logits), 2, frozenset({1, 3}))
+    assert [group.members for group in alone.groups] == [(1,), (3,)]
+    assert alone.dropped == (0, 2) and alone.is_drop and alone.figures == {}
+    with pytest.raises(CompressionError, match=r"m\.experts: 3 protected experts do not fit into 2"):
+        router_guided.plan(statistics([4, 3, 2, 1], logits), 2, frozenset({0, 1, 2}))
+
+
+def test_experts_and_layers_that_no_token_reached() -> None:
+    made = router_guided.plan(statistics([0, 0, 0, 0], torch.zeros(0, 4)), 2)
+    assert [group.members for group in made.groups] == [(0, 2, 3), (1,)]
+    assert made.groups[0].coefficients == pytest.approx((1 / 3,) * 3)
+    visited = router_guided.plan(statistics([5, 0, 3, 0], torch.eye(4)[:2]), 2)
+    assert [group.members for group in visited.groups] == [(0, 1, 3), (2,)]
+    assert visited.groups[0].coefficients == (1.0, 0.0, 0.0) and visited.groups[0].head is None
+
+
+def plans(folder: Path, parts: Any, keep: int, **options: Any) -> Any:
+    model = open_model(locate(str(folder)), "float32", "cpu")
+    return make_plan(model, load_strategy("router-guided", options), keep, options, calibration(parts), Silent())
+
+
+@torch.no_grad()
+def with_twins() -> Any:
+    """A Mixtral of four experts and their twins: neurons in another order, router rows all but the same.
+
+    Each token visits one expert, with gate weight 1; a twin is preferred where a random direction says so.
+    """
+    model = zoo.build("mixtral", num_experts_per_tok=1)
+    generator = torch.Generator().manual_seed(1)
+    for name, experts in zoo.experts(model).items():
+        router = model.get_submodule(f"{name.rpartition('.')[0]}.gate").weight
+        for expert, twin in TWINS.items():
+            order = torch.randperm(24, generator=generator)
+            experts.gate_up_proj[twin] = experts.gate_up_proj[expert][torch.cat([order, 24 + order])]
+            experts.down_proj[twin] = experts.down_proj[expert][:, order]
+            router[twin] = 0.999 * router[expert] + 0.0003 * torch.randn(router.shape[1], generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("merge", ["frequency", "uniform", "learned"])
+def test_planted_twins_are_found_aligned_and_merged_without_loss(merge: str, tmp_path: Path) -> None:
+    model = with_twins()
+    model.save_pretrained(tmp_path / "in")
+    ids = zoo.tokens(model, 4, 32, seed=3)
+    options = {} if merge == "frequency" else {"merge": merge}
+    plan, plain = (plans(tmp_path / "in", [ids], 4, **options, **more) for more in ({}, {"align": False}))
+    for layer in plan.layers:
+        assert {frozenset(group.members) for group in layer.groups} == {frozenset(pair) for pair in TWINS.items()}
+        assert any(min(group.coefficients) > 0.05 for group in layer.groups)
+        assert layer.figures["mean_similarity"] == pytest.approx(1, abs=1e-3)
+    before = zoo.logits(model, ids)
+    for wanted, folder in ((plan, "out"), (plain, "plain")):
+        compressor.apply(wanted, tmp_path / folder)
+    after, unaligned = (zoo.logits(zoo.reload("mixtral", tmp_path / folder), ids) for folder in ("out", "plain"))
+    tolerance = 1e-2 if merge == "learned" else 1e-5  # a learned scale is near 1
+    torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(unaligned, before, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h", "gpt_oss", "ernie4_5_vl_moe", "zaya"])
+def test_stock_models_are_planned_and_load(name: str, tmp_path: Path) -> None:
+    stock = zoo.save(name, tmp_path / "in")
+    first, second = (plans(tmp_path / "in", batches(stock), 4) for _ in range(2))
+    assert first.to_json() == second.to_json()
+    assert any(group.aligned for layer in first.layers for group in layer.groups)
+    for layer in first.layers:
+        assert len(layer.groups) == 4 and not layer.dropped
+        if layer.routing_groups > 1:
+            assert all(len({member // 4 for member in group.members}) == 1 for group in layer.groups)
+    compressor.apply(first, tmp_path / "out")
+    assert zoo.logits(zoo.reload(name, tmp_path / "out"), zoo.tokens(stock)).isfinite().all()
+
+
+def test_needs_follow_the_options_and_refusals_say_why() -> None:
+    assert load_strategy("router-guided").needs == {"routed_count", "router_logits"}
+    assert {"weights", "router_arguments"} <= load_strategy("router-guided", {"merge": "learned"}).needs
+    with pytest.raises(CompressionError, match="no stock transformers architecture loads; use scope=layer"):
+        Options(scope="global")
+    with pytest.raises(CompressionError, match="there is no scope 'model'; use scope=layer"):
+        Options(scope="model")
+    with pytest.raises(CompressionError, match="there is no merge 'sum'"):
+        Options(merge="sum")
