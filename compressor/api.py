@@ -1,4 +1,4 @@
-"""The Python API: `inspect`, `plan`, `apply` and `compress`, the last being the two before it in one go."""
+"""The Python API: `inspect`, `plan`, `apply`, `compress` (those two in one go) and `compare`."""
 
 import hashlib
 import json
@@ -14,7 +14,16 @@ from compressor.errors import CompressionError
 from compressor.limits import check_against
 from compressor.plan import CompressionPlan
 from compressor.progress import Progress, Silent
-from compressor.request import Request, plan_request, prepare, read_calibration, request_digest
+from compressor.request import (
+    Request,
+    plan_request,
+    plan_sources,
+    prepare,
+    read_calibration,
+    refuse_per_source,
+    refuse_unjudged_sources,
+    request_digest,
+)
 from compressor.source import locate
 
 if TYPE_CHECKING:
@@ -72,6 +81,17 @@ def plan(
     wanted = Request(**request)
     listener = progress or Silent()
     return plan_request(open_model(locate(model, revision), wanted.dtype, wanted.device), wanted, listener)
+
+
+def plan_per_source(
+    model: str, *, revision: str | None = None, progress: Progress | None = None, **request: Any
+) -> list[CompressionPlan]:
+    """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
+    from compressor.model import open_model
+
+    wanted = Request(**request)
+    refuse_per_source(wanted)
+    return plan_sources(open_model(locate(model, revision), wanted.dtype, wanted.device), wanted, progress or Silent())
 
 
 def apply(
@@ -241,14 +261,17 @@ def compare(
     by default each strategy's own beside none. Without `evaluate` the text is taken from the calibration's sources,
     beyond what any plan or correction sees.
     """
-    from compressor.calibration import evaluation_sets, load_tokenizer
+    from compressor.calibration import EvaluationSet, evaluation_sets, load_tokenizer
     from compressor.comparing import Contender, compare_models, parse_contender, random_drop
     from compressor.correction import Correction
     from compressor.model import open_model, resolve_count
     from compressor.registry import STRATEGIES, names
+    from compressor.sequence import shared_experts
 
     listener = progress or Silent()
     wanted = Request(**request)
+    if per_source:
+        refuse_per_source(wanted)
     contenders = [parse_contender(text, corrections) for text in strategies or names(STRATEGIES)]
     none = (Correction(),)
     contenders += [
@@ -258,12 +281,19 @@ def compare(
         raise CompressionError("--strategies names one twice; name each once, or with other options")
     opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
     counts = [resolve_count(opened.architecture.layers, count, None) for count in dict.fromkeys(experts)]
-    calibration = read_calibration(opened, wanted, heldout=True, reserve=0 if evaluate else evaluation_samples)
-    sets = calibration.reserved
+    if shared := shared_experts(opened):
+        raise CompressionError(
+            f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
+            "them takes; compress with one strategy after another instead"
+        )
+    sets: tuple[EvaluationSet, ...] = ()
     if evaluate:
-        tokenizer = load_tokenizer(opened.source.folder)
         sets = evaluation_sets(
-            evaluate, tokenizer, length=wanted.sequence_length, seed=wanted.seed, vocab=opened.vocabulary,
-            most=evaluation_samples,
+            evaluate, load_tokenizer(opened.source.folder), length=wanted.sequence_length, seed=wanted.seed,
+            vocab=opened.vocabulary, most=evaluation_samples,
         )  # fmt: skip
+    calibration = read_calibration(opened, wanted, heldout=True, reserve=0 if evaluate else evaluation_samples)
+    sets = sets or calibration.reserved
+    if per_source:
+        refuse_unjudged_sources(calibration)
     return compare_models(opened, contenders, counts, calibration, sets, listener, wanted.seed, per_source)

@@ -252,7 +252,9 @@ def evaluation_sets(
     if most < 1 or length < 2:
         raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
     return _evaluation_sets(
-        sources, [read_rows(source, tokenizer, most, length, seed, vocab) for source in sources], BATCH_SIZE
+        sources,
+        [read_rows(source, tokenizer, most, length, seed, vocab, "evaluation") for source in sources],
+        BATCH_SIZE,
     )
 
 

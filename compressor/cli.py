@@ -1,6 +1,5 @@
 """The command line `moe-compress`. Errors are one sentence and exit status 2."""
 
-import json
 import logging
 import os
 import sys
@@ -11,6 +10,33 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
+from compressor.arguments import (
+    AsJson,
+    Calibration,
+    Correct,
+    Device,
+    Dtype,
+    Experts,
+    Length,
+    Merge,
+    Model,
+    NoMergeRouters,
+    Out,
+    Overwrite,
+    PerSource,
+    Ratio,
+    Representation,
+    Revision,
+    Samples,
+    Seed,
+    Sequential,
+    Settings,
+    Similarity,
+    StrategyName,
+    counts,
+    listed,
+    settings,
+)
 from compressor.errors import CompressionError
 from compressor.memory import limit_caches
 
@@ -25,76 +51,41 @@ app = typer.Typer(
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
 INTERRUPTED = 130
 
-Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-Experts = Annotated[int | None, typer.Option(help="Experts to keep in every MoE layer.")]
-Ratio = Annotated[float | None, typer.Option(help="Share of the experts to remove; no more than this goes.")]
-StrategyName = Annotated[
-    str | None, typer.Option(help="How experts are chosen and merged; see `moe-compress strategies`.")
-]
-Merge = Annotated[str | None, typer.Option(help="How grouped experts become one: uniform, max, frequency or learned.")]
-NoMergeRouters = Annotated[
-    bool, typer.Option("--no-merge-routers", help="Keep one member's router row instead of merging rows.")
-]
-Representation = Annotated[str | None, typer.Option(help="model-centric: compare surrogate or vectorized weights.")]
-Similarity = Annotated[str | None, typer.Option(help="data-centric: linear-cka, rbf-cka or mean-output.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--option", help="name=value for an option of any strategy; may be repeated.")
-]
-Calibration = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A text or JSONL file, a data set id (default: C4), or 'demo'; repeat it for several sources, each with "
-        "=WEIGHT if they should not count alike."
-    ),
-]
-Correct = Annotated[
-    str | None,
-    typer.Option(help="Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."),
-]
-Sequential = Annotated[
-    bool, typer.Option("--sequential", help="Plan each layer on what the compressed earlier layers put out.")
-]
-Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
-Length = Annotated[int, typer.Option("--sequence-length", min=2, help="Tokens in each of them.")]
-Seed = Annotated[int, typer.Option(help="For the choice of calibration text and everything else that is drawn.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
-Dtype = Annotated[str, typer.Option(help="For computing: auto (the checkpoint's), float32, bfloat16 or float16.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing output once the new one is complete.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-PerSource = Annotated[bool, typer.Option("--per-source", help="Also plan for each calibration source alone.")]
-Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
-
 
 def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
-    _log_own_warnings()
     limit_caches()
-    try:
-        status = app(prog_name="moe-compress", standalone_mode=False)
-    except CompressionError as error:
-        _fail(str(error))
-    except USAGE_ERROR as error:
-        _fail(_usage(error))
-    except OSError as error:  # a name too long, a folder without permission ...
-        place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{error.strerror or error}")
-    except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
+    with _own_warnings():
+        try:
+            status = app(prog_name="moe-compress", standalone_mode=False)
+        except CompressionError as error:
+            _fail(str(error))
+        except USAGE_ERROR as error:
+            _fail(_usage(error))
+        except OSError as error:  # a name too long, a folder without permission ...
+            place = f"{error.filename}: " if error.filename else ""
+            _fail(f"{place}{error.strerror or error}")
+        except (KeyboardInterrupt, typer.Abort):
+            status = INTERRUPTED
     if status == INTERRUPTED:  # which typer too may have made of the key
         print("Interrupted; run the same command again to go on.", file=sys.stderr)
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
-def _log_own_warnings() -> None:
+@contextmanager
+def _own_warnings() -> Iterator[None]:
     """Our warnings on stderr, one line each; the Hub client's retries are told by the error that ends them."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    for package in ("compressor", "strategies", "exporters"):
-        logging.getLogger(package).addHandler(handler)
+    loggers = [logging.getLogger(package) for package in ("compressor", "strategies", "exporters")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def _fail(message: str) -> NoReturn:
@@ -109,52 +100,6 @@ def _usage(error: Any) -> str:
     if not message:
         raise SystemExit(2)
     return message + (f"; see {context.command_path} --help" if context is not None else "")
-
-
-def _settings(
-    strategy: str,
-    merge: str | None,
-    no_merge_routers: bool,
-    representation: str | None,
-    similarity: str | None,
-    options: list[str] | None,
-) -> dict[str, Any]:
-    """A strategy's options from the command line, refusing what it does not have."""
-    from compressor.merging import METHODS
-    from compressor.registry import option_fields
-
-    known = option_fields(strategy)
-    given: dict[str, Any] = {"representation": representation, "similarity": similarity}
-    if merge is not None and merge not in METHODS:
-        raise CompressionError(f"there is no merge {merge!r}; known are {', '.join(METHODS)}")
-    if "merge" in known:
-        given["merge"] = merge
-        given["merge_routers"] = False if no_merge_routers else None
-    elif merge is not None or no_merge_routers:
-        logging.getLogger(__name__).warning(
-            "strategy %s drops experts and merges none: --merge has no effect", strategy
-        )
-    for option in options or ():
-        name, separator, text = option.partition("=")
-        if not separator:
-            raise CompressionError(f"--option {option!r} should be name=value")
-        given[name.replace("-", "_")] = _parsed(text)
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _is_plan(path: Path) -> bool:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and str(content.get("format", "")).startswith("moe-compressor-plan/")
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 @contextmanager
@@ -197,6 +142,7 @@ def plan(
     calibration: Calibration = None,
     correct: Correct = None,
     sequential: Sequential = False,
+    per_source: PerSource = False,
     samples: Samples = 128,
     sequence_length: Length = 512,
     seed: Seed = 0,
@@ -208,40 +154,34 @@ def plan(
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
     from compressor import api, rendering
-    from compressor.request import DEFAULT_STRATEGY
+    from compressor.plan_files import check_files, source_files, write_plans
+    from compressor.request import DEFAULT_STRATEGY, Request
 
-    if output.exists() and not overwrite:
-        raise CompressionError(f"{output} exists already; name another file or pass --overwrite")
-    if output.exists() and not _is_plan(output):
-        raise CompressionError(f"{output} is not a plan, so --overwrite will not replace it; name another file")
-    if not output.parent.is_dir():
-        raise CompressionError(f"{output.parent} does not exist; create it or name another file")
+    sources = Request(calibration=calibration or None).source_names if per_source else ()
+    outputs = [output, *source_files(output, sources)]
+    check_files(outputs, overwrite)
     chosen = DEFAULT_STRATEGY if strategy is None else strategy
     with _progress(as_json) as progress:
-        made = api.plan(
-            model,
-            revision=revision,
-            progress=progress,
-            experts=experts,
-            ratio=ratio,
-            strategy=chosen,
-            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option),
-            calibration=calibration or None,
-            correct=correct,
-            sequential=sequential,
-            samples=samples,
-            sequence_length=sequence_length,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
-    fresh = output.with_name(f".{output.name}.new")
-    try:
-        fresh.write_text(made.to_json(), encoding="utf-8")
-        fresh.replace(output)
-    finally:
-        fresh.unlink(missing_ok=True)
-    rendering.show_plan(made, output, as_json)
+        request: dict[str, Any] = {
+            "experts": experts,
+            "ratio": ratio,
+            "strategy": chosen,
+            "options": settings(chosen, merge, no_merge_routers, representation, similarity, option),
+            "calibration": calibration or None,
+            "correct": correct,
+            "sequential": sequential,
+            "samples": samples,
+            "sequence_length": sequence_length,
+            "seed": seed,
+            "device": device,
+            "dtype": dtype,
+        }
+        if per_source:
+            made = api.plan_per_source(model, revision=revision, progress=progress, **request)
+        else:
+            made = [api.plan(model, revision=revision, progress=progress, **request)]
+        write_plans(outputs, made)
+    rendering.show_plans(made, outputs, as_json)
 
 
 @app.command()
@@ -299,7 +239,7 @@ def compress(
             experts=experts,
             ratio=ratio,
             strategy=chosen,
-            options=_settings(chosen, merge, no_merge_routers, representation, similarity, option),
+            options=settings(chosen, merge, no_merge_routers, representation, similarity, option),
             calibration=calibration or None,
             correct=correct,
             sequential=sequential,
@@ -334,7 +274,9 @@ def compare(
     ] = None,
     evaluation_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure on, at most.")] = 64,
     random_seeds: Annotated[int, typer.Option(min=1, help="Random drops to compare with.")] = 3,
-    per_source: PerSource = False,
+    per_source: Annotated[
+        bool, typer.Option("--per-source", help="Plan for each calibration source alone, too: a row each.")
+    ] = False,
     samples: Samples = 128,
     sequence_length: Length = 512,
     seed: Seed = 0,
@@ -345,16 +287,18 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
-    from compressor import api, rendering
+    from compressor import api
     from compressor.comparison_report import check_folder, write_reports
+    from compressor.comparison_table import show_comparison
 
-    check_folder(output)
+    kept = counts(experts)
+    check_folder(output, overwrite)
     with _progress(as_json) as progress:
         found = api.compare(
             model,
-            experts=_counts(experts),
-            strategies=_listed(strategies),
-            corrections=_listed(correct),
+            experts=kept,
+            strategies=listed(strategies, "--strategies"),
+            corrections=listed(correct, "--correct"),
             evaluate=evaluate or (),
             evaluation_samples=evaluation_samples,
             random_seeds=random_seeds,
@@ -368,25 +312,10 @@ def compare(
             device=device,
             dtype=dtype,
         )
-    written = write_reports(found, output)
-    rendering.show_comparison(found, as_json)
+        written = write_reports(found, output, overwrite)
+    show_comparison(found, as_json)
     if not as_json:
         print(f"Written: {', '.join(str(path) for path in written)}")
-
-
-def _listed(text: str | None) -> list[str] | None:
-    """'a, b' -> ['a', 'b']."""
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in _listed(text) or ()]
-    except ValueError as error:
-        raise CompressionError(f"--experts {text!r} should be whole numbers separated by commas, as 6,4") from error
-    if not found:
-        raise CompressionError("--experts names no count; say how many experts to keep, as 6,4")
-    return found
 
 
 @app.command()

@@ -85,14 +85,18 @@ class Observers:
         def smaller(count: int) -> Any:
             return self.routers.get(self.layer, count)
 
-        def of(heldout: bool) -> list[Collector]:
-            return [self.collectors[part] for part in sorted(self.collectors) if part[1] is heldout]
+        def of(heldout: bool) -> dict[int, Collector]:
+            return {n: self.collectors[n, held] for n, held in sorted(self.collectors) if held is heldout}
 
-        heldout = combined(of(True), self.shares).finish(smaller) if needs_heldout(self.needs) else None
-        fit = of(False)
-        whole = combined(fit, self.shares)
+        def together(parts: dict[int, Collector]) -> Collector:
+            return combined(list(parts.values()), [self.shares[source] for source in parts])
+
+        judged, fit, held = needs_heldout(self.needs), of(False), of(True)
+        heldout = together(held).finish(smaller) if judged else None
+        whole = together(fit)
         several = self.per_source and len(fit) > 1
-        parts = tuple(collector.finish(smaller, heldout) for collector in fit) if several else ()
+        own = {n: held[n].finish(smaller) for n in held} if several and judged and len(held) > 1 else {}
+        parts = tuple(fit[n].finish(smaller, own.get(n, heldout)) for n in fit) if several else ()
         return whole.finish(smaller, heldout, parts)
 
 

@@ -23,8 +23,8 @@ from compressor.plan import LayerPlan
 from compressor.planning import Planned, Wish, make_plans, versions
 from compressor.progress import Progress
 from compressor.registry import Strategy, load_strategy
-from compressor.sequence import compress_in_order, refuse_shared_experts
-from compressor.statistics import LayerStatistics
+from compressor.sequence import compress_in_order
+from compressor.statistics import LayerStatistics, needs_data
 from compressor.streaming import stream_layers
 
 RANDOM = "random"
@@ -165,7 +165,6 @@ def compare_models(
     per_source: bool = False,
 ) -> Comparison:
     """Plan with every contender at every count from one pass, carry each plan out in memory, and judge all alike."""
-    refuse_shared_experts(model)
     judge = Judge(evaluation_batches(sets, model.vocabulary), len(sets))
     table = _Table(model, judge, sets, progress, seed)
     with PeakMemory() as peak:
@@ -184,9 +183,11 @@ def compare_models(
     for planned in made:
         contender = owners[planned.wish]
         data = planned.calibration or calibration
-        rows += [table.judged(planned, contender, correction, data) for correction in contender.corrections]
+        same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
+        tried = [correction for correction in contender.corrections if correction.wanted or not same]
+        rows += [table.judged(planned, contender, correction, data) for correction in tried]
     return Comparison(
-        model=model.source.name,
+        model=model.source.label,
         rows=tuple(rows),
         calibration=calibration.identity,
         evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compressor.comparison import Comparison, Row
-from compressor.comparison_series import best_rows, data_line, finite_json, sort_key
+from compressor.comparison_series import best_rows, data_line, sort_key
 from compressor.errors import CompressionError
 from compressor.plots import plot_comparison
-from compressor.rendering import human_bytes, human_count
+from compressor.tables import human_bytes, human_count
 
+NAMES = ("comparison.json", "comparison.md", "comparison.png")
 SPECIAL = re.compile(r"[\\|*`<\[\]]")  # what Markdown would not show as it is written
 
 
@@ -101,10 +102,8 @@ def _legend() -> str:
     )
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder for the reports that exists or cannot be made, for the start of a long run."""
-    if folder.exists() or folder.is_symlink():
-        raise CompressionError(f"{folder} exists already; name a new folder for the reports")
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a comparison."""
     parent = Path(os.path.abspath(folder)).parent
     if not parent.is_dir():
         raise CompressionError(f"{parent} is not a folder; create it or name another folder for the reports")
@@ -112,19 +111,42 @@ def check_folder(folder: Path) -> None:
         raise CompressionError(
             f"{parent} cannot be written to; change its permissions or name another folder for the reports"
         )
+    if not (folder.exists() or folder.is_symlink()):
+        return
+    if not overwrite:
+        raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
+    if folder.is_symlink() or not (folder / NAMES[0]).is_file():
+        raise CompressionError(
+            f"{folder} holds no {NAMES[0]}, so --overwrite will not replace it; name a new folder for the reports"
+        )
+    if others := sorted({path.name for path in folder.iterdir()} - set(NAMES)):
+        raise CompressionError(
+            f"{folder} holds {others[0]} beside {NAMES[0]}, so --overwrite will not replace it; move that or name "
+            "a new folder for the reports"
+        )
 
 
-def write_reports(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing."""
-    check_folder(folder)
+def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
+
+    With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
+    """
+    check_folder(folder, overwrite)
     target = Path(os.path.abspath(folder))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        made = Path(scratch) / "reports"  # one level down: the temporary folder itself is private to its owner
+        made, old = Path(scratch) / "reports", Path(scratch) / "old"  # the scratch folder is private to its owner
         made.mkdir()
-        content = json.dumps(finite_json(comparison.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
-        (made / "comparison.json").write_text(content + "\n", encoding="utf-8")
-        (made / "comparison.md").write_text(markdown(comparison), encoding="utf-8")
-        plot_comparison(comparison, made / "comparison.png")
-        check_folder(folder)  # drawing takes a while, and a rename would replace an empty folder
-        made.rename(target)
-    return [folder / name for name in ("comparison.json", "comparison.md", "comparison.png")]
+        content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
+        (made / NAMES[1]).write_text(markdown(comparison), encoding="utf-8")
+        plot_comparison(comparison, made / NAMES[2])
+        check_folder(folder, overwrite)  # drawing takes a while, and a rename would replace an empty folder
+        if target.exists():
+            target.rename(old)
+        try:
+            made.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+    return [folder / name for name in NAMES]

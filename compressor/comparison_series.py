@@ -105,12 +105,3 @@ def data_line(comparison: Comparison) -> str:
         f"Calibrated with {_calibration_data(comparison.calibration)} in {comparison.calibration_seconds:.1f} s, "
         f"evaluated on {_listed(evaluated)}, seed {comparison.seed}."
     )
-
-
-def finite_json(content: Any) -> Any:
-    """The same content with None for every number that JSON cannot write: infinite, or not a number."""
-    if isinstance(content, Mapping):
-        return {name: finite_json(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [finite_json(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -17,9 +17,11 @@ from compressor.loading import parent_and_name, set_tensor
 from compressor.recording import Recording
 from compressor.relayer import CutLayer
 from compressor.ridge import refit_down
-from compressor.tuning import RATE, STEPS, TOKENS, Schedule, tune
+from compressor.tuning import STEPS, TOKENS, Schedule, tune
 
 METHODS = ("none", "ridge", "tune")
+RATE = 0.3  # of tuning, times the error that is left: see `compressor.tuning.Schedule`
+MOST_RATE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,39 +87,49 @@ def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator
 
 
 class _Guard:
-    """The best state so far by the error on held-out tokens, in the dtype in which it will be stored."""
+    """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller model itself."""
 
-    def __init__(
-        self, layer: CutLayer, router: Mapping[str, torch.Tensor], dtypes: list[torch.dtype], rows: torch.Tensor
-    ) -> None:
-        self.layer, self.rows = layer, rows
-        self.values = [*(value for parameters in layer.parameters for value in parameters.values()), *router.values()]
-        self.dtypes = dtypes
+    def __init__(self, cut: CutLayer, router: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.cut, self.router, self.dtypes = cut, router, dtypes
+        self.rows = cut.recording.positions(heldout=True)
         self.kept, self.best = "none", self._error()
-        self.state = self._stored()
+        self.routing = self._routing()
 
-    def _stored(self) -> list[torch.Tensor]:
-        return [value.detach().to(dtype, copy=True) for value, dtype in zip(self.values, self.dtypes, strict=True)]
+    def _experts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each refitted tensor of each expert, and its place in the smaller model."""
+        for expert, parameters in enumerate(self.cut.parameters):
+            for name, value in parameters.items():
+                yield value, getattr(self.cut.experts, name)[expert]
+
+    def _routing(self) -> dict[str, torch.Tensor]:
+        return {key: value.detach().to(self.dtypes[key], copy=True) for key, value in self.router.items()}
 
     @torch.no_grad()
     def _error(self) -> float:
-        """The error with the values as they will be stored; they stay so."""
-        for value, stored in zip(self.values, self._stored(), strict=True):
-            value.copy_(stored)
-        return self.layer.error(self.rows)
+        """The error with all values rounded as they will be stored; they stay so."""
+        for value, place in self._experts():
+            value.copy_(value.to(place.dtype))
+        for key, rounded in self._routing().items():
+            self.router[key].copy_(rounded)
+        return self.cut.error(self.rows)
 
+    @torch.no_grad()
     def judge(self, name: str) -> float:
         """Keep the present state if it is better than the best so far."""
         error = self._error()
         if error < self.best:
-            self.kept, self.best, self.state = name, error, self._stored()
+            self.kept, self.best, self.routing = name, error, self._routing()
+            for value, place in self._experts():
+                place.copy_(value)
         return error
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the best state."""
-        for value, stored in zip(self.values, self.state, strict=True):
-            value.copy_(stored)
+        for value, place in self._experts():
+            value.copy_(place)
+        for key, rounded in self.routing.items():
+            self.router[key].copy_(rounded)
 
 
 def correct_layer(
@@ -125,35 +137,27 @@ def correct_layer(
 ) -> dict[str, Any]:
     """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
 
-    Errors are ||y - y'||^2 / ||y||^2 on held-out calibration tokens. A layer that none reached stays as it is.
+    Errors are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
+    (`CutLayer.error`). A layer that none reached stays as it is.
     """
     rows, judged = recording.positions(heldout=False), recording.positions(heldout=True)
     if not len(judged):
         return {"kept": "none", "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
-    stored = {key: value.dtype for key, value in model.state_dict().items()}
+    dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with _float_router(model, layer, recording) as router:
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
-        names = list(cut.parameters[0])
-        dtypes = [getattr(experts, name).dtype for _ in cut.parameters for name in names]
-        dtypes += [stored[key] for key in router]
-        guard = _Guard(cut, router, dtypes, judged)
+        guard = _Guard(cut, router, dtypes)
         errors = {"before": guard.best}
-        if not correction.wanted or guard.best == 0 or not len(rows):
-            return _figures(guard, errors)
-        refit_down(cut, rows, judged)
-        errors["ridge"] = guard.judge("ridge")
-        if correction.method == "tune":
+        if correction.wanted and guard.best > 0 and len(rows):
+            refit_down(cut, rows, judged)
+            errors["ridge"] = guard.judge("ridge")
+            if correction.method == "tune":
+                guard.restore()
+                rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
+                tune(cut, rows, list(router.values()), Schedule(correction.steps, correction.tokens, rate, seed))
+                errors["tune"] = guard.judge("tune")
             guard.restore()
-            schedule = Schedule(correction.steps, correction.tokens, correction.rate, seed)
-            tune(cut, rows, list(router.values()), schedule)
-            errors["tune"] = guard.judge("tune")
-        guard.restore()
-        with torch.no_grad():
-            for name in names:
-                fused = getattr(experts, name)
-                for expert, parameters in enumerate(cut.parameters):
-                    fused[expert].copy_(parameters[name])
     return _figures(guard, errors)
 
 

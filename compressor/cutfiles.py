@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from compressor.architecture import MoeLayer
-from compressor.plan import LayerPlan, layer_from_dict, layer_to_dict
+from compressor.layer_plan import LayerPlan
+from compressor.plan_json import layer_from_dict, layer_to_dict
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ A source is a text or JSONL file, a `datasets` id, which is streamed, or the dem
 
 import json
 import math
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from compressor.errors import CompressionError, first_line, reason_of
 
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
+OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
@@ -36,6 +38,11 @@ class WeightedSource:
             )
 
 
+def is_file(source: str) -> bool:
+    """Whether a source is a file here, whatever its name; a name too long for one is a data set's, if anything's."""
+    return os.path.isfile(source)
+
+
 def parse_sources(arguments: Sequence[str]) -> tuple[WeightedSource, ...]:
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
@@ -46,7 +53,7 @@ def parse_sources(arguments: Sequence[str]) -> tuple[WeightedSource, ...]:
         raise CompressionError(
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
-    places = [Path(source).resolve() if Path(source).is_file() else source for source, _ in pairs]
+    places = [Path(source).resolve() if is_file(source) else source for source, _ in pairs]
     for number, (source, _) in enumerate(pairs):
         if places[number] in places[:number]:
             raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
@@ -60,7 +67,7 @@ def _split_weight(argument: str) -> tuple[str, float | None]:
         weight = float(number)
     except ValueError:
         return argument, None
-    if not sign or Path(argument).is_file():
+    if not sign or is_file(argument):
         return argument, None
     if not source:
         raise CompressionError(f"calibration {argument!r} names no source before its weight; write SOURCE=WEIGHT")
@@ -99,7 +106,7 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
     names: list[str] = []
     for source in sources:
-        plain = Path(source).stem if Path(source).is_file() else source
+        plain = Path(source).stem if is_file(source) else source
         name, number = plain, 1
         while name in names:
             number += 1
@@ -137,7 +144,7 @@ def _document(entry: Any, tokenizer: Any, where: str) -> str:
     raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
 
 
-def _file_documents(path: Path, tokenizer: Any) -> list[str]:
+def _file_documents(path: Path, tokenizer: Any, purpose: str) -> list[str]:
     """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -146,7 +153,7 @@ def _file_documents(path: Path, tokenizer: Any) -> list[str]:
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
         ) from error
     except OSError as error:
-        raise CompressionError(f"calibration file {path} cannot be read: {error.strerror}") from error
+        raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
     if path.suffix not in (".jsonl", ".json"):
         return [part.strip("\n") + "\n" for part in content.split("\n\n") if part.strip()]
     documents = []
@@ -162,7 +169,7 @@ def _file_documents(path: Path, tokenizer: Any) -> list[str]:
     return [document for document in documents if document.strip()]
 
 
-def _dataset_documents(source: str, seed: int, tokenizer: Any) -> Iterator[str]:
+def _dataset_documents(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
     """Documents of a `datasets` id, streamed; `id:config` names a configuration."""
     import datasets
 
@@ -179,32 +186,32 @@ def _dataset_documents(source: str, seed: int, tokenizer: Any) -> Iterator[str]:
     except Exception as error:
         reason = first_line(error)
         raise CompressionError(
-            f"calibration data {source!r} is no file, and cannot be read as a data set ({reason}); "
-            "pass --calibration with a text or JSONL file, a data set id, or 'demo'"
+            f"{purpose} data {source!r} is no file, and cannot be read as a data set ({reason}); "
+            f"pass {OPTIONS[purpose]} with a text or JSONL file, a data set id, or 'demo'"
         ) from error
 
 
-def documents(source: str, seed: int, tokenizer: Any) -> Iterable[str]:
+def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibration") -> Iterable[str]:
     """Documents of a file, a data set or the demo in the order of the seed; a data set is read as they are taken."""
     path = Path(source)
-    if source == DEMO_SOURCE and not path.exists():
+    if source == DEMO_SOURCE and not os.path.exists(source):
         from compressor.demo.evaluation import load_documents
 
         found = [text for text, _ in load_documents("calibration")]
-    elif path.is_file():
-        found = _file_documents(path, tokenizer)
-    elif path.is_dir():
+    elif is_file(source):
+        found = _file_documents(path, tokenizer, purpose)
+    elif os.path.isdir(path):
         raise CompressionError(
-            f"calibration {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
+            f"{purpose} {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
         )
     elif path.suffix in (".txt", ".jsonl", ".json"):
         raise CompressionError(
-            f"calibration file {source} does not exist; name a text or JSONL file, a data set id, or 'demo'"
+            f"{purpose} file {source} does not exist; name a text or JSONL file, a data set id, or 'demo'"
         )
     else:
-        return _dataset_documents(source, seed, tokenizer)
+        return _dataset_documents(source, seed, tokenizer, purpose)
     if not found:
-        raise CompressionError(f"calibration file {source} is empty; give it some text")
+        raise CompressionError(f"{purpose} file {source} is empty; give it some text")
     random.Random(seed).shuffle(found)
     return found
 
@@ -229,15 +236,17 @@ def as_rows(ids: Tensor, length: int) -> Tensor:
     return ids[: whole * length].view(whole, length) if whole else ids[None]
 
 
-def read_rows(source: str, tokenizer: Any, samples: int, length: int, seed: int, vocab: int) -> Tensor:
+def read_rows(
+    source: str, tokenizer: Any, samples: int, length: int, seed: int, vocab: int, purpose: str = "calibration"
+) -> Tensor:
     """Sequences [n, L] of a source: as many as asked for, or as there are, a single shorter one at the least."""
     previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
     try:
-        ids = pack(documents(source, seed, tokenizer), tokenizer, samples, length)
+        ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, samples, length)
     finally:
         tokenizer.model_max_length = previous
     if ids.numel() < 2:
-        raise CompressionError(f"calibration data {source} gives {ids.numel()} tokens; give it more text")
+        raise CompressionError(f"{purpose} data {source} gives {ids.numel()} tokens; give it more text")
     if int(ids.max()) >= vocab:
         raise CompressionError(
             f"the tokenizer makes token {int(ids.max())}, the model knows {vocab}; they do not belong together"

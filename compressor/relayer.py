@@ -24,6 +24,7 @@ class CutLayer:
     router: Any
     block: Any
     parameters: list[Parameters]
+    floor: float = 1.0  # added to ||y||^2 in a token's weight
 
     @classmethod
     def of(cls, recording: Recording, experts: Any, router: Any, block: Any) -> "CutLayer":
@@ -34,7 +35,7 @@ class CutLayer:
             {name: getattr(experts, name)[expert].detach().to(torch.float32, copy=True) for name in names}
             for expert in range(count)
         ]
-        return cls(recording, experts, router, block, copies)
+        return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs))
 
     def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
@@ -49,6 +50,10 @@ class CutLayer:
     def targets(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] what the original layer's experts put out there, in float32."""
         return self.recording.outputs[rows].float()
+
+    def token_weights(self, targets: torch.Tensor) -> torch.Tensor:
+        """[n]: 1 / (||y||^2 + its median), so that a few tokens of huge output do not drown all others."""
+        return 1.0 / (targets.square().sum(-1) + self.floor)
 
     def output(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """[n, H]: the gate-weighted sum of the chosen experts' outputs."""
@@ -69,14 +74,22 @@ class CutLayer:
 
     @torch.no_grad()
     def error(self, rows: torch.Tensor) -> float:
-        """||y - y'||^2 / ||y||^2 over the tokens at `rows`; 0 where there is nothing to bring back."""
+        """Weighted sum of ||y - y'||^2 over that of ||y||^2 at `rows`; 0 where there is nothing to bring back."""
         off, size = 0.0, 0.0
         for chunk in rows.split(CHUNK):
             weights, index = self.route(chunk)
             target = self.targets(chunk)
-            off += float((target - self.output(self.inputs(chunk), weights, index)).double().square().sum())
-            size += float(target.double().square().sum())
+            share = self.token_weights(target).double()
+            gap = target - self.output(self.inputs(chunk), weights, index)
+            off += float(share @ gap.double().square().sum(-1))
+            size += float(share @ target.double().square().sum(-1))
         return off / size if size else 0.0
+
+
+def _typical_energy(outputs: torch.Tensor) -> float:
+    """Median over tokens of ||y||^2; the mean where most are 0, and 1 where all are."""
+    energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(1)])
+    return float(energies.median()) or float(energies.mean()) or 1.0
 
 
 def routed(weights: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -1,28 +1,18 @@
-"""Tables, JSON and progress bars for the terminal."""
+"""What the commands print, and progress bars."""
 
-import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from compressor.api import Summary
-from compressor.comparison import Comparison
-from compressor.comparison_series import Entry, data_line, finite_json, ranked
 from compressor.inspection import Inspection
 from compressor.plan import CompressionPlan
-
-UNITS = ("B", "kB", "MB", "GB", "TB")
-PIPED_WIDTH = 110  # columns of a table that no terminal limits
-NARROW_COLUMNS = 6  # of the comparison that a narrower terminal shows
+from compressor.tables import human_bytes, human_count, print_json, print_table, share
 
 
 class Bars:
@@ -63,58 +53,6 @@ class Bars:
             self._bars.stop()
 
 
-def human_bytes(count: float) -> str:
-    """1234567 -> '1.23 MB'."""
-    for unit in UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} {UNITS[-1]}"
-
-
-def human_count(count: float) -> str:
-    """1234567 -> '1.23M'."""
-    for unit in ("", "k", "M", "B"):
-        if count < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}T"
-
-
-def print_json(content: Any) -> None:
-    """Indented JSON on stdout."""
-    print(json.dumps(content, indent=2, ensure_ascii=False))
-
-
-def _table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: bool = True,
-    ruled: Set[int] = frozenset(),
-) -> None:
-    """Print a table, numbers aligned to the right; with two columns it is a list of facts, without a header.
-
-    `ruled` are the numbers of rows with a line below them.
-    """
-    facts = len(columns) == 2
-    table = Table(title=title, title_justify="left", show_header=not facts)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if numbers and number and not facts else "left", overflow="fold")
-    for number, row in enumerate(rows):
-        table.add_row(*row, end_section=number in ruled)
-    _console().print(table)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPED_WIDTH))
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
 def show_inspection(report: Inspection, as_json: bool) -> None:
     """The report of `inspect`."""
     if as_json:
@@ -138,35 +76,43 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
     ]
     if report.left_out:
         facts.append(("not loaded by stock transformers", f"{len(report.left_out)} tensors, {report.left_out[0]} ..."))
-    _table(report.model, ("", ""), facts)
-    _table(
+    print_table(report.model, ("", ""), facts)
+    print_table(
         "By part",
         ("part", "parameters", "bytes", "share"),
         [
-            (part.name, human_count(part.parameters), human_bytes(part.bytes), _share(part.bytes, report.bytes))
+            (part.name, human_count(part.parameters), human_bytes(part.bytes), share(part.bytes, report.bytes))
             for part in report.parts
         ],
     )
-    _table(
+    print_table(
         "What would be left",
         ("experts", "parameters", "bytes", "share"),
         [
-            (str(o.experts), human_count(o.parameters), human_bytes(o.bytes), _share(o.bytes, report.bytes))
+            (str(o.experts), human_count(o.parameters), human_bytes(o.bytes), share(o.bytes, report.bytes))
             for o in report.outcomes
         ],
     )
 
 
-def show_plan(plan: CompressionPlan, path: Path, as_json: bool) -> None:
-    """One row a layer."""
+def show_plans(plans: Sequence[CompressionPlan], paths: Sequence[Path], as_json: bool) -> None:
+    """One row a layer; as JSON the plan, or a list of several."""
     if as_json:
-        print_json(plan.to_dict())
+        content = [plan.to_dict() for plan in plans]
+        print_json(content if len(content) > 1 else content[0])
         return
+    for plan, path in zip(plans, paths, strict=True):
+        _show_plan(plan, path)
+
+
+def _show_plan(plan: CompressionPlan, path: Path) -> None:
     rows = []
     for layer in plan.layers:
         merged = [list(group.members) for group in layer.groups if len(group.members) > 1]
         rows.append((layer.module, str(layer.experts), str(len(layer.groups)), _short(layer.dropped), _short(merged)))
-    _table(f"Plan by {plan.strategy}, written to {path}", ("layer", "experts", "kept", "dropped", "merged"), rows)
+    data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
+    title = f"Plan by {plan.strategy}{data}, written to {path}"
+    print_table(title, ("layer", "experts", "kept", "dropped", "merged"), rows)
 
 
 def _short(items: Sequence[Any], most: int = 12) -> str:
@@ -202,18 +148,18 @@ def show_summary(summary: Summary, as_json: bool) -> None:
             "parameters",
             human_count(before.parameters),
             human_count(after.parameters),
-            _share(after.parameters, before.parameters),
+            share(after.parameters, before.parameters),
         ),
-        ("bytes", human_bytes(before.bytes), human_bytes(after.bytes), _share(after.bytes, before.bytes)),
+        ("bytes", human_bytes(before.bytes), human_bytes(after.bytes), share(after.bytes, before.bytes)),
     ]
-    _table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows)
-    console = Console()
+    print_table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows)
+    lines = Console()
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
-    console.print(f"{phases}; peak memory {human_bytes(summary.peak_memory)}", highlight=False)
+    lines.print(f"{phases}; peak memory {human_bytes(summary.peak_memory)}", highlight=False)
     if summary.left_out:
         fields = f"; set to zero in the config: {', '.join(summary.zeroed_fields)}" if summary.zeroed_fields else ""
         names = _short(summary.left_out, 4)
-        console.print(f"left out, as stock transformers does not load them: {names}{fields}", highlight=False)
+        lines.print(f"left out, as stock transformers does not load them: {names}{fields}", highlight=False)
     print(f"Written to {summary.out}")
 
 
@@ -235,7 +181,7 @@ def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
         (e["name"], e["summary"], ", ".join(e["needs"]), ", ".join(f"{k}={v}" for k, v in e["options"].items()) or "-")
         for e in entries
     ]
-    _table("Strategies", ("name", "what it does", "needs", "options"), rows, numbers=False)
+    print_table("Strategies", ("name", "what it does", "needs", "options"), rows, numbers=False)
 
 
 def show_demo(rows: Sequence[Any], as_json: bool) -> None:
@@ -243,7 +189,7 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    _table(
+    print_table(
         "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions",
         ("model", "experts", "parameters", "bytes", "loss", "accuracy"),
         [
@@ -259,56 +205,8 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
         ],
     )
     skills = list(rows[0].accuracy)
-    _table(
+    print_table(
         "Accuracy by skill (chance is 25%)",
         ("model", *skills),
         [(row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows],
     )
-
-
-def _comparison_cells(comparison: Comparison, entry: Entry) -> dict[str, str]:
-    """By column, the less important ones last; means of random drops, and the highest of their peaks."""
-    rows, original = entry.rows, entry.rows[0] is comparison.original
-    return {
-        "model": _comparison_name(entry),
-        "experts": str(entry.experts),
-        "loss": f"{entry.loss:.4f}",
-        "increase": "-" if original else f"{fmean(map(comparison.increase, rows)):+.4f}",
-        "KL": f"{fmean(row.kl for row in rows):.4f}",
-        "layer\nerror": "-" if entry.error is None else f"{entry.error:.4f}",
-        "perplex-\nity": f"{fmean(row.perplexity for row in rows):.4g}",
-        "param-\neters": human_count(fmean(row.parameters for row in rows)),
-        "seconds": f"{fmean(row.seconds for row in rows):.1f}",
-        "peak\nmemory": human_bytes(max(row.peak_memory for row in rows)),
-    }
-
-
-def _comparison_name(entry: Entry) -> str:
-    drops = f" ({len(entry.rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
-    return escape(entry.label + (drops if len(entry.rows) > 1 else ""))
-
-
-def show_comparison(comparison: Comparison, as_json: bool) -> None:
-    """The original, then each expert count's models, the least loss first; random drops share a line."""
-    if as_json:
-        print_json(finite_json(comparison.to_dict()))
-        return
-    shown = (Entry("original", (comparison.original,)), *ranked(comparison))
-    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(shown)) if one.experts != other.experts}
-    cells = [_comparison_cells(comparison, entry) for entry in shown]
-    narrow = _console().width < PIPED_WIDTH
-    columns = list(cells[0])[: NARROW_COLUMNS if narrow else None]
-    title = f"{escape(comparison.model)}: loss, its increase and KL in nats per token"
-    _table(title, columns, [[row[column] for column in columns] for row in cells], ruled=ruled)
-    sources = list(comparison.evaluation)
-    if len(sources) > 1:
-        rows = [(_comparison_name(entry), str(entry.experts), *_by_source(entry, sources)) for entry in shown]
-        _table("Loss by evaluation source", ("model", "experts", *map(escape, sources)), rows, ruled=ruled)
-    _console().print(data_line(comparison), highlight=False, markup=False)
-    if narrow:
-        print("Perplexity, parameters, seconds and peak memory: in a wider terminal, or with --json.")
-
-
-def _by_source(entry: Entry, sources: Sequence[str]) -> list[str]:
-    found = [[row.loss_by_source[name] for row in entry.rows if name in row.loss_by_source] for name in sources]
-    return [f"{fmean(losses):.4f}" if losses else "-" for losses in found]

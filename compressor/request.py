@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.correction import METHODS, Correction
-from compressor.documents import DEFAULT_SOURCE, WeightedSource, parse_sources
+from compressor.documents import DEFAULT_SOURCE, WeightedSource, is_file, parse_sources, short_names
 from compressor.errors import CompressionError
 from compressor.plan import CompressionPlan
 from compressor.progress import Progress
@@ -55,6 +55,11 @@ class Request:
         """The calibration sources with their weights."""
         given = self.calibration
         return parse_sources([DEFAULT_SOURCE] if given is None else [given] if isinstance(given, str) else given)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """A short name for each calibration source, without folders."""
+        return short_names([entry.source for entry in self.sources])
 
 
 def prepare(model: "OpenModel", request: Request) -> tuple[int, "Strategy", Correction]:
@@ -110,6 +115,54 @@ def plan_request(
     return with_correction(made, model, correction, calibration)
 
 
+def refuse_per_source(request: Request) -> None:
+    """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
+    if len(request.sources) < 2:
+        raise CompressionError("--per-source needs several calibration sources; repeat --calibration for each")
+    if request.sequential:
+        raise CompressionError(
+            "--per-source plans from one pass and --sequential needs one for each plan; leave out one of them, or plan "
+            "with --sequential for each source in turn"
+        )
+
+
+def refuse_unjudged_sources(calibration: "Calibration") -> None:
+    """Refuse to plan for each source alone where one is too short to have any tokens held out."""
+    judged = {calibration.source_of(batch) for batch in calibration.heldout}
+    for number, name in enumerate(calibration.source_names):
+        if number not in judged:
+            raise CompressionError(
+                f"calibration source {name} has too few sequences to hold some out and be planned for alone; raise "
+                "--samples, give it a larger weight or more text, or leave out --per-source"
+            )
+
+
+def plan_sources(model: "OpenModel", request: Request, progress: Progress) -> list[CompressionPlan]:
+    """From one pass the plan for all calibration sources together, then one for each source alone, in their order."""
+    from compressor.planning import Wish, make_plans
+    from compressor.statistics import needs_data, needs_heldout
+
+    refuse_per_source(request)
+    experts, strategy, correction = prepare(model, request)
+    reads = needs_data(strategy.needs)
+    if not (reads or correction.wanted):
+        raise CompressionError(
+            f"strategy {request.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
+            "out --per-source"
+        )
+    judged = needs_heldout(strategy.needs) or correction.wanted
+    calibration = read_calibration(model, request, judged)
+    if judged:
+        refuse_unjudged_sources(calibration)
+    wish, data = Wish(strategy, experts, request.options), calibration if reads else None
+    made = make_plans(model, [wish], data, progress, request.seed, per_source=True)
+    alone = [calibration.only(number) for number in range(len(request.sources))]
+    plans = [planned.plan for planned in made] if reads else [made[0].plan] * (1 + len(alone))
+    return [
+        with_correction(plan, model, correction, data) for plan, data in zip(plans, [calibration, *alone], strict=True)
+    ]
+
+
 def with_correction(
     plan: CompressionPlan, model: "OpenModel", correction: Correction, calibration: "Calibration | None"
 ) -> CompressionPlan:
@@ -126,8 +179,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
 
     data = []
     for entry in request.sources:
-        path = Path(entry.source)
-        text = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else entry.source
+        text = hashlib.sha256(Path(entry.source).read_bytes()).hexdigest() if is_file(entry.source) else entry.source
         data.append((text, entry.weight))
     facts = [
         model.fingerprint,

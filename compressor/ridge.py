@@ -2,10 +2,13 @@
 
 With phi the gate-weighted intermediate activations of the kept experts, laid side by side, and r = y - y' what the cut
 layer misses, the change D of the down projections minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
-weights that the plan gives. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on
-what the others leave. A block's penalty is the one of least error on held-out tokens.
+weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on what the
+others leave. The penalty is the one of least error on held-out tokens for the first block; a later block stays as it is
+where that penalty does not help it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +16,8 @@ import torch
 from compressor.experts import intermediate
 from compressor.relayer import CHUNK, CutLayer, routed
 
-BLOCK = 4096  # neurons solved jointly: the normal matrix takes 8 * BLOCK^2 bytes
+LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
+MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
 TOKENS = 32_768  # fitted on at most
 SWEEPS = 2  # over the blocks, where there are several
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
@@ -34,7 +38,12 @@ class Span:
         return slice(self.place, self.place + self.end - self.begin)
 
 
-def neuron_blocks(experts: int, neurons: int, width: int = BLOCK) -> list[list[Span]]:
+def block_width(layer_bytes: int) -> int:
+    """Neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
+    return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
+
+
+def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
     """All neurons of all experts, in order, in blocks of at most `width`."""
     found: list[list[Span]] = [[]]
     place = 0
@@ -57,10 +66,14 @@ class _Tokens:
     rows: torch.Tensor
     routes: list[tuple[torch.Tensor, torch.Tensor]]
     residual: torch.Tensor
+    scales: torch.Tensor  # [T] square roots of the tokens' weights; residual and features are multiplied by them
 
     @classmethod
     def of(cls, layer: CutLayer, rows: torch.Tensor) -> "_Tokens":
-        return cls(rows, [layer.route(chunk) for chunk in rows.split(CHUNK)], layer.residual(rows))
+        found = [layer.token_weights(layer.targets(chunk)).sqrt() for chunk in rows.split(CHUNK)]
+        scales = torch.cat(found) if found else torch.zeros(0)
+        residual = layer.residual(rows) * scales[:, None]
+        return cls(rows, [layer.route(chunk) for chunk in rows.split(CHUNK)], residual, scales)
 
 
 def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,15 +87,18 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     phi = x.new_zeros(len(reached), block[-1].columns.stop)
     for expert, rows, gates in routed(weights[reached], index[reached]):
         if expert in wanted:
-            active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * gates[:, None]
+            shares = gates * tokens.scales[places][rows]
+            active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
             for span in block:
                 if span.expert == expert:
                     phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
     return places, phi
 
 
-def _change(layer: CutLayer, fit: _Tokens, judge: _Tokens, block: list[Span]) -> torch.Tensor | None:
-    """The block's change of the down projections [D, H]; None if no penalty lowers the held-out error."""
+def _change(
+    layer: CutLayer, fit: _Tokens, judge: _Tokens, block: list[Span], penalties: Sequence[float]
+) -> tuple[torch.Tensor, float] | None:
+    """The block's change of the down projections [D, H], and its penalty; None if none lowers the held-out error."""
     width, device = block[-1].columns.stop, fit.residual.device
     normal = torch.zeros(width, width, dtype=torch.float64, device=device)
     right = torch.zeros(width, fit.residual.shape[1], dtype=torch.float64, device=device)
@@ -94,14 +110,18 @@ def _change(layer: CutLayer, fit: _Tokens, judge: _Tokens, block: list[Span]) ->
     if scale == 0:
         return None
     shown = [_features(layer, judge, chunk, block) for chunk in range(len(judge.routes))]
-    best, least = None, sum(float(judge.residual[places].square().sum()) for places, _ in shown)
-    for penalty in PENALTIES:
+    best: tuple[torch.Tensor, float] | None = None
+    least = sum(float(judge.residual[places].square().sum()) for places, _ in shown)
+    for penalty in penalties:
         regular = normal.clone()
         regular.diagonal().add_(penalty * scale)
-        change = torch.cholesky_solve(right, torch.linalg.cholesky(regular)).float()
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        if failed:
+            continue  # rounding, or activations past float32's range
+        change = torch.cholesky_solve(right, factor).float()
         off = sum(float((judge.residual[places] - phi @ change).square().sum()) for places, phi in shown)
         if off < least:
-            best, least = change, off
+            best, least = (change, penalty), off
     return best
 
 
@@ -124,12 +144,15 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     fit, judge = _Tokens.of(layer, fit_rows[::step]), _Tokens.of(layer, judge_rows)
     first = layer.parameters[0]["down_proj"]
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
-    spans = neuron_blocks(len(layer.parameters), neurons)
+    nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
+    spans = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
+    penalties: Sequence[float] = PENALTIES
     for _ in range(SWEEPS if len(spans) > 1 else 1):
         for block in spans:
-            change = _change(layer, fit, judge, block)
-            if change is None:
+            found = _change(layer, fit, judge, block, penalties)
+            if found is None:
                 continue
+            change, penalties = found[0], found[1:]
             for tokens in (fit, judge):
                 _take(layer, tokens, block, change)
             for span in block:

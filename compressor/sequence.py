@@ -19,6 +19,7 @@ from compressor.cutfiles import CutFiles
 from compressor.cutting import cut_layers
 from compressor.errors import CompressionError
 from compressor.judging import Judge
+from compressor.memory import give_back
 from compressor.model import OpenModel
 from compressor.plan import LayerPlan
 from compressor.progress import Progress
@@ -74,9 +75,11 @@ class _Pass:
         del statistics
         self.take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
         for layer, recording in zip(layers, recordings, strict=False):
+            give_back()
             figures = correct_layer(self.smaller.model, layer, recording, self.correction, self.seed)
             plan = self.plans[layer.name]
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
+        give_back()
         if self.files is not None:
             state = self.smaller.model.state_dict()
             for layer in layers:
@@ -106,7 +109,8 @@ class _Pass:
         for recording in recordings:
             recording.attach(model)
         self.active = [*observers, *recordings]
-        rehearse()
+        if self.active:
+            rehearse()
         self.active = []
         for recording in recordings:
             recording.detach()

@@ -297,7 +297,7 @@ def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collec
     whole = Collector(first.layer, first.model, first.needs, first.positions, [], first.seed)
     whole.tokens = tokens
     for collector, share in zip(collectors, shares, strict=True):
-        scale = share * tokens / max(collector.tokens, 1)
+        scale = share / sum(shares) * tokens / max(collector.tokens, 1)
         for name, value in collector.sums.items():
             whole.sums[name] += scale * value
         for name, parts in collector.samples.items():

@@ -1,6 +1,8 @@
-"""Tuning a cut layer on its own reconstruction loss: router rows, gate, up and down, by Adam; one layer, no other.
+"""Tuning a cut layer on its own reconstruction loss: router rows, gate, up and down; one layer, no other.
 
-The loss is ||y - y'||^2 over a step's tokens, divided by what ||y||^2 is on average for as many.
+The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor (Shazeer and Stern 2018,
+arXiv:1804.04235): its steps are relative to a tensor's own size, and its state is a row and a column of a matrix, so
+that one layer in float32 is about all the memory it takes. Each gradient is used and freed before the next one.
 """
 
 import math
@@ -9,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.relayer import CHUNK, CutLayer
+from compressor.relayer import CutLayer
 
-STEPS, TOKENS, RATE = 300, 2048, 0.03
+STEPS, TOKENS = 300, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +22,8 @@ class Schedule:
 
     steps: int = STEPS
     tokens: int = TOKENS  # a step
-    rate: float = RATE
+    rate: float = 0.01
     seed: int = 0
-
-
-@torch.no_grad()
-def _mean_square(layer: CutLayer, rows: torch.Tensor) -> float:
-    """Mean over tokens of ||y||^2."""
-    total = sum(float(layer.targets(chunk).double().square().sum()) for chunk in rows.split(CHUNK))
-    return total / max(len(rows), 1)
 
 
 def _steps(rows: torch.Tensor, schedule: Schedule) -> "list[torch.Tensor]":
@@ -53,27 +48,30 @@ def tune(
 
     `after` is called with the number of every finished step.
     """
-    size = _mean_square(layer, rows)
-    if size == 0:
-        return
     leaves = [*(value for parameters in layer.parameters for value in parameters.values()), *router]
-    groups = []
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def update(leaf: torch.Tensor) -> None:
+        optimizers[leaf].step()
+        leaf.grad = None  # no two gradients need be in memory at once
+
+    hooks = []
     for leaf in leaves:
         leaf.requires_grad_()
-        scale = float(leaf.detach().square().mean().sqrt())
-        groups.append({"params": [leaf], "lr": schedule.rate * scale, "top": schedule.rate * scale})
-    optimizer = torch.optim.Adam(groups)
+        optimizers[leaf] = torch.optim.Adafactor([leaf], lr=schedule.rate)
+        hooks.append(leaf.register_post_accumulate_grad_hook(update))
     for step, chosen in enumerate(_steps(rows, schedule)):
-        share = 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
-        for group in optimizer.param_groups:
-            group["lr"] = group["top"] * share
-        optimizer.zero_grad(set_to_none=True)
+        rate = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["lr"] = rate
         weights, index = layer.route(chosen)
-        residual = layer.targets(chosen) - layer.output(layer.inputs(chosen), weights, index)
-        loss = residual.square().sum() / (size * len(chosen))
-        loss.backward()
-        optimizer.step()
+        target = layer.targets(chosen)
+        residual = target - layer.output(layer.inputs(chosen), weights, index)
+        loss = layer.token_weights(target) @ residual.square().sum(-1) / len(chosen)
+        if loss.requires_grad:  # not where every token of the step skips the experts
+            loss.backward()
         after(step)
-    for leaf in leaves:
+    for leaf, hook in zip(leaves, hooks, strict=True):
+        hook.remove()
         leaf.requires_grad_(False)
         leaf.grad = None

@@ -1,8 +1,7 @@
 """The command line from end to end: what it prints, what it refuses, and that killing it at any moment does no harm."""
 
-import importlib
 import json
-import multiprocessing
+import logging
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,9 @@ import compressor
 from compressor import cli
 from exporters import safetensors as exporter
 from tests import small, zoo
+from tests.command_line import Result, Run, names, refused, run_killed, runner
 from tests.small import tree
 
-FRESH = multiprocessing.get_context("forkserver")  # each process starts with the packages imported and nothing run
-FRESH.set_forkserver_preload(
-    ["compressor.cli", "compressor.api", "compressor.model", "compressor.rendering", "tests.zoo"]
-)
 NAN = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
 
 
@@ -56,31 +51,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a command left on its streams, and its exit status."""
-
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command in this process, through the same entry point as the console script."""
-
-    def call(*arguments: Any) -> Result:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["moe-compress", *(str(argument) for argument in arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        streams = capfd.readouterr()
-        return Result(int(stop.value.code or 0), streams.out, streams.err)
-
-    return call
+    return runner(monkeypatch, capfd)
 
 
 @pytest.fixture
@@ -91,19 +64,9 @@ def model(originals: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(originals: Path) -> tuple[Any, ...]:
-    """Calibration that is quick."""
-    return ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
-
-
-def refused(result: Result, message: str) -> None:
-    assert result.status == 2, result
-    assert re.fullmatch(r"Error: [^\n]+\n", result.err), result.err
-    assert re.search(message, result.err), result.err
-    assert result.out == ""
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Calibration and a strategy that are quick, before other arguments: what comes last counts."""
+    sizes = ("--samples", 4, "--sequence-length", 64)
+    return ("--strategy", "count-guided", "--calibration", originals / "calibration.txt", *sizes)
 
 
 # --- what works -------------------------------------------------------------------------------------------------------
@@ -113,7 +76,7 @@ def test_compress_writes_a_smaller_model_that_stock_transformers_loads(
     run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path
 ) -> None:
     out, source = tmp_path / "out", tree(model)
-    result = run("compress", model, "-o", out, "--experts", 4, *data)
+    result = run("compress", model, "-o", out, "--experts", 4, *data[2:])
     assert result.status == 0 and "Compressed by auto" in result.out and f"Written to {out}" in result.out
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert loaded.config.num_local_experts == 4
@@ -133,8 +96,8 @@ def test_all_experts_is_the_identity(run: Run, model: Path, data: tuple[Any, ...
 
 
 VARIETIES: list[tuple[Any, ...]] = [
-    ("--experts", 4),
     ("--ratio", 0.4, "--seed", 3),
+    ("--experts", 4, "--strategy", "auto"),
     ("--experts", 3, "--strategy", "model-centric"),
     ("--experts", 4, "--strategy", "data-centric", "--merge", "frequency", "--no-merge-routers"),
     ("--experts", 4, "--strategy", "data-centric", "--dtype", "bfloat16", "--device", "cpu"),
@@ -148,8 +111,8 @@ def test_same_bytes_twice_and_by_plan_and_apply(
 ) -> None:
     source, plan = originals / kind, tmp_path / "plan.json"
     for name in ("first", "second"):
-        assert run("compress", source, "-o", tmp_path / name, *arguments, *data).status == 0
-    assert run("plan", source, "-o", plan, *arguments, *data).status == 0
+        assert run("compress", source, "-o", tmp_path / name, *data, *arguments).status == 0
+    assert run("plan", source, "-o", plan, *data, *arguments).status == 0
     assert run("apply", plan, "-o", tmp_path / "third").status == 0
     assert tree(tmp_path / "first") == tree(tmp_path / "second") == tree(tmp_path / "third")
     assert names(tmp_path) == ["first", "plan.json", "second", "third"]
@@ -215,6 +178,18 @@ def test_tables_and_help(run: Run, model: Path, data: tuple[Any, ...], tmp_path:
     for arguments in (("--help",), ("compress", "--help")):
         result = run(*arguments)
         assert result.status == 0 and "Usage" in result.out
+
+
+def test_a_warning_is_one_line_in_each_run(run: Run, model: Path, tmp_path: Path) -> None:
+    text = small.text_file(tmp_path, "A short text.")
+    arguments = ("--experts", 4, "--strategy", "count-guided", "--calibration", text, "--merge", "max", "--json")
+    for name in ("one", "two"):
+        result = run("plan", model, "-o", tmp_path / f"{name}.json", *arguments)
+        assert result.status == 0 and json.loads(result.out)["strategy"] == "count-guided"
+        merge, short = result.err.splitlines()
+        assert merge == "WARNING: strategy count-guided drops experts and merges none: --merge has no effect"
+        assert re.fullmatch(r"WARNING: calibration data .*calibration.txt fills \d+ of 65536 tokens asked for", short)
+    assert not any(logging.getLogger(package).handlers for package in ("compressor", "strategies", "exporters"))
 
 
 def test_the_python_api_refuses_alike(originals: Path, tmp_path: Path) -> None:
@@ -360,7 +335,7 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--strategy", "count-guide"], "no strategy 'count-guide'; did you mean 'count-guided'"),
     (["--experts", 4, "--strategy", ""], "there is no strategy ''; known are"),
     (["--experts", 4, "--merge", "median"], "no merge 'median'; known are uniform, max, frequency, learned"),
-    (["--experts", 4, "--representation", "surrogate"], "'auto' has no option 'representation'"),
+    (["--experts", 4, "--representation", "surrogate"], "'count-guided' has no option 'representation'"),
     (["--experts", 4, "--strategy", "data-centric", "--similarity", "cosine"], "no similarity 'cosine'; known are"),
     (["--experts", 4, "--strategy", "model-centric", "--representation", "x"], "no representation 'x'; known are"),
     (["--experts", 4, "--option", "speed=1"], "has no option 'speed'"),
@@ -382,6 +357,11 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
     (["--experts", 4, "--calibration", "/"], "calibration / is a folder"),
     (["--experts", 4, "--calibration", ""], "is a folder"),
+    (
+        ["--experts", 4, "--calibration", "x" * 300],
+        "calibration data 'x+' is no file, and cannot be read as a data set",
+    ),
+    (["--experts", 4, "--calibration", f"{'x' * 300}.txt"], "calibration file x+.txt does not exist"),
     (["--experts", 4, "surplus"], "unexpected extra argument"),
 ]
 
@@ -550,6 +530,7 @@ def made_plan(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     plan = compressor.plan(
         str(originals / "single"),
         experts=4,
+        strategy="count-guided",
         calibration=str(originals / "calibration.txt"),
         samples=2,
         sequence_length=32,
@@ -625,34 +606,6 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
     status = run_killed([*command, "-o", str(out)])
     assert status == 0
     return tree(out)
-
-
-def work(arguments: list[str], module: str, function: str, nth: int) -> None:
-    """Run the command, killing this process just before the nth call of a function."""
-    *path, name = function.split(".")
-    owner = importlib.import_module(module)
-    for part in path:
-        owner = getattr(owner, part)
-    real, calls = getattr(owner, name), [0]
-
-    def rigged(*args: Any, **named: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **named)
-
-    setattr(owner, name, rigged)
-    torch.set_num_threads(1)
-    sys.argv = ["moe-compress", *arguments]
-    cli.main()
-
-
-def run_killed(arguments: list[str], module: str = "os", function: str = "replace", nth: int = -1) -> int | None:
-    """The command in a process of its own, killed at a call (never, by default); returns its exit code."""
-    process = FRESH.Process(target=work, args=(arguments, module, function, nth))
-    process.start()
-    process.join(120)
-    return process.exitcode
 
 
 MOMENTS = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.calibration import (
@@ -136,6 +136,7 @@ def test_a_plain_calibration_is_what_it_was(samples: int, tmp_path: Path) -> Non
     ]
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(16, 150), min_size=1, max_size=3),
     weights=st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=3, max_size=3),
@@ -246,7 +247,7 @@ def test_impossible_divisions_are_refused(settings: dict[str, Any], message: str
 def test_a_source_is_read_no_further_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    def endless(source: str, seed: int, tokenizer: Any) -> Iterator[str]:
+    def endless(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
         number = 0
         while True:
             taken.append(number)

@@ -13,8 +13,8 @@ from compressor import comparison_report
 from compressor.comparison import Comparison, Row
 from compressor.comparison_report import markdown, write_reports
 from compressor.comparison_series import entries, label
+from compressor.comparison_table import show_comparison
 from compressor.errors import CompressionError
-from compressor.rendering import show_comparison
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
 
 SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
@@ -184,6 +184,29 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeyp
     with pytest.raises(CompressionError, match="out exists already; name a new folder"):
         write_reports(full(), tmp_path / "out")
     assert [*tmp_path.iterdir(), *(tmp_path / "out").iterdir()] == [tmp_path / "out"]
+
+
+def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = comparison([original()]), comparison([original(), row("reap", 8, 2.0)])
+    written = write_reports(old, tmp_path / "out")
+    before = [path.read_bytes() for path in written]
+    with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
+        write_reports(new, tmp_path / "out")
+    rename = Path.rename
+
+    def fail_with_the_new(path: Path, target: Path) -> Any:
+        if path.name == "reports":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail_with_the_new)
+        with pytest.raises(OSError, match="Input/output"):
+            write_reports(new, tmp_path / "out", overwrite=True)
+    assert [path.read_bytes() for path in written] == before and list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert write_reports(new, tmp_path / "out", overwrite=True) == written
+    assert json.loads(written[0].read_text()) == new.to_dict()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
 from compressor.limits import check_against
-from compressor.plan import CompressionPlan, Group, LayerPlan, Source, readable_json
+from compressor.plan import CompressionPlan, Group, LayerPlan, Source
+from compressor.plan_json import readable_json
 
 FINGERPRINT = "f" * 64
 
@@ -92,8 +93,24 @@ def test_readable_json_is_the_same_json(content: dict[str, Any]) -> None:
     assert json.loads(readable_json(content)) == content
 
 
-def test_lists_of_numbers_stand_on_one_line() -> None:
-    assert "[0, 2, 5, 7]" in readable_json({"members": [0, 2, 5, 7]})
+def without_lists(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: without_lists(value) for name, value in content.items()}
+    return "[ a ]" if isinstance(content, list) else content
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4))
+def test_readable_json_without_lists_is_indented_json(content: dict[str, Any]) -> None:
+    content = without_lists(content)
+    assert readable_json(content) == json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def test_lists_of_plain_values_stand_on_one_line_and_text_is_left_alone() -> None:
+    content = {"members": (0, 2, 5), "text": "[ x ]", "empty": [], "more": [["[\n 1 ]", None], {"a": {}}], 7: True}
+    assert readable_json(content) == (
+        '{\n  "members": [0, 2, 5],\n  "text": "[ x ]",\n  "empty": [],\n  "more": [\n    ["[\\n 1 ]", null],\n'
+        '    {\n      "a": {}\n    }\n  ],\n  "7": true\n}\n'
+    )
 
 
 def test_digest_is_about_the_groups_alone() -> None:
@@ -101,6 +118,17 @@ def test_digest_is_about_the_groups_alone() -> None:
     assert replace(plan, strategy="other", seed=5).digest() == plan.digest()
     assert a_plan(*(LayerPlan.keep(moe_layer(i), [0, 2, 5, 6]) for i in range(2))).digest() != plan.digest()
     assert replace(plan, source=Source("folder", None, "0" * 64)).digest() != plan.digest()
+
+
+def test_digest_of_a_corrected_plan_is_about_its_tokens_too() -> None:
+    data = {"source": "a.txt", "sha256": "0" * 64, "heldout": 0.125}
+    plan = replace(a_plan(), correction={"method": "ridge"}, calibration=data)
+    assert replace(plan, calibration={**data, "source": "b.txt"}).digest() == plan.digest() != a_plan().digest()
+    others: list[dict[str, Any]] = [{"sha256": "1" * 64}, {"heldout": 0.25}, {"only": "a"}]
+    for other in others:
+        assert replace(plan, calibration={**data, **other}).digest() != plan.digest()
+    assert replace(plan, seed=5).digest() != plan.digest()
+    assert replace(plan, correction={"method": "tune"}).digest() != plan.digest()
 
 
 def test_drop_and_merge_are_told_apart() -> None:

@@ -1,6 +1,5 @@
 """A strategy from another package: found by its entry point, measured, planned and refused like the built-in ones."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,7 @@ from compressor.planning import make_plan
 from compressor.progress import Silent
 from compressor.registry import load_strategy, names, option_fields
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-
-REAP = '''
-"""REAP: keep the experts with the largest mean gated output (Lasby et al., ICLR 2026, arXiv:2510.13999)."""
-import torch
-from compressor.plan import LayerPlan
-from compressor.statistics import LayerStatistics
-NEEDS = frozenset({"gated_norm_sum", "routed_count"})  # one streamed pass collects the union of all NEEDS
-def saliency(gated_norm_sum: torch.Tensor, routed_count: torch.Tensor) -> torch.Tensor:
-    """Mean of gate * ||output|| over routed tokens: [E], [E] -> [E]; 0 for an expert no token reached."""
-    return gated_norm_sum / routed_count.clamp(min=1)
-def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    """Keep `keep` experts of one layer; LayerPlan refuses fewer than top_k, or uneven router groups."""
-    scores = saliency(stats.gated_norm_sum, stats.routed_count)
-    scores = scores.index_fill(0, torch.tensor(sorted(protected), dtype=torch.long), torch.inf)
-    kept = scores.argsort(descending=True, stable=True)[:keep]
-    return LayerPlan.keep(stats.layer, sorted(kept.tolist()))
-'''
-
-
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, package: str = "") -> None:
-    """Lay down what `pip install` would: a module, and the metadata that announces its entry point."""
-    package = package or f"{name.replace('-', '_')}_plugin"
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (folder / f"{package}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.STRATEGIES}]\n{name} = {package}\n")
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, package, raising=False)
+from tests.plugins import REAP, install
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

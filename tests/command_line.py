@@ -1,0 +1,99 @@
+"""The command line as the tests run it: in this process, or in one that is killed; test support."""
+
+import importlib
+import io
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressor import cli
+
+FRESH = multiprocessing.get_context("forkserver")  # each process starts with the packages imported and nothing run
+FRESH.set_forkserver_preload(
+    ["compressor.cli", "compressor.api", "compressor.model", "compressor.rendering", "tests.zoo"]
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left on its streams, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+def runner(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process, through the same entry point as the console script."""
+
+    def call(*arguments: Any) -> Result:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["moe-compress", *(str(argument) for argument in arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        streams = capfd.readouterr()
+        return Result(int(stop.value.code or 0), streams.out, streams.err)
+
+    return call
+
+
+def captured(*arguments: Any) -> Result:
+    """The same for fixtures of a wider scope than a test's: what Python prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["moe-compress", *(str(argument) for argument in arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    return Result(int(stop.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def refused(result: Result, message: str) -> None:
+    assert result.status == 2, result
+    assert re.fullmatch(r"Error: [^\n]+\n", result.err), result.err
+    assert re.search(message, result.err), result.err
+    assert result.out == ""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def work(arguments: list[str], module: str, function: str, nth: int) -> None:
+    """Run the command, killing this process just before the nth call of a function."""
+    *path, name = function.split(".")
+    owner = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), [0]
+
+    def rigged(*args: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **named)
+
+    setattr(owner, name, rigged)
+    torch.set_num_threads(1)
+    sys.argv = ["moe-compress", *arguments]
+    cli.main()
+
+
+def run_killed(arguments: list[str], module: str = "os", function: str = "replace", nth: int = -1) -> int | None:
+    """The command in a process of its own, killed at a call (never, by default); returns its exit code."""
+    process = FRESH.Process(target=work, args=(arguments, module, function, nth))
+    process.start()
+    process.join(120)
+    return process.exitcode

@@ -1,0 +1,146 @@
+"""Passes in order over tiny models: calibration with a held-out part, plans by hand, and what was recorded on the way.
+
+Test support.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compressor import sequence
+from compressor.architecture import Architecture, MoeLayer
+from compressor.calibration import Calibration
+from compressor.correction import correct_layer
+from compressor.judging import Judge
+from compressor.model import OpenModel, open_model
+from compressor.plan import CompressionPlan, Group, LayerPlan, Source
+from compressor.progress import Silent
+from compressor.recording import Recording
+from compressor.sequence import compress_in_order
+from compressor.source import locate
+from tests import zoo
+
+WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
+SHARED = {"diffusion_gemma"}  # encoder and decoder are the same experts
+
+Plans = Mapping[str, LayerPlan]
+
+
+def opened_wide(name: str, folder: Path, dtype: str = "float32") -> tuple[PreTrainedModel, OpenModel]:
+    """The stock model in memory, wide enough to lose experts, and the same one opened from its checkpoint."""
+    stock = zoo.build(name, **WIDER.get(name, {}))
+    stock.to(getattr(torch, dtype)).save_pretrained(folder)
+    return stock, open_model(locate(str(folder)), dtype, "cpu")
+
+
+def with_heldout(stock: PreTrainedModel, fit: int = 4, heldout: int = 3, length: int = 12) -> Calibration:
+    """Batches of random tokens: fit, held out, fit."""
+    rows = zoo.tokens(stock, fit + heldout, length, seed=3)
+    parts = torch.split(rows, [fit // 2, heldout, fit - fit // 2])
+    identity = {"source": "random tokens", "sha256": "0", "tokens": rows.numel()}
+    return Calibration(tuple(parts), identity, heldout=frozenset({1}))
+
+
+def _by_block(layer: MoeLayer) -> list[list[int]]:
+    size = layer.experts // layer.routing_groups
+    return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
+
+
+def drops(architecture: Architecture) -> dict[str, LayerPlan]:
+    """Keep three quarters of every routing group, drawn anew in each layer."""
+    found = {}
+    for layer in architecture.layers:
+        draw = random.Random(layer.name)
+        kept = [expert for block in _by_block(layer) for expert in draw.sample(block, len(block) * 3 // 4)]
+        found[layer.name] = LayerPlan.keep(layer, kept)
+    return found
+
+
+def merges(architecture: Architecture) -> dict[str, LayerPlan]:
+    """Pairs within a routing group become their mean, drawn anew in each layer."""
+    found = {}
+    for layer in architecture.layers:
+        draw = random.Random(layer.name)
+        groups = []
+        for block in _by_block(layer):
+            mixed = draw.sample(block, len(block))
+            groups += [Group(pair, (0.5, 0.5), (0.5, 0.5)) for pair in zip(mixed[::2], mixed[1::2], strict=True)]
+        found[layer.name] = LayerPlan.of(layer, groups)
+    return found
+
+
+def keeps(architecture: Architecture) -> dict[str, LayerPlan]:
+    """Keep all experts."""
+    return {layer.name: LayerPlan.keep(layer, range(layer.experts)) for layer in architecture.layers}
+
+
+def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> CompressionPlan:
+    """The plan that somebody could write to a file."""
+    layers = tuple(plans[layer.name] for layer in model.architecture.layers)
+    source = Source(str(model.source.folder), None, model.fingerprint)
+    return CompressionPlan(source, len(layers[0].groups), "by hand", {}, more.pop("calibration", None), layers, **more)
+
+
+def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
+    """`compress_in_order` with these plans; the plans that come back, by layer."""
+    experts = len(next(iter(plans.values())).groups)
+    made = compress_in_order(model, experts, data, lambda stats: plans[stats.layer.name], Silent(), **more)
+    return {plan.module: plan for plan in made}
+
+
+@dataclass(slots=True)
+class WatchedJudge:
+    """A judge whose own rows of logits are kept."""
+
+    judge: Judge
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[Tensor]:
+        return self.judge.tokens
+
+    def entering(self, batch: int) -> None:
+        self.judge.entering(batch)
+
+    def finished(self, batch: int, output: Any) -> None:
+        self.logits[batch] = output.logits.chunk(2)[0].clone()
+        self.judge.finished(batch, output)
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """One layer at the moment of its correction."""
+
+    model: Any  # the smaller one, only this layer filled
+    layer: MoeLayer
+    recording: Recording
+    before: dict[str, Tensor]  # its tensors as cut, copied
+    after: dict[str, Tensor]
+    figures: dict[str, Any]
+
+
+def watch_corrections(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[Corrected], None] = lambda seen: None
+) -> dict[str, Corrected]:
+    """Have every correction of passes from now on noted, by layer; `then` sees each while its layer is filled."""
+    found: dict[str, Corrected] = {}
+
+    def filled(model: Any) -> dict[str, Tensor]:
+        return {key: value.clone() for key, value in model.state_dict().items() if value.device.type != "meta"}
+
+    def noted(model: Any, layer: MoeLayer, recording: Recording, *more: Any) -> dict[str, Any]:
+        before = filled(model)
+        figures = correct_layer(model, layer, recording, *more)
+        found[layer.name] = Corrected(model, layer, recording, before, filled(model), figures)
+        then(found[layer.name])
+        return figures
+
+    monkeypatch.setattr(sequence, "correct_layer", noted)
+    return found

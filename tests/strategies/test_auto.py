@@ -1,0 +1,210 @@
+"""Auto: each layer's plan is the candidate's of least error on held-out tokens, computed plainly with stock modules."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.architecture import MoeLayer
+from compressor.calibration import Calibration
+from compressor.errors import CompressionError
+from compressor.model import OpenModel
+from compressor.plan import CompressionPlan, LayerPlan
+from compressor.planning import make_plan
+from compressor.progress import Silent
+from compressor.registry import Strategy, load_strategy
+from compressor.statistics import LayerStatistics
+from strategies import auto
+from strategies.auto import Options
+from tests import reference, zoo
+from tests.opened import batches, calibration, opened, watch
+
+SIZES = (3, 2, 2)
+HELD = (1,)  # number of the batch that judges
+CANDIDATES = "count-guided,reap,hc-smoe,model-centric"
+
+
+def halves(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Batches that plan, and those that judge."""
+    return [part for n, part in enumerate(parts) if n not in HELD], [parts[n] for n in HELD]
+
+
+def with_heldout(parts: Sequence[Tensor]) -> Calibration:
+    return Calibration(tuple(parts), {"source": "random tokens"}, heldout=frozenset(HELD))
+
+
+def planned(
+    model: OpenModel, strategy: str, keep: int, data: Calibration | None, protected: Any = None, **options: Any
+) -> CompressionPlan:
+    return make_plan(model, load_strategy(strategy, options), keep, options, data, Silent(), protected=protected)
+
+
+def block_calls(stock: nn.Module, layers: Sequence[MoeLayer], parts: Sequence[Tensor]) -> dict[str, list[Any]]:
+    """What each layer's MoE block is called with in a plain forward of the whole model."""
+    seen: dict[str, list[Any]] = {layer.name: [] for layer in layers}
+    handles = [
+        stock.get_submodule(layer.block).register_forward_pre_hook(
+            lambda module, args, kwargs, name=layer.name: seen[name].append((args, kwargs)), with_kwargs=True
+        )
+        for layer in layers
+    ]
+    with torch.no_grad():
+        for tokens in parts:
+            stock(input_ids=tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@torch.no_grad()
+def errors(stock: Any, model: OpenModel, plan: CompressionPlan, parts: Sequence[Tensor]) -> dict[str, float]:
+    """||y - y'||^2 / ||y||^2 of each layer alone: a stock model of fewer experts, given what the original is given."""
+    layers = model.architecture.layers
+    small = reference.cut(stock, model.architecture.count_field, plan.to_dict())
+    calls, found = block_calls(stock, layers, parts), {}
+    before, after = watch(stock, layers), watch(small, layers)
+    for layer in layers:
+        for args, kwargs in calls[layer.name]:
+            stock.get_submodule(layer.block)(*args, **kwargs)
+            small.get_submodule(layer.block)(*args, **kwargs)
+        y, other = (torch.cat(seen[layer.name].experts_outputs).double() for seen in (before, after))
+        found[layer.name] = float((y - other).square().sum() / y.square().sum())
+    return found
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "olmoe"])
+def test_the_candidate_of_least_heldout_error_wins_each_layer(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock, SIZES)
+    fit, held = halves(parts)
+    made = planned(model, "auto", 4, with_heldout(parts), candidates=CANDIDATES)
+    alone = {each: planned(model, each, 4, calibration(fit)) for each in CANDIDATES.split(",")}  # never sees `held`
+    plain = {each: errors(stock, model, plan, held) for each, plan in alone.items()}
+    seen = {each: errors(stock, model, plan, fit) for each, plan in alone.items()}
+    for number, layer in enumerate(made.layers):
+        expected = {each: found[layer.module] for each, found in plain.items()}
+        shown = layer.figures["heldout_errors"]
+        assert list(shown) == list(expected)
+        assert shown == pytest.approx(expected, abs=2e-5)
+        assert shown != pytest.approx({each: found[layer.module] for each, found in seen.items()}, abs=1e-3)
+        least, *others = sorted(expected.values())
+        won = layer.figures["won"]
+        assert expected[won] == pytest.approx(least, abs=2e-5)
+        assert layer.groups == alone[won].layers[number].groups
+        assert layer.figures["ahead_by"] == pytest.approx(others[0] - least, abs=3e-5)
+        assert layer.decided_by == "held-out reconstruction error"
+        winner = alone[won].layers[number].figures
+        assert {key: layer.figures[key] for key in winner} == winner
+
+
+def test_equal_plans_share_an_error_and_the_earlier_wins(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    data = with_heldout(batches(stock, SIZES))
+    for candidates in ("reap,gated-mass,count-guided", "count-guided,reap,gated-mass"):
+        for layer in planned(model, "auto", 8, data, candidates=candidates).layers:
+            assert layer.figures["won"] == candidates.split(",")[0]
+            assert set(layer.figures["heldout_errors"].values()) == {0}
+            assert "ahead_by" not in layer.figures
+
+
+KEPT: Mapping[str, tuple[int, ...]] = {"one": (0, 1, 2), "two": (3, 4, 5), "three": (0, 1, 2), "four": (5, 6, 7)}
+
+
+@pytest.mark.parametrize(
+    ("error", "won", "ahead"),
+    [
+        ({0: 0.5, 3: 0.25, 5: 0.75}, "two", 0.25),
+        ({0: 0.5, 3: 0.5, 5: 0.75}, "one", 0.0),
+        ({0: 0.5, 3: 0.25, 5: 0.25}, "two", 0.0),
+        ({0: 0.125, 3: 0.25, 5: 0.25}, "one", 0.125),  # not 0 ahead of "three", whose plan is the same
+    ],
+)
+def test_ties_by_hand(error: dict[int, float], won: str, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = MoeLayer("experts", "block", "gate", "layers.0", 0, 8, 2, 1, 1)
+    judged: list[Any] = []
+
+    def keep(name: str) -> Strategy:
+        return Strategy(name, lambda stats, keep, protected: LayerPlan.keep(layer, KEPT[name]), frozenset())
+
+    def error_of(stats: Any, plan: LayerPlan) -> float:
+        judged.append(stats)
+        return error[plan.groups[0].members[0]]
+
+    monkeypatch.setattr(auto, "load_strategy", keep)
+    monkeypatch.setattr(auto, "relative_error", error_of)
+    held = LayerStatistics(layer)
+    made = auto.plan(LayerStatistics(layer, values={"heldout": held}), 3, options=Options(",".join(KEPT)))
+    assert made.figures["won"] == won and made.figures["ahead_by"] == ahead
+    assert [group.members[0] for group in made.groups] == list(KEPT[won])
+    assert len(judged) == 3 and all(stats is held for stats in judged)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_protected_experts_stay_untouched(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    data = with_heldout(batches(stock, SIZES))
+    free = planned(model, "auto", 4, data)
+    for candidates in (auto.CANDIDATES, "hc-smoe,data-centric"):
+        protected = {layer.module: frozenset(layer.dropped[:1]) for layer in free.layers}
+        for layer in planned(model, "auto", 4, data, protected, candidates=candidates).layers:
+            single = {group.members[0] for group in layer.groups if group.untouched}
+            assert protected[layer.module] <= single
+    with pytest.raises(CompressionError, match="protected"):
+        planned(model, "auto", 4, data, {free.layers[0].module: frozenset(range(6))})
+
+
+@pytest.mark.parametrize("candidates", [auto.CANDIDATES, "hc-smoe,data-centric"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
+def test_routing_groups_keep_equally_many(name: str, candidates: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    made = planned(model, "auto", 4, with_heldout(batches(stock, SIZES)), candidates=candidates)
+    for layer, found in zip(made.layers, model.architecture.layers, strict=True):
+        size = found.experts // found.routing_groups
+        homes = [[member // size for member in group.members] for group in layer.groups]
+        assert found.routing_groups == 2 and all(len(set(home)) == 1 for home in homes)
+        assert [home[0] for home in homes] == [0, 0, 1, 1]
+
+
+def test_a_layer_that_no_token_reached_is_planned_by_the_first(tmp_path: Path) -> None:
+    stock, model = opened("ernie4_5_vl_moe", tmp_path)
+    data = with_heldout(batches(stock, SIZES))
+    made, first = planned(model, "auto", 4, data), planned(model, auto.CANDIDATES.split(",")[0], 4, data)
+    unreached = [(one, two) for one, two in zip(made.layers, first.layers, strict=True) if "vision" in one.module]
+    assert len(unreached) == 2
+    for one, two in unreached:
+        assert one.groups == two.groups and one.figures["won"] == auto.CANDIDATES.split(",")[0]
+        assert set(one.figures["heldout_errors"].values()) == {0}
+
+
+def test_the_same_plan_twice(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    data = with_heldout(batches(stock, SIZES))
+    first, second = (planned(model, "auto", 5, data) for _ in range(2))
+    assert first.to_json() == second.to_json()
+
+
+def test_without_heldout_tokens_it_is_refused(tmp_path: Path) -> None:
+    stock = zoo.save("mixtral", tmp_path / "model")
+    _, model = opened("mixtral", tmp_path / "other")
+    with pytest.raises(CompressionError, match="needs held-out calibration tokens, and none were held out"):
+        planned(model, "auto", 4, calibration(batches(stock, SIZES)))
+
+
+def test_options_and_needs() -> None:
+    assert load_strategy("auto").correction == "tune"
+    for name in auto.CANDIDATES.split(","):
+        assert load_strategy(name).needs <= load_strategy("auto").needs
+    assert load_strategy("auto", {"candidates": "count-guided"}).needs == load_strategy("count-guided").needs | {
+        "heldout"
+    }
+    assert Options(" reap , count-guided").names == ["reap", "count-guided"]
+    for candidates in ("reap,reap", "reap,,hc-smoe", "", "auto", "reap,auto"):
+        with pytest.raises(CompressionError, match="should be different strategies other than auto"):
+            Options(candidates)
+    with pytest.raises(CompressionError, match="there is no strategy 'reep'; did you mean 'reap'"):
+        load_strategy("auto", {"candidates": "count-guided,reep"})
+    with pytest.raises(CompressionError, match="candidates is 3, it should be like its default"):
+        load_strategy("auto", {"candidates": 3})

@@ -1,0 +1,324 @@
+"""`moe-compress compare`: its figures against stock models that `compress` and `apply` write, and what it refuses."""
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy, kl_div
+
+from compressor import comparison_report, registry
+from compressor.loading import PartialModel
+from tests import small, zoo
+from tests.command_line import Run, captured, names, refused, runner
+from tests.plugins import REAP, install
+
+LENGTH, SAMPLES = 32, 24
+SIZES = ("--samples", SAMPLES, "--sequence-length", LENGTH)
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capfd)
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, two calibration texts and one to evaluate on."""
+    folder = tmp_path_factory.mktemp("home")
+    small.save(folder / "model")
+    write_lines(folder / "a.jsonl", [f"Document {n}: a quick fox jumps {n * 37} times over dogs." for n in range(60)])
+    write_lines(folder / "b.jsonl", [f"{n} + {n * 7} = {n * 8}, said number {n} to {n * n}." for n in range(60)])
+    write_lines(folder / "e.jsonl", [f"What {n} and {n * n * n} have in common is little." for n in range(20)])
+    return folder
+
+
+@pytest.fixture
+def sources(home: Path) -> tuple[Any, ...]:
+    return ("--calibration", f"{home / 'a.jsonl'}=0.5", "--calibration", f"{home / 'b.jsonl'}=0.5", *SIZES)
+
+
+def packed(path: Path, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    """[n, L]: the shuffled documents' bytes, each document ended by </s>."""
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    random.Random(seed).shuffle(texts)
+    tokenizer = small.tokenizer()
+    ids = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+def stock_logits(folder: Path, rows: torch.Tensor) -> torch.Tensor:
+    return zoo.logits(transformers.AutoModelForCausalLM.from_pretrained(folder), rows)[:, :-1].double()
+
+
+def stock_loss(folder: Path, rows: torch.Tensor) -> float:
+    return float(cross_entropy(stock_logits(folder, rows).flatten(0, 1), rows[:, 1:].flatten()))
+
+
+def stock_kl(original: Path, folder: Path, rows: torch.Tensor) -> float:
+    ours, theirs = (stock_logits(each, rows).log_softmax(-1).flatten(0, 1) for each in (folder, original))
+    return float(kl_div(ours, theirs, log_target=True, reduction="batchmean"))
+
+
+def pick(rows: Rows, **wanted: Any) -> dict[str, Any]:
+    (found,) = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return found
+
+
+def read(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.fixture(scope="module")
+def compared(home: Path) -> dict[str, Any]:
+    """Two counts, three strategies, two sources with weights, a text of one's own to evaluate on."""
+    result = captured(
+        "compare", home / "model", "-o", home / "comparison", "--experts", "6,4", "--json",
+        "--strategies", "auto,count-guided,model-centric:merge=max", "--evaluate", home / "e.jsonl",
+        "--calibration", f"{home / 'a.jsonl'}=0.5", "--calibration", f"{home / 'b.jsonl'}=0.5", *SIZES,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert result.err == ""
+    content: dict[str, Any] = json.loads(result.out)
+    assert content == read(home / "comparison")
+    return content
+
+
+def test_every_promised_row_is_there(compared: dict[str, Any]) -> None:
+    rows = [(row["name"], row["correction"], row["experts"], row["seed"]) for row in compared["rows"]]
+    expected: list[Any] = [("original", "none", 8, None)]
+    for count in (6, 4):
+        expected += [
+            ("auto", "none", count, None),
+            ("auto", "tune", count, None),
+            ("count-guided", "none", count, None),
+        ]
+        expected += [("model-centric (merge=max)", "none", count, None)]
+        expected += [(f"random (seed {seed})", "none", count, seed) for seed in range(3)]
+    assert rows == expected
+
+
+def test_a_comparison_names_no_folder(compared: dict[str, Any], home: Path) -> None:
+    assert compared["model"] == "model"
+    assert [entry["source"] for entry in compared["calibration"]["sources"]] == ["a.jsonl", "b.jsonl"]
+    assert str(home) not in json.dumps(compared)
+    assert names(home / "comparison") == ["comparison.json", "comparison.md", "comparison.png"]
+    assert str(home) not in (home / "comparison" / "comparison.md").read_text(encoding="utf-8")
+
+
+def test_the_original_row_is_the_stock_model(compared: dict[str, Any], home: Path) -> None:
+    row, tokens = compared["rows"][0], packed(home / "e.jsonl")
+    assert row["loss"] == pytest.approx(stock_loss(home / "model", tokens), rel=1e-5)
+    assert row["kl"] == row["error"] == row["loss_increase"] == 0
+    assert compared["evaluation"] == {"e": tokens.numel()}
+
+
+OPTIONS: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("auto", "none", ("--strategy", "auto", "--correct", "none")),
+    ("auto", "tune", ("--strategy", "auto", "--correct", "tune")),
+    ("model-centric (merge=max)", "none", ("--strategy", "model-centric", "--merge", "max")),
+]
+
+
+@pytest.mark.parametrize(("name", "correction", "options"), OPTIONS)
+def test_a_row_is_what_compress_writes(
+    name: str, correction: str, options: tuple[Any, ...], compared: dict[str, Any], home: Path,
+    sources: tuple[Any, ...], run: Run, tmp_path: Path,
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    assert run("compress", home / "model", "-o", out, "--experts", 4, *options, *sources).status == 0
+    row, tokens = pick(compared["rows"], name=name, correction=correction, experts=4), packed(home / "e.jsonl")
+    original = compared["rows"][0]
+    loss = stock_loss(out, tokens)
+    assert abs(row["loss"] - original["loss"]) > 1e-4
+    assert row["loss"] == pytest.approx(loss, rel=1e-6)
+    assert row["loss_increase"] == pytest.approx(loss - original["loss"], abs=1e-5)
+    assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert row["kl"] == pytest.approx(stock_kl(home / "model", out, tokens), rel=1e-3)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert row["parameters"] == sum(value.numel() for value in stock.parameters())
+    assert row["bytes"] == sum(value.nbytes for value in stock.parameters())
+    figures = [layer["figures"] for layer in json.loads((out / "compression.json").read_text())["plan"]["layers"]]
+    if correction != "none":
+        errors = [entry["correction"]["heldout_error"] for entry in figures]
+        assert row["error"] == pytest.approx(sum(errors) / len(errors))
+
+
+def test_without_a_text_to_evaluate_on_reserved_calibration_text_is(
+    home: Path, sources: tuple[Any, ...], run: Run, tmp_path: Path
+) -> None:
+    """Of each source what follows its calibration's sequences, and a corrected row is still what `compress` gives."""
+    reserve = 8
+    arguments = ("--experts", "4", "--strategies", "count-guided", "--correct", "ridge", "--random-seeds", 1)
+    command = ("compare", home / "model", "-o", tmp_path / "found", *arguments, "--evaluation-samples", reserve)
+    result = run(*command, *sources)
+    assert result.status == 0 and "Written: " in result.out
+    assert "count-guided + ridge" in result.out and "Loss by evaluation source" in result.out
+    found, out = read(tmp_path / "found"), tmp_path / "out"
+    compress = ("compress", home / "model", "-o", out, "--experts", 4, "--strategy", "count-guided")
+    assert run(*compress, "--correct", "ridge", *sources).status == 0
+    row, losses = pick(found["rows"], correction="ridge"), []
+    for name, entry in zip("ab", found["calibration"]["sources"], strict=True):
+        rows, used = packed(home / f"{name}.jsonl"), SAMPLES // 2
+        assert entry["sha256"] == hashlib.sha256(rows[:used].numpy().tobytes()).hexdigest()
+        losses.append(stock_loss(out, rows[used : used + reserve // 2]))
+        assert row["loss_by_source"][name] == pytest.approx(losses[-1], rel=1e-6)
+        assert found["evaluation"][name] == reserve // 2 * LENGTH
+    assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+
+
+def test_per_source_rows_are_what_the_plans_of_each_source_give(
+    home: Path, sources: tuple[Any, ...], run: Run, tmp_path: Path
+) -> None:
+    model, common = home / "model", ("--per-source", *sources)
+    found = tmp_path / "found"
+    compare = ("compare", model, "-o", found, "--experts", 4, "--strategies", "auto", "--correct", "none,ridge")
+    assert run(*compare, "--evaluate", home / "e.jsonl", "--random-seeds", 1, *common).status == 0
+    plan = ("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "auto", "--correct", "ridge")
+    assert run(*plan, *common).status == 0
+    assert names(tmp_path) == ["found", "plan.a.json", "plan.b.json", "plan.json"]
+    rows, tokens = read(found)["rows"], packed(home / "e.jsonl")
+    assert [row["source"] for row in rows if row["correction"] == "ridge"] == [None, "a", "b"]
+    assert [row["source"] for row in rows if row["name"] == "random (seed 0)"] == [None]  # reads no data
+    for file, source in (("plan.json", None), ("plan.a.json", "a"), ("plan.b.json", "b")):
+        out = tmp_path / f"out-{source}"
+        assert run("apply", tmp_path / file, "-o", out).status == 0
+        row = pick(rows, name="auto", correction="ridge", source=source)
+        assert row["loss"] == pytest.approx(stock_loss(out, tokens), rel=1e-6)
+    assert len({row["loss"] for row in rows if row["correction"] == "ridge"}) == 3
+
+
+def test_all_installed_strategies_are_compared_a_third_partys_too(
+    home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", monkeypatch, "their-reap", REAP)
+    arguments = ("--experts", 4, "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2)
+    data = ("--calibration", home / "a.jsonl", "--samples", 8, "--sequence-length", 32)
+    result = run("compare", home / "model", "-o", tmp_path / "found", *arguments, *data)
+    assert result.status == 0 and "their-reap" in result.out
+    rows = read(tmp_path / "found")["rows"]
+    found = [row["name"] for row in rows]
+    assert found == ["original", *registry.names(registry.STRATEGIES), "random (seed 0)"] and "their-reap" in found
+    ours, theirs = pick(rows, name="reap"), pick(rows, name="their-reap")
+    assert theirs["loss"] == pytest.approx(ours["loss"])
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+REFUSALS: list[tuple[list[Any], str]] = [
+    (["--experts", "6,x"], "--experts '6,x' should be whole numbers separated by commas, as 6,4"),
+    (["--experts", ","], "--experts names none; name some"),
+    (["--experts", "0"], "--experts 0 leaves nothing"),
+    (["--experts", "6,9"], "9 experts asked for, it has 8"),
+    (["--experts", "1"], "fewer than the top-k of 2"),
+    (["--strategies", "reep"], "no strategy 'reep'; did you mean 'reap'"),
+    (["--strategies", "reap,reap"], "--strategies names one twice"),
+    (["--strategies", "reap:x=1"], "'reap' has no option 'x'"),
+    (["--strategies", "reap:x"], "strategy 'reap:x': 'x' should be option=value"),
+    (["--strategies", ","], "--strategies names none; name some, or leave it out for the default"),
+    (["--correct", "ridge,polish"], "there is no correction 'polish'; known are none, ridge, tune"),
+    (["--correct", ""], "--correct names none; name some, or leave it out"),
+    (["--evaluate", "gone.txt"], "evaluation file gone.txt does not exist"),
+    (["--evaluate", "/"], "evaluation / is a folder"),
+    (["--evaluate", "x" * 300], "evaluation data 'x+' is no file, .*; pass --evaluate with"),
+    (["--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
+    (["--calibration", "x" * 300], "calibration data 'x+' is no file, .*; pass --calibration with"),
+    (["--evaluation-samples", 0], "Invalid value for '--evaluation-samples'"),
+    (["--random-seeds", 0], "Invalid value for '--random-seeds'"),
+    (["--per-source"], "--per-source needs several calibration sources; repeat --calibration"),
+    (["--seed", -1], "--seed -1 is out of range"),
+    (["--dtype", "int8"], "no dtype 'int8'"),
+]
+
+
+def test_a_model_whose_layers_share_experts(home: Path, run: Run, tmp_path: Path) -> None:
+    zoo.save("diffusion_gemma", tmp_path / "model")
+    command = ("compare", tmp_path / "model", "-o", tmp_path / "out", "--experts", 4, "--strategies", "reap")
+    refused(run(*command, "--calibration", home / "a.jsonl"), "shares its experts with another layer, so plans cannot")
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS)
+def test_bad_arguments(
+    arguments: list[Any], message: str, home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is refused before a weight is read."""
+    monkeypatch.setattr(PartialModel, "load", lambda *args, **named: pytest.fail("read weights"))
+    data = [] if "--calibration" in arguments else ["--calibration", home / "a.jsonl"]
+    command = ("compare", home / "model", "-o", tmp_path / "out", "--experts", 4, "--strategies", "reap")
+    refused(run(*command, *SIZES, *data, *arguments), message)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "is empty"), ('{"text": "a"}', "gives 1 tokens; give it more text")]
+)
+def test_too_little_to_evaluate_on(content: str, message: str, home: Path, run: Run, tmp_path: Path) -> None:
+    model, tokenizer = small.save(tmp_path / "model"), small.tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model)
+    (tmp_path / "e.jsonl").write_text(content)
+    short = ("--calibration", home / "a.jsonl", "--evaluate", tmp_path / "e.jsonl", *SIZES)
+    command = ("compare", model, "-o", tmp_path / "out", "--experts", 4, "--strategies", "reap")
+    refused(run(*command, *short), f"evaluation .*e.jsonl {message}")
+    assert names(tmp_path) == ["e.jsonl", "model"]
+
+
+def test_only_a_comparison_is_overwritten(
+    home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("dear diary")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    arguments = ("--experts", 4, "--strategies", "count-guided", "--random-seeds", 1, "--evaluation-samples", 2)
+    command = ("compare", home / "model", *arguments, "--calibration", home / "a.jsonl", *SIZES)
+    assert run(*command).status == 0  # into the folder `comparison`
+    old = small.tree(tmp_path)
+    for out in ("comparison", "notes", "file", "link"):
+        refused(
+            run(*command, "-o", out), f"{out} exists already; name a new folder for the reports or pass --overwrite"
+        )
+    for out in ("notes", "file", "link"):
+        refused(run(*command, "-o", out, "--overwrite"), f"{out} holds no comparison.json, so --overwrite will not")
+    refused(run(*command, "-o", "no/parent"), "no is not a folder; create it")
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison_report, "plot_comparison", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        refused(run(*command, "--seed", 1, "--overwrite"), "No space")
+    assert small.tree(tmp_path) == old
+    (tmp_path / "comparison" / "diary.txt").write_text("dear diary")
+    refused(run(*command, "--overwrite"), "comparison holds diary.txt beside comparison.json, so --overwrite will not")
+    (tmp_path / "comparison" / "diary.txt").unlink()
+    assert run(*command, "--seed", 1, "--overwrite").status == 0
+    assert read(tmp_path / "comparison")["seed"] == 1
+    assert names(tmp_path) == ["comparison", "file", "link", "notes"]
+
+
+def test_help_names_the_defaults(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = " ".join(run("compare", "--help").out.split())
+    for text in ("--overwrite", "comparison.json", "default: all installed", "--per-source"):
+        assert text in shown

@@ -1,0 +1,303 @@
+"""Correction from the command line: the same bytes whichever way, what is refused, and killing it does no harm."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from compressor import sequence
+from compressor.correction import Correction
+from tests import small, zoo
+from tests.command_line import Run, captured, names, refused, runner
+from tests.quantized import save_fp8
+from tests.small import tree
+
+LENGTH, SAMPLES = 32, 8
+SIZES = ("--samples", str(SAMPLES), "--sequence-length", str(LENGTH))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in one file and in several, one in bfloat16, and two texts."""
+    folder = tmp_path_factory.mktemp("home")
+    small.save(folder / "single")
+    small.save(folder / "sharded", shard="60KB")
+    transformers.AutoModelForCausalLM.from_pretrained(folder / "single", dtype=torch.bfloat16).save_pretrained(
+        folder / "half"
+    )
+    small.tokenizer().save_pretrained(folder / "half")
+    small.text_file(folder)
+    (folder / "other.txt").write_text("\n\n".join(f"{n} + {n * 7} = {n * 8}." for n in range(200)))
+    return folder
+
+
+@pytest.fixture
+def data(home: Path) -> tuple[Any, ...]:
+    return ("--experts", 4, "--calibration", home / "calibration.txt", *SIZES)
+
+
+def record(out: Path) -> dict[str, Any]:
+    """The plan in compression.json."""
+    content: dict[str, Any] = json.loads((out / "compression.json").read_text(encoding="utf-8"))["plan"]
+    return content
+
+
+def changed(one: Path, other: Path) -> set[str]:
+    """Names of tensors whose values differ between two checkpoints of one file each."""
+    left, right = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert set(left) == set(right)
+    return {name for name in left if not torch.equal(left[name], right[name])}
+
+
+# --- what is corrected ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "correct", "method"),
+    [
+        ("auto", None, "tune"),
+        ("auto", "none", None),
+        ("count-guided", None, None),
+        ("count-guided", "ridge", "ridge"),
+        (None, None, "tune"),
+    ],
+)
+def test_what_is_asked_for_and_what_is_the_default(
+    strategy: str | None, correct: str | None, method: str | None,
+    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path,
+) -> None:  # fmt: skip
+    chosen = ("--strategy", strategy) if strategy else ()
+    given = ("--correct", correct) if correct else ()
+    assert run("plan", home / "single", "-o", tmp_path / "plan.json", *data, *chosen, *given).status == 0
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert (made["correction"] or {}).get("method") == method
+    assert made["strategy"] == (strategy or "auto") and not made["sequential"]
+    assert all("correction" not in layer["figures"] for layer in made["layers"])
+
+
+def test_what_each_method_changes_and_that_stock_transformers_loads_it(
+    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """Ridge refits down projections (w2), tuning all of the experts and the router; nothing else changes."""
+    compress = ("compress", home / "single", "--strategy", "gated-mass", *data, "--samples", 70)  # to generalise from
+    for method in ("none", "ridge", "tune"):
+        result = run(*compress, "-o", tmp_path / method, "--correct", method)
+        assert result.status == 0 and ("correct " in result.out) == (method != "none")
+    groups = [[layer["groups"] for layer in record(tmp_path / method)["layers"]] for method in ("ridge", "tune")]
+    assert groups[0] == groups[1]
+    whole = [record(tmp_path / method)["layers"] for method in ("ridge", "tune")]
+    assert all("heldout_error" in layer["figures"]["correction"] for layers in whole for layer in layers)
+    assert run("plan", home / "single", "-o", tmp_path / "p.json", "--correct", "ridge", *compress[2:]).status == 0
+    small.edit_json(tmp_path / "p.json", lambda content: content.update(correction=None))
+    assert run("apply", tmp_path / "p.json", "-o", tmp_path / "same").status == 0  # as planned, and not corrected
+    kept = {layer["figures"]["correction"]["kept"] for layers in whole for layer in layers}
+    assert kept == {"ridge", "tune"}
+    ridge, tune = changed(tmp_path / "ridge", tmp_path / "same"), changed(tmp_path / "tune", tmp_path / "same")
+    assert ridge and all(re.search(r"experts\.\d+\.w2\.weight$", name) for name in ridge)
+    assert all(re.search(r"(experts\.\d+\.w[123]|gate)\.weight$", name) for name in tune)
+    assert {name.split(".")[-2] for name in tune} == {"w1", "w2", "w3", "gate"}
+    for method in ("ridge", "tune"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / method)
+        assert loaded.config.num_local_experts == 4
+        assert zoo.logits(loaded, torch.arange(3, 9)[None]).isfinite().all()
+
+
+# --- the same bytes ---------------------------------------------------------------------------------------------------
+
+
+WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tune": ("single", ("--correct", "tune")),
+    "ridge": ("single", ("--correct", "ridge", "--seed", 5)),
+    "in order": ("sharded", ("--correct", "ridge", "--sequential")),
+    "in order, not corrected": ("single", ("--correct", "none", "--sequential")),
+    "merged": ("sharded", ("--correct", "ridge", "--strategy", "hc-smoe")),
+    "in float32": ("half", ("--correct", "ridge", "--dtype", "float32")),
+    "in its own dtype": ("half", ("--correct", "tune",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plan_and_apply_give_the_bytes_of_compress(
+    way: str, run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    kind, options = WAYS[way]
+    weighted = ("--calibration", f"{home / 'calibration.txt'}=3", "--calibration", f"{home / 'other.txt'}=1")
+    arguments = ("--strategy", "gated-mass", *data[:2], *weighted, *SIZES, *options)
+    assert run("compress", home / kind, "-o", tmp_path / "one", *arguments).status == 0
+    assert run("plan", home / kind, "-o", tmp_path / "plan.json", *arguments).status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    assert names(tmp_path) == ["one", "plan.json", "two"]
+    made = record(tmp_path / "two")
+    upstream = "compressed" if "--sequential" in options else "original"
+    assert {layer["upstream"] for layer in made["layers"]} == {upstream}
+    assert made["sequential"] == ("--sequential" in options)
+    assert [round(entry["weight"], 6) for entry in made["calibration"]["sources"]] == [0.75, 0.25]
+
+
+def test_planning_in_order_sees_what_the_compressed_layers_put_out(
+    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """The first layer's plan is the same either way; the second is planned on other hidden states."""
+    figures = []
+    for options in ((), ("--sequential",)):
+        path = tmp_path / f"plan-{len(options)}.json"
+        arguments = ("--strategy", "auto", "--correct", "none", *data, *options)
+        assert run("plan", home / "single", "-o", path, *arguments).status == 0
+        figures.append([layer["figures"]["heldout_errors"] for layer in json.loads(path.read_text())["layers"]])
+    assert figures[0][0] == figures[1][0]
+    assert figures[0][1] != figures[1][1]
+
+
+def test_a_strategy_without_data_is_corrected_on_calibration(run: Run, home: Path, tmp_path: Path) -> None:
+    command = ("compress", home / "single", "--strategy", "model-centric", "--experts", 4)
+    gone = ("--calibration", tmp_path / "gone.txt")
+    refused(run(*command, "-o", tmp_path / "out", "--correct", "ridge", *gone), "gone.txt does not exist")
+    assert names(tmp_path) == []
+    assert run(*command, "-o", tmp_path / "plain", *gone).status == 0  # none is read
+    text = ("--calibration", home / "calibration.txt", *SIZES)
+    assert run(*command, "-o", tmp_path / "out", "--correct", "ridge", *text).status == 0
+    assert record(tmp_path / "plain")["calibration"] is None
+    made = record(tmp_path / "out")
+    assert made["calibration"]["source"] == "calibration.txt" and made["correction"]["method"] == "ridge"
+    assert changed(tmp_path / "plain", tmp_path / "out")
+
+
+def test_a_quantised_source_is_corrected(run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    save_fp8(tmp_path / "model", sizes={"vocab_size": small.VOCABULARY})
+    small.tokenizer().save_pretrained(tmp_path / "model")
+    for name in ("one", "two"):
+        arguments = ("--strategy", "gated-mass", "--correct", "ridge", *data)
+        assert run("compress", tmp_path / "model", "-o", tmp_path / name, *arguments).status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert zoo.logits(loaded, torch.arange(3, 9)[None]).isfinite().all()
+    assert "quantization_config" not in json.loads((tmp_path / "one" / "config.json").read_text())
+
+
+def test_compression_json_names_correction_and_figures_and_no_folder(
+    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("--strategy", "count-guided", "--correct", "tune", *data)
+    assert run("compress", home / "single", "-o", out, *arguments).status == 0
+    made = record(out)
+    assert made["correction"] == {**Correction("tune").to_dict(), "dtype": "float32"}
+    for layer in made["layers"]:
+        figures = layer["figures"]["correction"]
+        errors = [value for name, value in figures.items() if name.startswith("heldout_error_")]
+        assert figures["heldout_error"] == min(errors) and len(errors) == 3
+        assert figures["kept"] in ("none", "ridge", "tune")
+    text = (out / "compression.json").read_text()
+    assert str(home) not in text and str(tmp_path) not in text
+    assert made["source"]["model"] == "single" and made["calibration"]["source"] == "calibration.txt"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned(home: Path) -> dict[str, Any]:
+    """A plan with a correction, and the text that it was made on."""
+    result = captured(
+        "plan", home / "single", "-o", home / "planned.json", "--experts", 4, "--strategy", "count-guided",
+        "--correct", "tune", "--calibration", home / "calibration.txt", "--json", *SIZES,
+    )  # fmt: skip
+    content: dict[str, Any] = json.loads(result.out)
+    return content
+
+
+Edit = Callable[[dict[str, Any]], Any]
+EDITS: dict[str, tuple[Edit, str]] = {
+    "unknown field": (lambda c: c["correction"].update(speed=3), "correction .*'speed'.* is not understood; restore"),
+    "no steps": (lambda c: c["correction"].update(steps=0), "a correction of 0 steps of .* tokens .* cannot run"),
+    "no rate": (lambda c: c["correction"].update(rate=0), "at rate 0 cannot run"),
+    "steps of text": (lambda c: c["correction"].update(steps="many"), "correction .*'many'"),
+    "unknown method": (lambda c: c["correction"].update(method="polish"), "there is no correction 'polish'; known are"),
+    "unknown dtype": (lambda c: c["correction"].update(dtype="int3"), "there is no dtype 'int3'"),
+    "no object": (lambda c: c.update(correction=[1]), "plan"),
+    "no data": (lambda c: c.update(calibration=None), "a correction needs calibration data; restore calibration"),
+    "other seed": (lambda c: c["calibration"].update(seed=1), "no longer gives the tokens|repeating it gives"),
+    "other length": (lambda c: c["calibration"]["asked"].update(sequence_length=16), "no longer gives the tokens"),
+    "other digest": (lambda c: c["calibration"]["sources"][0].update(sha256="0" * 64), "no longer gives the tokens"),
+    "text gone": (lambda c: c["calibration"]["sources"][0].update(source="gone.txt"), "gone.txt does not exist"),
+    "unknown source": (lambda c: c["calibration"].update(only="wiki"), "names the source 'wiki', which it does not"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_correction_is_refused(name: str, run: Run, planned: dict[str, Any], tmp_path: Path) -> None:
+    change, message = EDITS[name]
+    content = json.loads(json.dumps(planned))
+    change(content)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    refused(run("apply", tmp_path / "plan.json", "-o", tmp_path / "out", "--json"), message)
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_a_sensible_edit_is_carried_out(run: Run, planned: dict[str, Any], tmp_path: Path) -> None:
+    content = json.loads(json.dumps(planned))
+    content["correction"].update(steps=3)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "out").status == 0
+    assert record(tmp_path / "out")["correction"]["steps"] == 3
+
+
+def test_calibration_that_changed_or_went_is_refused(
+    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    text = Path(shutil.copy(home / "calibration.txt", tmp_path / "text.txt"))
+    arguments = ("--experts", 4, "--strategy", "count-guided", "--correct", "ridge", "--calibration", text, *SIZES)
+    assert run("plan", home / "single", "-o", tmp_path / "plan.json", *arguments).status == 0
+    apply = ("apply", tmp_path / "plan.json", "-o", tmp_path / "out")
+    text.write_text(text.read_text().replace("fox", "cat"))
+    refused(run(*apply), "text.txt no longer gives the tokens that the plan was made with .*; restore it or plan again")
+    text.unlink()
+    refused(run(*apply), "text.txt does not exist")
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_an_unknown_correction(run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    for command, out in (("compress", "out"), ("plan", "plan.json")):
+        arguments = (command, home / "single", "-o", tmp_path / out, *data, "--correct", "polish")
+        refused(run(*arguments), "there is no correction 'polish'; known are none, ridge, tune")
+    assert names(tmp_path) == []
+
+
+def test_a_fault_while_correcting_leaves_nothing(
+    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def fail_at_the_second(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(*args, **named)
+
+    real = sequence.correct_layer
+    monkeypatch.setattr(sequence, "correct_layer", fail_at_the_second)
+    arguments = ("--strategy", "count-guided", "--correct", "ridge", *data)
+    refused(run("compress", home / "single", "-o", tmp_path / "out", *arguments, "--json"), "No space left|is full")
+    assert len(calls) == 2 and names(tmp_path) == []

@@ -1,0 +1,92 @@
+"""A run that corrects, killed at any moment and run again: the same bytes, and no layer corrected twice."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressor import sequence
+from tests import small
+from tests.command_line import Run, names, run_killed, runner
+from tests.small import tree
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="module", params=["correct", "in order"])
+def command(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[str]:
+    home = tmp_path_factory.mktemp("home")
+    order = ["--sequential"] if request.param == "in order" else []
+    model, text = small.save(home / "sharded", shard="60KB"), small.text_file(home)
+    sizes = [
+        "--experts",
+        "4",
+        "--strategy",
+        "count-guided",
+        "--calibration",
+        str(text),
+        "--samples",
+        "8",
+        "--sequence-length",
+        "32",
+    ]
+    return ["compress", str(model), "--correct", "ridge", *sizes, *order]
+
+
+@pytest.fixture(scope="module")
+def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert run_killed([*command, "-o", str(out)]) == 0
+    return tree(out)
+
+
+MOMENTS = [
+    ("compressor.sequence", "correct_layer", 1),
+    ("compressor.sequence", "correct_layer", 2),
+    ("safetensors.torch", "save_file", 2),
+    ("compressor.cutfiles", "CutFiles.save", 2),
+    ("exporters.safetensors", "_write_tensor", 20),
+    ("os", "fsync", 2),
+]
+
+
+@pytest.mark.parametrize(("module", "function", "nth"), MOMENTS)
+def test_killed_and_run_again(
+    module: str, function: str, nth: int, run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run_killed([*command, "-o", str(out)], module, function, nth) == -signal.SIGKILL
+    assert not out.exists()
+    assert run(*command, "-o", out).status == 0
+    assert tree(out) == whole and names(tmp_path) == ["out"]
+
+
+def test_a_corrected_layer_is_not_corrected_again(
+    run: Run, command: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, corrected = tmp_path / "out", sequence.correct_layer, list[str]()
+
+    def counting(model: Any, layer: Any, *args: Any) -> Any:
+        corrected.append(layer.name)
+        return real(model, layer, *args)
+
+    assert run_killed([*command, "-o", str(out)], "compressor.sequence", "correct_layer", 2) == -signal.SIGKILL
+    monkeypatch.setattr(sequence, "correct_layer", counting)
+    assert run(*command, "-o", out).status == 0
+    assert corrected == ["model.layers.1.mlp.experts"]
+    assert tree(out) == whole
