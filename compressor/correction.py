@@ -86,11 +86,24 @@ def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator
             set_tensor(model, key, tuned[key].detach().to(value.dtype) if key in tuned else value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Rounds a value as writing will: what is computed in one dtype may be stored in another."""
+
+    computing: torch.dtype
+    writing: torch.dtype
+
+    def __call__(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
+
+
 class _Guard:
     """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller model itself."""
 
-    def __init__(self, cut: CutLayer, router: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-        self.cut, self.router, self.dtypes = cut, router, dtypes
+    def __init__(
+        self, cut: CutLayer, router: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], stored: _Stored
+    ) -> None:
+        self.cut, self.router, self.dtypes, self.stored = cut, router, dtypes, stored
         self.rows = cut.recording.positions(heldout=True)
         self.kept, self.best = "none", self._error()
         self.routing = self._routing()
@@ -102,13 +115,13 @@ class _Guard:
                 yield value, getattr(self.cut.experts, name)[expert]
 
     def _routing(self) -> dict[str, torch.Tensor]:
-        return {key: value.detach().to(self.dtypes[key], copy=True) for key, value in self.router.items()}
+        return {key: self.stored(value.detach(), self.dtypes[key]).clone() for key, value in self.router.items()}
 
     @torch.no_grad()
     def _error(self) -> float:
         """The error with all values rounded as they will be stored; they stay so."""
         for value, place in self._experts():
-            value.copy_(value.to(place.dtype))
+            value.copy_(self.stored(value, place.dtype))
         for key, rounded in self._routing().items():
             self.router[key].copy_(rounded)
         return self.cut.error(self.rows)
@@ -133,9 +146,16 @@ class _Guard:
 
 
 def correct_layer(
-    model: Any, layer: MoeLayer, recording: Recording, correction: Correction, seed: int = 0
+    model: Any,
+    layer: MoeLayer,
+    recording: Recording,
+    correction: Correction,
+    seed: int = 0,
+    writing: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
+
+    Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept.
 
     Errors are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
@@ -147,7 +167,8 @@ def correct_layer(
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with _float_router(model, layer, recording) as router:
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
-        guard = _Guard(cut, router, dtypes)
+        computing = next(experts.parameters()).dtype
+        guard = _Guard(cut, router, dtypes, _Stored(computing, writing or computing))
         errors = {"before": guard.best}
         if correction.wanted and guard.best > 0 and len(rows):
             refit_down(cut, rows, judged)

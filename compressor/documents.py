@@ -197,7 +197,7 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
     if source == DEMO_SOURCE and not os.path.exists(source):
         from compressor.demo.evaluation import load_documents
 
-        found = [text for text, _ in load_documents("calibration")]
+        found = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
     elif is_file(source):
         found = _file_documents(path, tokenizer, purpose)
     elif os.path.isdir(path):

@@ -4,6 +4,7 @@ Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
 
 
 def _representative(members: Sequence[int], stats: LayerStatistics) -> int:
-    """The expert whose router row stands for its group when routers are not merged: the most visited, if known."""
+    """The expert that stands for its group: the most visited, if that is known, or the lowest."""
     counts = stats.values.get("routed_count")
     return members[0] if counts is None else max(members, key=lambda member: (float(counts[member]), -member))
 
@@ -67,16 +68,23 @@ def merge_groups(
     groups: Sequence[Sequence[int]],
     method: str = "uniform",
     merge_routers: bool = True,
+    align: bool = False,
     **details: Any,
 ) -> LayerPlan:
-    """The plan that merges these groups of experts; singletons stay bit for bit."""
+    """The plan that merges these groups of experts; singletons stay bit for bit.
+
+    With `align`, the neurons of a group are matched to those of its most visited expert (its lowest, where visits are
+    not known) when the plan is carried out.
+    """
     counts = stats.values.get("routed_count")
     start = "uniform" if method == "learned" else method
     merged = []
     for members in (tuple(sorted(group)) for group in groups):
         shares = coefficients(members, start, counts)
-        router = shares if merge_routers else _one_hot(members, _representative(members, stats))
-        merged.append(Group(members, shares, router))
+        leading = _representative(members, stats)
+        router = shares if merge_routers else _one_hot(members, leading)
+        group = Group(members, shares, router, head=leading)
+        merged.append(group if align and group.aligned else replace(group, head=None))
     plan = LayerPlan.of(stats.layer, merged, **details)
     if method == "learned":
         from compressor.learned import learn_coefficients

@@ -20,7 +20,7 @@ from compressor.cutting import cut_layers
 from compressor.errors import CompressionError
 from compressor.judging import Judge
 from compressor.memory import give_back
-from compressor.model import OpenModel
+from compressor.model import OpenModel, pick_dtype
 from compressor.plan import LayerPlan
 from compressor.progress import Progress
 from compressor.recording import Recording
@@ -76,7 +76,8 @@ class _Pass:
         self.take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
-            figures = correct_layer(self.smaller.model, layer, recording, self.correction, self.seed)
+            writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
+            figures = correct_layer(self.smaller.model, layer, recording, self.correction, self.seed, writing)
             plan = self.plans[layer.name]
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()

@@ -50,11 +50,18 @@ def plan(
     A layer that no held-out token reached is planned by the first candidate.
     """
     plans, errors = dict[str, LayerPlan](), dict[str, float]()
+    refusals: list[CompressionError] = []
     for strategy in _strategies(options or Options()):
-        made = strategy.plan_layer(stats, keep, protected)
+        try:
+            made = strategy.plan_layer(stats, keep, protected)
+        except CompressionError as refusal:  # others may fit the protected experts
+            refusals.append(refusal)
+            continue
         same = next((name for name, other in plans.items() if other.groups == made.groups), None)
         plans[strategy.name] = made
         errors[strategy.name] = relative_error(stats.heldout, made) if same is None else errors[same]
+    if not plans:
+        raise refusals[0]
     won = min(errors, key=lambda name: errors[name])
     others = [error for name, error in errors.items() if plans[name].groups != plans[won].groups]
     margin = {"ahead_by": round(min(others) - errors[won], 6)} if others else {}

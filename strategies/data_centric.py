@@ -23,6 +23,7 @@ class Options:
     mix_tokens: bool = True
     merge: str = "uniform"
     merge_routers: bool = True
+    align: bool = False
 
     def __post_init__(self) -> None:
         if self.similarity not in SIMILARITIES:
@@ -59,5 +60,11 @@ def plan(
     grouping = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected)
     figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
     return merge_groups(
-        stats, grouping.groups, options.merge, options.merge_routers, decided_by=options.similarity, figures=figures
+        stats,
+        grouping.groups,
+        options.merge,
+        options.merge_routers,
+        options.align,
+        decided_by=options.similarity,
+        figures=figures,
     )

@@ -28,6 +28,7 @@ class Options:
     merge: str = "frequency"
     merge_routers: bool = True
     linkage: str = "average"
+    align: bool = False
 
     def __post_init__(self) -> None:
         if self.linkage not in LINKAGES:
@@ -110,6 +111,7 @@ def plan(
         clusters,
         options.merge,
         options.merge_routers,
+        options.align,
         decided_by=f"mean outputs, {options.linkage} linkage",
         figures=figures,
     )

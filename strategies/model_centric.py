@@ -24,6 +24,7 @@ class Options:
     representation: str = "surrogate"
     merge: str = "uniform"
     merge_routers: bool = True
+    align: bool = False
 
     def __post_init__(self) -> None:
         if self.representation not in REPRESENTATIONS:
@@ -92,6 +93,7 @@ def plan(
         grouping.groups,
         options.merge,
         options.merge_routers,
+        options.align,
         decided_by=f"{options.representation} weights",
         figures=figures,
     )

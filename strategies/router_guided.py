@@ -1,13 +1,13 @@
 """Router-guided: experts join the often visited expert that the router scores most like them (arXiv:2310.01334)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.merging import keep_best, merge_groups, merge_needs, routing_blocks
-from compressor.plan import Group, LayerPlan
+from compressor.plan import LayerPlan
 from compressor.statistics import LayerStatistics
 
 NEEDS = frozenset({"routed_count", "router_logits"})
@@ -60,12 +60,6 @@ def grouped(
     return groups
 
 
-def _aligned(group: Group, heads: dict[int, list[int]]) -> Group:
-    """The group with its dominant expert as head, where there is anything to align."""
-    headed = replace(group, head=next(member for member in group.members if member in heads))
-    return headed if headed.aligned else group
-
-
 @torch.no_grad()
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
@@ -82,19 +76,12 @@ def plan(
     blocks = routing_blocks(stats) or [list(range(stats.layer.experts))]
     groups = grouped(table, dominant, protected, blocks)
     joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
-    learned = options.merge == "learned"
-    made = merge_groups(
+    return merge_groups(
         stats,
         list(groups.values()),
-        "uniform" if learned else options.merge,
+        options.merge,
         options.merge_routers,
+        options.align,
         decided_by="router_logits",
         figures={"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {},
     )
-    if options.align:
-        made = replace(made, groups=tuple(_aligned(group, groups) for group in made.groups))
-    if not learned:
-        return made
-    from compressor.learned import learn_coefficients
-
-    return learn_coefficients(stats, made, options.merge_routers)

@@ -17,6 +17,7 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("count-guided", {}),
     ("model-centric", {"merge": "learned"}),
     ("data-centric", {"merge": "max"}),
+    ("auto", {}),
 )
 SAMPLES, LENGTH = 128, 128  # the demo model was trained on windows of 128 bytes
 

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.calibration import cut
-from compressor.documents import WeightedSource, divide, pack, parse_sources, short_names, without_folders
+from compressor.documents import (
+    WeightedSource,
+    divide,
+    documents,
+    pack,
+    parse_sources,
+    short_names,
+    without_folders,
+)
 from compressor.errors import CompressionError
 from tests import small
 from tests.texts import END, VOCAB, Numbers, Words, count_up, decode, run, write
@@ -200,3 +208,7 @@ def test_a_record_names_no_folders(tmp_path: Path) -> None:
     assert list(shown) == list(made.identity)
     assert without_folders({"source": "/a/b + c.txt", "tokens": 5}) == {"source": "b + c.txt", "tokens": 5}
     assert without_folders({"source": "/a/b.txt", "sources": 5}) == {"source": "b.txt", "sources": []}
+
+
+def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
+    assert not set(documents("demo", 0, None)) & set(documents("demo", 0, None, "evaluation"))

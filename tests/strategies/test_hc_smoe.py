@@ -227,7 +227,12 @@ def test_impossible_wishes_are_refused(keep: int, protected: Any, groups: dict[s
 
 
 def test_options_are_checked_and_decide_the_needs() -> None:
-    assert option_fields("hc-smoe") == {"merge": "frequency", "merge_routers": True, "linkage": "average"}
+    assert option_fields("hc-smoe") == {
+        "merge": "frequency",
+        "merge_routers": True,
+        "linkage": "average",
+        "align": False,
+    }
     assert load_strategy("hc-smoe").needs == {"expert_outputs", "routed_count"}
     assert load_strategy("hc-smoe", {"merge": "uniform"}).needs == {"expert_outputs"}
     assert {"weights", "inputs"} <= load_strategy("hc-smoe", {"merge": "learned"}).needs

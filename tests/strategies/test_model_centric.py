@@ -213,6 +213,6 @@ def test_unknown_choices_are_refused() -> None:
     with pytest.raises(CompressionError, match="there is no merge 'sum'"):
         load_strategy("model-centric", {"merge": "sum"})
     with pytest.raises(
-        CompressionError, match="has no option 'similarity'; it has merge, merge_routers, representation"
+        CompressionError, match="has no option 'similarity'; it has align, merge, merge_routers, representation"
     ):
         load_strategy("model-centric", {"similarity": "linear-cka"})
