@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,13 @@ import compressor
 from compressor import cli
 from exporters import safetensors as exporter
 from tests import small, zoo
-from tests.command_line import Result, Run, names, refused, run_killed, runner
+from tests.command_line import Result, Run, names, refused, run_killed
 from tests.small import tree
 
 NAN = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +43,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.LlamaForCausalLM(dense).save_pretrained(folder / "dense")
     small.text_file(folder)
     return folder
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    return runner(monkeypatch, capfd)
 
 
 @pytest.fixture

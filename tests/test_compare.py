@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from compressor import comparison_report, registry
 from compressor.loading import PartialModel
 from tests import small, zoo
-from tests.command_line import Run, captured, names, refused, runner
+from tests.command_line import Run, captured, names, refused
 from tests.plugins import REAP, install
 
 LENGTH, SAMPLES = 32, 24
@@ -24,18 +23,7 @@ SIZES = ("--samples", SAMPLES, "--sequence-length", LENGTH)
 Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    return runner(monkeypatch, capfd)
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def write_lines(path: Path, texts: list[str]) -> None:

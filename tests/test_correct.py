@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from compressor import sequence
 from compressor.correction import Correction
 from tests import small, zoo
-from tests.command_line import Run, captured, names, refused, runner
+from tests.command_line import Run, captured, names, refused
 from tests.quantized import save_fp8
 from tests.small import tree
 
@@ -23,18 +23,7 @@ LENGTH, SAMPLES = 32, 8
 SIZES = ("--samples", str(SAMPLES), "--sequence-length", str(LENGTH))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    return runner(monkeypatch, capfd)
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")

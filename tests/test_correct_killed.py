@@ -1,31 +1,17 @@
 """A run that corrects, killed at any moment and run again: the same bytes, and no layer corrected twice."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from compressor import sequence
 from tests import small
-from tests.command_line import Run, names, run_killed, runner
+from tests.command_line import Run, names, run_killed
 from tests.small import tree
 
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    return runner(monkeypatch, capfd)
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module", params=["correct", "in order"])

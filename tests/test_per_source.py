@@ -1,34 +1,21 @@
 """`moe-compress plan --per-source`: a plan for each calibration source, each corrected on its own text, all or none."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from compressor import sequence
 from compressor.plan_files import source_files
 from tests import small
-from tests.command_line import Run, names, refused, runner
+from tests.command_line import Run, names, refused
 
 LENGTH = 32
 SIZES = ("--samples", "8", "--sequence-length", str(LENGTH))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    return runner(monkeypatch, capfd)
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")
