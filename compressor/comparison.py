@@ -22,7 +22,7 @@ class Row:
     perplexity: float
     kl: float  # of the original's next-token distribution to this model's, nats per token
     error: float | None  # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
-    seconds: float  # deciding and correcting, without the calibration pass that all plans share
+    seconds: float  # deciding, and correcting with the evaluation on the way; not the pass that all plans share
     peak_memory: int  # bytes of anonymous memory at the highest while it was corrected and evaluated
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
     source: str | None = None  # the calibration source that it was planned for, if for one alone
