@@ -1,6 +1,5 @@
 """Arguments and options that several commands of the command line take, and what their text means."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,7 +65,7 @@ def settings(
 ) -> dict[str, Any]:
     """A strategy's options from the command line, refusing what it does not have."""
     from compressor.merging import METHODS
-    from compressor.registry import option_fields
+    from compressor.registry import option_fields, read_option
 
     known = option_fields(strategy)
     given: dict[str, Any] = {"representation": representation, "similarity": similarity}
@@ -78,18 +77,9 @@ def settings(
     elif merge is not None or no_merge_routers:
         logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
     for option in options or ():
-        name, separator, text = option.partition("=")
-        if not separator:
-            raise CompressionError(f"--option {option!r} should be name=value")
-        given[name.replace("-", "_")] = _parsed(text)
+        name, value = read_option(option, f"--option {option!r} should be name=value")
+        given[name] = value
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def listed(text: str | None, option: str) -> list[str] | None:

@@ -1,6 +1,5 @@
 """Comparing: one calibration pass, many plans, and for each what the compressed model loses, all streamed."""
 
-import json
 import math
 import random
 import time
@@ -13,7 +12,6 @@ import torch
 from compressor.calibration import Calibration, EvaluationSet
 from compressor.comparison import Comparison, Row
 from compressor.correction import Correction
-from compressor.errors import CompressionError
 from compressor.inspection import stored_with
 from compressor.judging import Judge, Judgement, evaluation_batches
 from compressor.memory import PeakMemory
@@ -22,7 +20,7 @@ from compressor.model import OpenModel
 from compressor.plan import LayerPlan
 from compressor.planning import Planned, Wish, make_plans, versions
 from compressor.progress import Progress
-from compressor.registry import Strategy, load_strategy
+from compressor.registry import Strategy, load_strategy, read_option
 from compressor.sequence import compress_in_order
 from compressor.statistics import LayerStatistics, needs_data
 from compressor.streaming import stream_layers
@@ -55,15 +53,9 @@ def random_drop(seed: int) -> Strategy:
 def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
     """A strategy's name, or name:option=value:option=value; corrected by its own default as well, if it has one."""
     name, *settings = text.split(":")
-    options = {}
-    for setting in settings:
-        key, separator, value = setting.partition("=")
-        if not separator:
-            raise CompressionError(f"strategy {text!r}: {setting!r} should be option=value")
-        try:
-            options[key.replace("-", "_")] = json.loads(value)
-        except ValueError:
-            options[key.replace("-", "_")] = value
+    options = dict(
+        read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
+    )
     strategy = load_strategy(name, options)
     methods = dict.fromkeys(corrections or ("none", strategy.correction))
     shown = " ".join([name, *(f"({setting})" for setting in settings)])

@@ -102,6 +102,12 @@ def routing_blocks(stats: LayerStatistics) -> list[list[int]] | None:
     return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
 
 
+def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
+    """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total is."""
+    kept, total = [group.members[0] for group in made.groups], float(scores.sum())
+    return round(float(scores[kept].sum()) / total, 6) if total else 0.0
+
+
 def keep_best(
     stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:

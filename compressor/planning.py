@@ -149,19 +149,15 @@ def make_plan_in_order(
     return _whole_plan(model, wish, calibration, layers, seed, sequential=True)
 
 
-def correct(
-    model: OpenModel, plan: CompressionPlan, progress: Progress, files: CutFiles, calibration: Calibration | None = None
-) -> CompressionPlan:
+def correct(model: OpenModel, plan: CompressionPlan, progress: Progress, files: CutFiles) -> CompressionPlan:
     """Carry out the correction that a plan asks for, layer by layer into `files`; returns the plan with its figures.
 
-    By default the calibration that the plan names is repeated. Layers that are in `files` already are not repeated.
+    The calibration that the plan names is repeated. Layers that are in `files` already are not.
     """
     done = [files.plan(layer) for layer in model.architecture.layers]
     layers = tuple(layer for layer in done if layer is not None)
     if len(layers) < len(done):
-        if calibration is None:
-            tokenizer = load_tokenizer(model.source.folder)
-            calibration = recalibrate(plan.calibration or {}, tokenizer, model.vocabulary)
+        calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
         by_name = {layer.module: layer for layer in plan.layers}
         layers = compress_in_order(
             model, plan.experts, calibration, lambda stats: by_name[stats.layer.name], progress,

@@ -1,6 +1,7 @@
 """Strategies and exporters, found through entry points: a third party's is on equal terms with the built-in ones."""
 
 import difflib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -72,6 +73,17 @@ def option_fields(name: str) -> Mapping[str, Any]:
     """The options of a strategy with their defaults; empty if it has none."""
     options = getattr(_load(STRATEGIES, name, "strategy"), "Options", None)
     return {} if options is None else {field.name: field.default for field in fields(options)}
+
+
+def read_option(text: str, fault: str) -> tuple[str, Any]:
+    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with `fault`."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise CompressionError(fault)
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value
 
 
 def _check_type(strategy: str, option: str, value: Any, default: Any) -> None:

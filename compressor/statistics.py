@@ -14,6 +14,7 @@ import torch
 from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
 from compressor.experts import apply_expert, expert_parameters, observed_forward
+from compressor.recording import token_dim
 
 logger = logging.getLogger(__name__)
 
@@ -214,13 +215,12 @@ class Collector:
 
         An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
         """
-        if isinstance(value, torch.Tensor) and id(value) not in self.own:
-            rows = rows.to(value.device)
-            if value.dim() >= 1 and len(value) == tokens:
-                return 0, value[rows].detach().clone()
-            if value.dim() >= 2 and value.shape[:2].numel() == tokens:
-                return 1, value.reshape(tokens, *value.shape[2:])[rows].detach().clone()[None]
-        return None, value
+        dim = None if id(value) in self.own else token_dim(value, tokens)
+        if dim is None:
+            return None, value
+        by_token = value if dim == 0 else value.flatten(0, 1)
+        taken = by_token[rows.to(value.device)].detach().clone()
+        return dim, taken if dim == 0 else taken[None]
 
     def _observe_outputs(self, expert: int, rows: torch.Tensor, weights: torch.Tensor, outputs: torch.Tensor) -> None:
         norms = outputs.double().norm(dim=-1)

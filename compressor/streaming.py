@@ -5,7 +5,6 @@ back to the driver, which loads that layer, lets every batch pass it, hands it t
 Masks, position embeddings and per-layer arguments stay the stock code's business.
 """
 
-import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from compressor.errors import CompressionError
 from compressor.loading import PartialModel
 from compressor.memory import give_back
+from compressor.recording import allocate
 
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
 _REHEARSE = "rehearse"
@@ -46,11 +46,7 @@ class _Spill:
 
     @staticmethod
     def _to_file(value: torch.Tensor) -> None:
-        with tempfile.NamedTemporaryFile() as file:
-            file.truncate(value.numel() * value.element_size())
-            mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
-        mapped.copy_(value)
-        value.data = mapped
+        value.data = allocate(tuple(value.shape), value.dtype, value.device, budget=0).copy_(value)
 
 
 def _lazy_hook(partial: PartialModel, keys: list[str]) -> Callable[..., None]:

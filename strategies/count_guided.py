@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from compressor.merging import keep_best
+from compressor.merging import keep_best, kept_share
 from compressor.plan import LayerPlan
 from compressor.statistics import LayerStatistics
 
@@ -13,6 +13,4 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
     """Keep the `keep` most visited experts; ties go to the lower expert, one that no token reached counts 0."""
     counts = stats.routed_count
     made = keep_best(stats, counts, keep, protected, decided_by="routed_count")
-    kept, total = [group.members[0] for group in made.groups], float(counts.sum())
-    share = round(float(counts[kept].sum()) / total, 6) if total else 0.0
-    return replace(made, figures={"kept_share_of_visits": share})
+    return replace(made, figures={"kept_share_of_visits": kept_share(made, counts)})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compressor.errors import CompressionError
-from compressor.merging import keep_best
+from compressor.merging import keep_best, kept_share
 from compressor.plan import LayerPlan
 from compressor.statistics import LayerStatistics
 
@@ -61,9 +61,7 @@ def keep_salient(
             "try --dtype float32"
         )
     made = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
-    kept, total = [group.members[0] for group in made.groups], float(saliency.sum())
-    share = round(float(saliency[kept].sum()) / total, 6) if total else 0.0
-    return replace(made, figures={"kept_share_of_saliency": share})
+    return replace(made, figures={"kept_share_of_saliency": kept_share(made, saliency)})
 
 
 def plan(
