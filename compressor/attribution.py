@@ -1,0 +1,98 @@
+"""What shapes the routing: the influence of every component on every later router, and the experts that are hubs.
+
+Routing attribution: "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
+A router's logits are the sum of sub-scores, one for each earlier component that wrote to the residual stream. R
+routers (receivers), T tokens, E experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
+# whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream
+KINDS = ("token", "attention", "head", "mlp", "moe", "expert", "shared", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """One router whose logits are decomposed."""
+
+    module: str  # the experts module that it serves
+    layer: int  # number of the decoder layer
+    variance: float  # of the logits over the experts, averaged over tokens
+    unexplained: float  # largest difference between logits and the sum of sub-scores, over the largest logit
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """One component, and what its sub-scores do to each receiver: None for routers that come before it."""
+
+    name: str
+    kind: str
+    layer: int | None  # number of the decoder layer; None for the token's embedding
+    module: str  # the module whose output it is; the experts module for routed experts
+    number: int | None  # of the expert or the head
+    share: float  # of the tokens that it wrote to
+    influence: tuple[float | None, ...]  # [R] variance of the sub-scores over the experts, averaged over tokens
+    positive: tuple[float | None, ...]  # [R] APS: mean of the positive sub-scores' sum over the experts, over E
+    negative: tuple[float | None, ...]  # [R] ANS: the same of the negative ones
+    rank_change: tuple[float | None, ...]  # [R] AARV; None throughout for heads
+
+    @property
+    def total_influence(self) -> float:
+        """Influence summed over the receivers."""
+        return sum(value for value in self.influence if value is not None)
+
+    @property
+    def total_rank_change(self) -> float:
+        """AARV summed over the receivers."""
+        return sum(value for value in self.rank_change if value is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How large one routed expert's outputs are, before its gate weight."""
+
+    module: str
+    layer: int
+    expert: int
+    tokens: int
+    mean_norm: float  # L2, over its tokens
+    max_norm: float
+    max_entry: float  # largest absolute entry
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfluence:
+    """Where one head's influence on one sequence comes from; shares of the sum over all queries and keys."""
+
+    module: str
+    layer: int | None
+    head: int
+    sequence: int
+    tokens: tuple[int, ...]  # [L] token ids
+    texts: tuple[str, ...]  # [L] what they stand for; empty if the model has no tokenizer
+    influence: tuple[float, ...]  # [L] of each key: variance of its sub-scores, summed over routers, averaged over L
+    first: float  # share of the sequence's first token
+    own: float  # share of the query's own token
+    previous: float  # share of the token before it
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """Everything that one run of the analysis found."""
+
+    model: str
+    receivers: tuple[Receiver, ...]
+    senders: tuple[Sender, ...]
+    outputs: tuple[Output, ...]  # every routed expert
+    tokens: int
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of each pass
+    per_key: tuple[KeyInfluence, ...] = ()  # the strongest heads by key token, where that was asked for
+
+    def of_kind(self, *kinds: str) -> tuple[Sender, ...]:
+        """The senders of these kinds, in model order."""
+        return tuple(sender for sender in self.senders if sender.kind in kinds)
