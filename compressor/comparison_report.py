@@ -1,24 +1,17 @@
 """A comparison as files: comparison.json, a table for GitHub in comparison.md, and a picture, comparison.png."""
 
 import json
-import os
-import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from compressor import reports
 from compressor.comparison import Comparison, Row
 from compressor.comparison_series import best_rows, data_line, sort_key
-from compressor.errors import CompressionError
 from compressor.plots import plot_comparison
+from compressor.reports import plain, table_line
 from compressor.tables import human_bytes, human_count
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
-SPECIAL = re.compile(r"[\\|*`<\[\]]")  # what Markdown would not show as it is written
-
-
-def _plain(text: str) -> str:
-    return SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _name(row: Row) -> str:
@@ -31,7 +24,7 @@ def _decimals(value: float | None, digits: int = 4) -> str:
 
 def _columns(comparison: Comparison) -> list[str]:
     planned = ["planned for"] if _any_planned_for_one(comparison) else []
-    sources = [f"loss on {_plain(name)}" for name in _sources(comparison)]
+    sources = [f"loss on {plain(name)}" for name in _sources(comparison)]
     first = ["model", "correction", *planned, "experts", "parameters", "loss", "increase", "perplexity", "KL"]
     return [*first, *sources, "layer error", "seconds", "peak memory"]
 
@@ -47,9 +40,9 @@ def _sources(comparison: Comparison) -> list[str]:
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:
     original = row is comparison.original
-    planned = ["-" if row.source is None else _plain(row.source)] if _any_planned_for_one(comparison) else []
+    planned = ["-" if row.source is None else plain(row.source)] if _any_planned_for_one(comparison) else []
     return [
-        _plain(_name(row)),
+        plain(_name(row)),
         "-" if original else row.correction,
         *planned,
         str(row.experts),
@@ -65,10 +58,6 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
     ]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _ordered(rows: Sequence[Row]) -> list[tuple[int, Row]]:
     """Rows with their numbers: the original, then many experts first and the least loss first."""
     first, *others = enumerate(rows)
@@ -80,18 +69,26 @@ def markdown(comparison: Comparison) -> str:
     columns, best = _columns(comparison), best_rows(comparison)
     texts = {"model", "correction", "planned for"}
     lines = [
-        f"# {_plain(comparison.model)}: comparison",
+        f"# {plain(comparison.model)}: comparison",
         "",
-        _plain(data_line(comparison)),
+        plain(data_line(comparison)),
+        *_protected_lines(comparison),
         "",
-        _line(columns),
-        _line([":---" if column in texts else "---:" for column in columns]),
+        table_line(columns),
+        table_line([":---" if column in texts else "---:" for column in columns]),
     ]
     for number, row in _ordered(comparison.rows):
         cells = _cells(comparison, row)
-        lines.append(_line([f"**{cell}**" for cell in cells] if number in best else cells))
+        lines.append(table_line([f"**{cell}**" for cell in cells] if number in best else cells))
     made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
-    return "\n".join([*lines, "", _legend(), *(["", f"Made with {_plain(made_with)}."] if made_with else []), ""])
+    return "\n".join([*lines, "", _legend(), *(["", f"Made with {plain(made_with)}."] if made_with else []), ""])
+
+
+def _protected_lines(comparison: Comparison) -> list[str]:
+    if not comparison.protected:
+        return []
+    layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
+    return ["", plain(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")]
 
 
 def _legend() -> str:
@@ -105,26 +102,7 @@ def _legend() -> str:
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:
     """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a comparison."""
-    parent = Path(os.path.abspath(folder)).parent
-    if not parent.is_dir():
-        raise CompressionError(f"{parent} is not a folder; create it or name another folder for the reports")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CompressionError(
-            f"{parent} cannot be written to; change its permissions or name another folder for the reports"
-        )
-    if not (folder.exists() or folder.is_symlink()):
-        return
-    if not overwrite:
-        raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
-    if folder.is_symlink() or not (folder / NAMES[0]).is_file():
-        raise CompressionError(
-            f"{folder} holds no {NAMES[0]}, so --overwrite will not replace it; name a new folder for the reports"
-        )
-    if others := sorted({path.name for path in folder.iterdir()} - set(NAMES)):
-        raise CompressionError(
-            f"{folder} holds {others[0]} beside {NAMES[0]}, so --overwrite will not replace it; move that or name "
-            "a new folder for the reports"
-        )
+    reports.check_folder(folder, NAMES, overwrite)
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -132,22 +110,9 @@ def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False)
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
-    check_folder(folder, overwrite)
-    target = Path(os.path.abspath(folder))
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        made, old = Path(scratch) / "reports", Path(scratch) / "old"  # the scratch folder is private to its owner
-        made.mkdir()
+    with reports.whole_folder(folder, NAMES, overwrite) as made:
         content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
         (made / NAMES[1]).write_text(markdown(comparison), encoding="utf-8")
         plot_comparison(comparison, made / NAMES[2])
-        check_folder(folder, overwrite)  # drawing takes a while, and a rename would replace an empty folder
-        if target.exists():
-            target.rename(old)
-        try:
-            made.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
     return [folder / name for name in NAMES]

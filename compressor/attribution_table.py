@@ -1,0 +1,74 @@
+"""A routing attribution as tables on the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.markup import escape
+
+from compressor.attribution import Attribution
+from compressor.attribution_report import exactness, number, overlap_line, percent
+from compressor.attribution_summary import brief_content, expert_label, kind_shares, sender_labels, strongest
+from compressor.hubs import Hub, SuperExpert
+from compressor.tables import console, print_json, print_table
+
+
+def show_attribution(
+    attribution: Attribution,
+    hubs: Sequence[Hub],
+    supers: Sequence[SuperExpert],
+    top: int,
+    as_json: bool,
+    written: Sequence[Path] = (),
+) -> None:
+    """Hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
+    if as_json:
+        print_json({**brief_content(attribution, hubs, supers), "written": [str(path) for path in written]})
+        return
+    _show_hubs(attribution, hubs, supers)
+    _show_senders(attribution, top)
+    rows = [
+        (each.kind, str(each.senders), number(each.influence), percent(each.share)) for each in kind_shares(attribution)
+    ]
+    print_table("What shapes routing", ("kind", "senders", "influence", "share of all"), rows)
+    lines = [overlap_line(hubs, supers), exactness(attribution)]
+    if written:
+        lines.append(f"Written: {', '.join(str(path) for path in written)}")
+    for line in lines:
+        console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_hubs(attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> None:
+    if not hubs:
+        print("No hubs above the threshold.")
+        return
+    massive = {(each.module, each.expert) for each in supers}
+    rows = [
+        (
+            expert_label(hub.layer, hub.expert),
+            number(hub.influence),
+            number(hub.influence_score),
+            number(hub.aarv),
+            number(hub.aarv_score),
+            percent(hub.share),
+            "yes" if (hub.module, hub.expert) in massive else "no",
+        )
+        for hub in hubs
+    ]
+    columns = ("expert", "influence", "its score", "AARV", "its score", "tokens", "super expert")
+    print_table(f"{escape(attribution.model)}: routing hubs", columns, rows)
+
+
+def _show_senders(attribution: Attribution, top: int) -> None:
+    chosen = strongest(attribution.senders, top)
+    rows = [
+        (
+            escape(label),
+            sender.kind,
+            number(sender.total_influence),
+            "-" if sender.kind == "head" else number(sender.total_rank_change),
+            percent(sender.share),
+        )
+        for label, sender in zip(sender_labels(chosen), chosen, strict=True)
+    ]
+    if rows:
+        print_table("Strongest senders", ("sender", "kind", "influence", "AARV", "tokens"), rows)
