@@ -1,4 +1,4 @@
-"""The Python API: `inspect`, `plan`, `apply`, `compress` (those two in one go) and `compare`."""
+"""The Python API: `inspect`, `plan`, `apply`, `compress` (those two in one go), `compare` and `attribute`."""
 
 import hashlib
 import json
@@ -16,9 +16,11 @@ from compressor.plan import CompressionPlan
 from compressor.progress import Progress, Silent
 from compressor.request import (
     Request,
+    plan_or_resume,
     plan_request,
     plan_sources,
     prepare,
+    protected_experts,
     read_calibration,
     refuse_per_source,
     refuse_unjudged_sources,
@@ -27,6 +29,8 @@ from compressor.request import (
 from compressor.source import locate
 
 if TYPE_CHECKING:
+    from compressor.attribution import Attribution
+    from compressor.calibration import Calibration
     from compressor.comparison import Comparison
     from compressor.cutfiles import CutFiles
     from compressor.inspection import Inspection
@@ -141,14 +145,17 @@ def compress(
     with PeakMemory() as peak:
         with clock.phase("open"):
             opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
-            experts, _, correction = prepare(opened, wanted)
-            _check_target(opened, target, overwrite, experts, correction.wanted)
+            prepared = prepare(opened, wanted)
+            _check_target(opened, target, overwrite, prepared.experts, prepared.correction.wanted)
         try:
             digest = request_digest(opened, wanted)
             cut = _cut_files(target, digest)
             with clock.phase("plan"):
-                made = _resumed_plan(opened, wanted, target, progress or Silent(), digest, cut)
-            return _apply(opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut)
+                folder = _exporter().work_folder(target)
+                made, data = plan_or_resume(opened, wanted, prepared, progress or Silent(), folder, digest, cut)
+            return _apply(
+                opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut, data
+            )
         except Exception:
             _exporter().discard(target)
             raise
@@ -182,27 +189,6 @@ def _check_target(model: "OpenModel", out: Path, overwrite: bool, experts: int, 
     exporter.check_space(out, 2 * needed if corrected else needed)
 
 
-def _resumed_plan(
-    model: "OpenModel", request: Request, out: Path, progress: Progress, digest: str, cut: "CutFiles"
-) -> CompressionPlan:
-    """The plan of an interrupted run of the same request, or a new one, kept in the work folder for the next try."""
-    folder = _exporter().work_folder(out)
-    kept = folder / "plan.json"
-    if kept.is_file():
-        try:
-            content = json.loads(kept.read_text(encoding="utf-8"))
-            if content.get("request") == digest:
-                return CompressionPlan.from_dict(content["plan"], str(kept))
-        except (ValueError, KeyError, CompressionError):
-            pass  # an unreadable leftover is no reason to fail: plan again
-    made = plan_request(model, request, progress, cut)
-    folder.mkdir(exist_ok=True)
-    fresh = kept.with_suffix(".new")
-    fresh.write_text(json.dumps({"request": digest, "plan": made.to_dict()}), encoding="utf-8")
-    fresh.replace(kept)
-    return made
-
-
 def _apply(
     model: "OpenModel",
     plan: CompressionPlan,
@@ -213,6 +199,7 @@ def _apply(
     peak: Any,
     max_shard_bytes: int | None,
     cut: "CutFiles",
+    calibration: "Calibration | None" = None,
 ) -> Summary:
     from compressor.job import make_job
     from compressor.planning import correct
@@ -221,7 +208,7 @@ def _apply(
     _check_target(model, out, overwrite, plan.experts, plan.correction is not None)
     if plan.correction is not None:
         with clock.phase("correct"):
-            plan = correct(model, plan, progress, cut)
+            plan = correct(model, plan, progress, cut, calibration)
     job, zeroed = make_job(model, plan, max_shard_bytes, cut)
     with clock.phase("write"):
         progress.start("write", len(job.units))
@@ -265,6 +252,7 @@ def compare(
     from compressor.comparing import Contender, compare_models, parse_contender, random_drop
     from compressor.correction import Correction
     from compressor.model import open_model, resolve_count
+    from compressor.protecting import given_protected
     from compressor.registry import STRATEGIES, names
     from compressor.sequence import shared_experts
 
@@ -281,6 +269,8 @@ def compare(
         raise CompressionError("--strategies names one twice; name each once, or with other options")
     opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
     counts = [resolve_count(opened.architecture.layers, count, None) for count in dict.fromkeys(experts)]
+    fewest = min(counts, default=opened.architecture.experts)
+    given = given_protected(wanted.protect, opened.architecture.layers, fewest)
     if shared := shared_experts(opened):
         raise CompressionError(
             f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
@@ -296,4 +286,27 @@ def compare(
     sets = sets or calibration.reserved
     if per_source:
         refuse_unjudged_sources(calibration)
-    return compare_models(opened, contenders, counts, calibration, sets, listener, wanted.seed, per_source)
+    protected = protected_experts(opened, wanted, given, fewest, calibration, listener)
+    return compare_models(opened, contenders, counts, calibration, sets, listener, wanted.seed, per_source, protected)
+
+
+def attribute(
+    model: str,
+    *,
+    keys: int = 0,
+    top: int = 10,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    **request: Any,
+) -> "Attribution":
+    """How every component shapes the routing of later layers; keywords are those of `Request` that speak of data.
+
+    On the first `keys` sequences the `top` most influential attention heads are split by key token, too.
+    """
+    from compressor.attributing import attribute as run
+    from compressor.model import open_model
+
+    wanted = Request(**request)
+    opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
+    calibration = read_calibration(opened, wanted, heldout=False)
+    return run(opened, calibration, progress or Silent(), wanted.seed, keys, top)

@@ -40,6 +40,13 @@ Correct = Annotated[
 Sequential = Annotated[
     bool, typer.Option("--sequential", help="Plan each layer on what the compressed earlier layers put out.")
 ]
+Protect = Annotated[
+    str | None,
+    typer.Option(
+        help="Experts that are neither merged nor dropped: auto, or a JSON list of experts to keep (hubs.json of "
+        "`moe-compress attribute`)."
+    ),
+]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
 Length = Annotated[int, typer.Option("--sequence-length", min=2, help="Tokens in each of them.")]
 Seed = Annotated[int, typer.Option(help="For the choice of calibration text and everything else that is drawn.")]

@@ -24,6 +24,7 @@ from compressor.arguments import (
     Out,
     Overwrite,
     PerSource,
+    Protect,
     Ratio,
     Representation,
     Revision,
@@ -142,6 +143,7 @@ def plan(
     calibration: Calibration = None,
     correct: Correct = None,
     sequential: Sequential = False,
+    protect: Protect = None,
     per_source: PerSource = False,
     samples: Samples = 128,
     sequence_length: Length = 512,
@@ -170,6 +172,7 @@ def plan(
             "calibration": calibration or None,
             "correct": correct,
             "sequential": sequential,
+            "protect": protect,
             "samples": samples,
             "sequence_length": sequence_length,
             "seed": seed,
@@ -215,6 +218,7 @@ def compress(
     calibration: Calibration = None,
     correct: Correct = None,
     sequential: Sequential = False,
+    protect: Protect = None,
     samples: Samples = 128,
     sequence_length: Length = 512,
     seed: Seed = 0,
@@ -243,6 +247,7 @@ def compress(
             calibration=calibration or None,
             correct=correct,
             sequential=sequential,
+            protect=protect,
             samples=samples,
             sequence_length=sequence_length,
             seed=seed,
@@ -277,6 +282,7 @@ def compare(
     per_source: Annotated[
         bool, typer.Option("--per-source", help="Plan for each calibration source alone, too: a row each.")
     ] = False,
+    protect: Protect = None,
     samples: Samples = 128,
     sequence_length: Length = 512,
     seed: Seed = 0,
@@ -306,6 +312,7 @@ def compare(
             revision=revision,
             progress=progress,
             calibration=calibration or None,
+            protect=protect,
             samples=samples,
             sequence_length=sequence_length,
             seed=seed,
@@ -316,6 +323,58 @@ def compare(
     show_comparison(found, as_json)
     if not as_json:
         print(f"Written: {', '.join(str(path) for path in written)}")
+
+
+@app.command()
+def attribute(
+    model: Model,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="New folder for hubs.json, attribution.json and pictures.")
+    ] = None,
+    calibration: Calibration = None,
+    top: Annotated[int, typer.Option(min=1, help="Strongest senders to show.")] = 10,
+    threshold: Annotated[
+        float, typer.Option(min=0, help="Modified z-score among a layer's experts above which one is a hub.")
+    ] = 3.5,
+    keys: Annotated[
+        int, typer.Option(min=0, help="Sequences on which the strongest heads are split by key token.")
+    ] = 0,
+    samples: Samples = 128,
+    sequence_length: Length = 512,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
+    from compressor import api
+    from compressor.attribution_report import check_folder, write_attribution
+    from compressor.attribution_table import show_attribution
+    from compressor.hubs import find_hubs, super_experts
+
+    if output is not None:
+        check_folder(output, overwrite)
+    with _progress(as_json) as progress:
+        found = api.attribute(
+            model,
+            keys=keys,
+            top=top,
+            revision=revision,
+            progress=progress,
+            calibration=calibration or None,
+            samples=samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
+        hubs, supers = find_hubs(found, threshold), super_experts(found)
+        written = []
+        if output is not None:
+            written = write_attribution(found, hubs, supers, output, overwrite, threshold, top)
+    show_attribution(found, hubs, supers, top, as_json, written)
 
 
 @app.command()

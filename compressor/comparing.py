@@ -20,6 +20,7 @@ from compressor.model import OpenModel
 from compressor.plan import LayerPlan
 from compressor.planning import Planned, Wish, make_plans, versions
 from compressor.progress import Progress
+from compressor.protecting import Protected, listed
 from compressor.registry import Strategy, load_strategy, read_option
 from compressor.sequence import compress_in_order
 from compressor.statistics import LayerStatistics, needs_data
@@ -155,8 +156,12 @@ def compare_models(
     progress: Progress,
     seed: int = 0,
     per_source: bool = False,
+    protected: Protected | None = None,
 ) -> Comparison:
-    """Plan with every contender at every count from one pass, carry each plan out in memory, and judge all alike."""
+    """Plan with every contender at every count from one pass, carry each plan out in memory, and judge all alike.
+
+    `protected` experts, by layer name, stay as they are in every plan, the random ones included.
+    """
     judge = Judge(evaluation_batches(sets, model.vocabulary), len(sets))
     table = _Table(model, judge, sets, progress, seed)
     with PeakMemory() as peak:
@@ -170,7 +175,7 @@ def compare_models(
     wishes = [Wish(contender.strategy, count, contender.options) for count in counts for contender in contenders]
     owners = [contender for _ in counts for contender in contenders]
     begin = time.perf_counter()
-    made = make_plans(model, wishes, calibration, progress, seed, per_source=per_source)
+    made = make_plans(model, wishes, calibration, progress, seed, protected, per_source)
     shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
     for planned in made:
         contender = owners[planned.wish]
@@ -186,4 +191,5 @@ def compare_models(
         calibration_seconds=shared,
         seed=seed,
         versions=versions(),
+        protected=listed(protected),
     )

@@ -45,6 +45,7 @@ class Comparison:
     calibration_seconds: float  # the pass that all plans share
     seed: int
     versions: Mapping[str, str]
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; in no row merged or dropped
 
     @property
     def original(self) -> Row:

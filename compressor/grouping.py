@@ -29,7 +29,8 @@ Changes = list[tuple[int, int]]  # (expert, its new group)
 class Grouping:
     """A partition of the experts, with what it costs.
 
-    groups: every expert once, members ascending, groups ordered by their smallest member.
+    groups: every expert once, members ascending, groups ordered by their smallest member; without those of a block
+        in which protected experts take all the groups.
     objective: sum of distances over unordered pairs within a group.
     exact: whether no partition under the same constraints is cheaper; False means unproved, not worse.
     """
@@ -39,9 +40,9 @@ class Grouping:
     exact: bool
 
     def __post_init__(self) -> None:
-        members = sorted(expert for group in self.groups for expert in group)
-        if members != list(range(len(members))) or not all(self.groups):
-            raise ValueError(f"groups {self.groups} are not a partition of {len(members)} experts")
+        members = [expert for group in self.groups for expert in group]
+        if len(set(members)) < len(members) or not all(self.groups):
+            raise ValueError(f"groups {self.groups} are empty or share experts")
 
 
 def group_experts(
@@ -55,7 +56,7 @@ def group_experts(
     """Partition experts into `count` groups of least within-group distance (eq. 5): [E, E] -> Grouping.
 
     blocks: routing groups; no group crosses them and each gets count / len(blocks) groups.
-    alone: protected experts, each a group of its own.
+    alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
     """
     table = _checked_distances(distances)
     experts = table.shape[0]
@@ -107,12 +108,12 @@ def _group_block(
     free = [expert for expert in block if expert not in alone]
     groups: list[tuple[int, ...]] = [(expert,) for expert in block if expert in alone]
     rest = count - len(groups)
-    if not min(1, len(free)) <= rest <= len(free):
+    if not 0 <= rest <= len(free):
         raise CompressionError(
             f"{len(block)} experts from expert {block[0]} on, {len(groups)} of them protected, form"
-            f" {len(groups) + min(1, len(free))} to {len(block)} groups, not {count}"
+            f" {max(len(groups), 1)} to {len(block)} groups, not {count}"
         )
-    if not free:
+    if not rest:
         return groups, True
     distances = table[free][:, free]
     exact = len(free) <= EXACT_LIMIT

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
 from compressor.limits import check_count
 from compressor.plan import Group, LayerPlan
@@ -93,13 +94,15 @@ def merge_groups(
     return plan
 
 
-def routing_blocks(stats: LayerStatistics) -> list[list[int]] | None:
-    """The layer's routing groups as lists of experts; None where it has none."""
-    layer = stats.layer
-    if layer.routing_groups == 1:
-        return None
+def competing(layer: MoeLayer) -> list[list[int]]:
+    """Experts that compete for the same places: those of each routing group, or all."""
     size = layer.experts // layer.routing_groups
     return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
+
+
+def routing_blocks(stats: LayerStatistics) -> list[list[int]] | None:
+    """The layer's routing groups as lists of experts; None where it has none."""
+    return None if stats.layer.routing_groups == 1 else competing(stats.layer)
 
 
 def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
@@ -114,14 +117,11 @@ def keep_best(
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
     layer = stats.layer
     check_count(layer, keep, layer.name)
-    ranked = scores.double().cpu().clone()
-    if protected:
-        ranked[torch.tensor(sorted(protected))] = torch.inf
-    blocks = routing_blocks(stats) or [list(range(layer.experts))]
+    ranked, blocks = scores.double().cpu(), competing(layer)
     kept: list[int] = []
     for block in blocks:
-        order = ranked[block].argsort(descending=True, stable=True)
-        kept += [block[position] for position in order[: keep // len(blocks)].tolist()]
+        best = [block[position] for position in ranked[block].argsort(descending=True, stable=True).tolist()]
+        kept += sorted(best, key=lambda expert: expert not in protected)[: keep // len(blocks)]
     lost = protected - set(kept)
     if lost:
         raise CompressionError(

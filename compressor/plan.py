@@ -6,7 +6,7 @@ weight is read.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,15 @@ from typing import Any, Self
 from compressor.errors import CompressionError
 from compressor.layer_plan import Group as Group
 from compressor.layer_plan import LayerPlan as LayerPlan
-from compressor.plan_json import field_names, integer, layer_from_dict, layer_to_dict, readable_json, refuse_unknown
+from compressor.plan_json import (
+    field_names,
+    integer,
+    layer_from_dict,
+    layer_to_dict,
+    protected_from_dict,
+    readable_json,
+    refuse_unknown,
+)
 
 FORMAT = "moe-compressor-plan/1"
 
@@ -26,6 +34,12 @@ class Source:
     model: str  # local folder or Hub id
     revision: str | None
     fingerprint: str  # over all tensor names, dtypes and shapes and the routers' bytes
+
+
+def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
+    """The protected experts that a layer's plan merges, changes or drops."""
+    untouched = {group.members[0] for group in layer.groups if group.untouched}
+    return sorted(set(protected) - untouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,7 @@ class CompressionPlan:
     versions: Mapping[str, str] = field(default_factory=dict)
     sequential: bool = False  # each layer was planned on what the compressed earlier ones put out
     correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
 
     def __post_init__(self) -> None:
         if self.correction is not None and self.calibration is None:
@@ -58,6 +73,25 @@ class CompressionPlan:
                     f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
                     "every layer; make them equal"
                 )
+        self._check_protected()
+
+    def _check_protected(self) -> None:
+        known = {layer.module: layer for layer in self.layers}
+        for module, experts in self.protected.items():
+            layer = known.get(module)
+            if layer is None:
+                raise CompressionError(f"protected names {module}, which the plan does not have; restore it")
+            for expert in experts:
+                if not 0 <= expert < layer.experts:
+                    raise CompressionError(
+                        f"{module}: protected expert {expert} does not exist; experts are numbered 0 to "
+                        f"{layer.experts - 1}"
+                    )
+            if changed := touched(layer, experts):
+                raise CompressionError(
+                    f"{module}: expert {changed[0]} is protected, but is not kept as it is; give it an untouched group "
+                    "of its own, or take it out of 'protected'"
+                )
 
     @property
     def is_drop(self) -> bool:
@@ -71,6 +105,7 @@ class CompressionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, in the file's order."""
+        protected = {name: list(experts) for name, experts in self.protected.items()}
         return {
             "format": FORMAT,
             "source": asdict(self.source),
@@ -82,6 +117,7 @@ class CompressionPlan:
             "correction": None if self.correction is None else dict(self.correction),
             "versions": dict(self.versions),
             "experts": self.experts,
+            **({"protected": protected} if protected else {}),
             "layers": [layer_to_dict(layer) for layer in self.layers],
         }
 
@@ -118,6 +154,7 @@ class CompressionPlan:
                 versions=dict(content.get("versions") or {}),
                 sequential=bool(content.get("sequential", False)),
                 correction=None if content.get("correction") is None else dict(content["correction"]),
+                protected=protected_from_dict(content.get("protected", {})),
             )
         except KeyError as error:
             raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error

@@ -109,6 +109,18 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     return plan
 
 
+def protected_from_dict(content: Any) -> dict[str, tuple[int, ...]]:
+    """Protected experts by module, in ascending order."""
+    if not isinstance(content, dict) or not all(isinstance(experts, list) for experts in content.values()):
+        raise CompressionError(
+            "protected should be an object with a list of experts for each module; restore it or take it out"
+        )
+    return {
+        module: tuple(sorted({integer(expert, f"{module}: each protected expert") for expert in experts}))
+        for module, experts in content.items()
+    }
+
+
 def readable_json(content: Mapping[str, Any]) -> str:
     """Indented JSON in which lists of plain values stand on one line, so that a person can read it."""
     return _lines(json.loads(json.dumps(content)), "") + "\n"  # as JSON has it: lists for tuples, text for keys

@@ -10,9 +10,11 @@ from compressor.calibration import Calibration, load_tokenizer, recalibrate
 from compressor.collecting import collect
 from compressor.correction import Correction
 from compressor.cutfiles import CutFiles
+from compressor.errors import CompressionError
 from compressor.model import OpenModel
-from compressor.plan import CompressionPlan, LayerPlan, Source
+from compressor.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
+from compressor.protecting import Protected, listed
 from compressor.registry import Strategy
 from compressor.sequence import COMPRESSED, compress_in_order
 from compressor.statistics import LayerStatistics
@@ -51,12 +53,29 @@ class Planned:
     calibration: Calibration | None = None  # what it was planned on
 
 
-Protected = Mapping[str, frozenset[int]]
 _Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
 
 
+def _layer_plan(stats: LayerStatistics, wish: Wish, protected: Protected | None) -> LayerPlan:
+    """The layer as the strategy plans it; a third party's may not heed protected experts."""
+    guarded = (protected or {}).get(stats.layer.name, frozenset())
+    made = wish.strategy.plan_layer(stats, wish.experts, guarded)
+    if changed := touched(made, guarded):
+        raise CompressionError(
+            f"{made.module}: strategy {wish.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
+            "choose another strategy or leave out --protect"
+        )
+    return made
+
+
 def _whole_plan(
-    model: OpenModel, wish: Wish, calibration: Calibration | None, layers: Iterable[LayerPlan], seed: int, **more: Any
+    model: OpenModel,
+    wish: Wish,
+    calibration: Calibration | None,
+    layers: Iterable[LayerPlan],
+    seed: int,
+    protected: Protected | None,
+    **more: Any,
 ) -> CompressionPlan:
     order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
     return CompressionPlan(
@@ -68,6 +87,7 @@ def _whole_plan(
         layers=tuple(sorted(layers, key=lambda layer: order[layer.module])),
         seed=seed,
         versions=versions(),
+        protected=listed(protected),
         **more,
     )
 
@@ -90,11 +110,10 @@ def make_plans(
     layers: dict[_Key, list[LayerPlan]] = {}
     seconds: dict[_Key, float] = {}
     for stats in collect(model, needs, calibration, progress, seed, per_source):
-        guarded = (protected or {}).get(stats.layer.name, frozenset())
         for number, wish in enumerate(wishes):
             for source, seen in enumerate((stats, *stats.by_source), start=-1):
                 begin = time.perf_counter()
-                made = wish.strategy.plan_layer(seen, wish.experts, guarded)
+                made = _layer_plan(seen, wish, protected)
                 layers.setdefault((number, source), []).append(made)
                 spent = time.perf_counter() - begin
                 seconds[number, source] = seconds.get((number, source), 0.0) + spent
@@ -103,7 +122,7 @@ def make_plans(
     for (number, source), plans in sorted(layers.items()):
         data = calibration if source < 0 or calibration is None else calibration.only(source)
         name = None if source < 0 or calibration is None else calibration.source_names[source]
-        plan = _whole_plan(model, wishes[number], data, plans, seed)
+        plan = _whole_plan(model, wishes[number], data, plans, seed, protected)
         found.append(Planned(plan, number, seconds[number, source], name, data))
     return found
 
@@ -139,25 +158,32 @@ def make_plan_in_order(
     """
 
     def decide(stats: LayerStatistics) -> LayerPlan:
-        guarded = (protected or {}).get(stats.layer.name, frozenset())
-        return replace(wish.strategy.plan_layer(stats, wish.experts, guarded), upstream=COMPRESSED)
+        return replace(_layer_plan(stats, wish, protected), upstream=COMPRESSED)
 
     layers = compress_in_order(
         model, wish.experts, calibration, decide, progress,
         needs=wish.strategy.needs, correction=correction, files=files, seed=seed, phase="plan in order",
     )  # fmt: skip
-    return _whole_plan(model, wish, calibration, layers, seed, sequential=True)
+    return _whole_plan(model, wish, calibration, layers, seed, protected, sequential=True)
 
 
-def correct(model: OpenModel, plan: CompressionPlan, progress: Progress, files: CutFiles) -> CompressionPlan:
+def correct(
+    model: OpenModel,
+    plan: CompressionPlan,
+    progress: Progress,
+    files: CutFiles,
+    calibration: Calibration | None = None,
+) -> CompressionPlan:
     """Carry out the correction that a plan asks for, layer by layer into `files`; returns the plan with its figures.
 
-    The calibration that the plan names is repeated. Layers that are in `files` already are not.
+    The calibration that the plan names is repeated, unless planning has just read it. Layers that are in `files`
+    already are not.
     """
     done = [files.plan(layer) for layer in model.architecture.layers]
     layers = tuple(layer for layer in done if layer is not None)
     if len(layers) < len(done):
-        calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
+        if calibration is None:
+            calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
         by_name = {layer.module: layer for layer in plan.layers}
         layers = compress_in_order(
             model, plan.experts, calibration, lambda stats: by_name[stats.layer.name], progress,

@@ -109,10 +109,18 @@ def _show_plan(plan: CompressionPlan, path: Path) -> None:
     rows = []
     for layer in plan.layers:
         merged = [list(group.members) for group in layer.groups if len(group.members) > 1]
-        rows.append((layer.module, str(layer.experts), str(len(layer.groups)), _short(layer.dropped), _short(merged)))
+        row = [layer.module, str(layer.experts), str(len(layer.groups)), _short(layer.dropped), _short(merged)]
+        rows.append([*row, _short(plan.protected.get(layer.module, ()))] if plan.protected else row)
     data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
     title = f"Plan by {plan.strategy}{data}, written to {path}"
-    print_table(title, ("layer", "experts", "kept", "dropped", "merged"), rows)
+    columns = ["layer", "experts", "kept", "dropped", "merged"]
+    print_table(title, [*columns, "protected"] if plan.protected else columns, rows)
+    if plan.protected:
+        print(_protected_line(plan))
+
+
+def _protected_line(plan: CompressionPlan) -> str:
+    return f"{sum(map(len, plan.protected.values()))} protected experts, neither merged nor dropped"
 
 
 def _short(items: Sequence[Any], most: int = 12) -> str:
@@ -132,6 +140,7 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
         "peak_memory_bytes": summary.peak_memory,
         "left_out": list(summary.left_out),
         "zeroed_fields": list(summary.zeroed_fields),
+        "protected_experts": sum(map(len, summary.plan.protected.values())),
         "plan_digest": summary.plan.digest(),
     }
 
@@ -156,6 +165,8 @@ def show_summary(summary: Summary, as_json: bool) -> None:
     lines = Console()
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
     lines.print(f"{phases}; peak memory {human_bytes(summary.peak_memory)}", highlight=False)
+    if summary.plan.protected:
+        print(_protected_line(summary.plan))
     if summary.left_out:
         fields = f"; set to zero in the config: {', '.join(summary.zeroed_fields)}" if summary.zeroed_fields else ""
         names = _short(summary.left_out, 4)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compressor.calibration import Calibration
     from compressor.cutfiles import CutFiles
     from compressor.model import OpenModel
+    from compressor.protecting import Protected
     from compressor.registry import Strategy
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Request:
     dtype: str = "auto"
     correct: str | None = None  # none, ridge or tune; None: as the strategy would
     sequential: bool = False  # plan each layer on what the compressed earlier ones put out
+    protect: str | None = None  # experts that stay as they are: a JSON file that lists them, or auto: the routing hubs
 
     def __post_init__(self) -> None:
         if self.correct is not None and self.correct not in METHODS:
@@ -62,21 +64,47 @@ class Request:
         return short_names([entry.source for entry in self.sources])
 
 
-def prepare(model: "OpenModel", request: Request) -> tuple[int, "Strategy", Correction]:
-    """Check the count, load the strategy and settle the correction: every refusal that needs no data."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a request comes to on a model as far as no data decides."""
+
+    experts: int
+    strategy: "Strategy"
+    correction: Correction
+    protected: "Protected"  # those that a file names
+
+    @property
+    def reads(self) -> bool:
+        """Whether strategy or correction need calibration data."""
+        from compressor.statistics import needs_data
+
+        return needs_data(self.strategy.needs) or self.correction.wanted
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether strategy or correction need a part of it held out."""
+        from compressor.statistics import needs_heldout
+
+        return needs_heldout(self.strategy.needs) or self.correction.wanted
+
+
+def prepare(model: "OpenModel", request: Request) -> Prepared:
+    """Check count and protected experts, load the strategy, settle the correction: every refusal that needs no data."""
     from compressor.model import resolve_count
+    from compressor.protecting import given_protected
     from compressor.registry import load_strategy
     from compressor.sequence import refuse_shared_experts, shared_experts
 
     strategy = load_strategy(request.strategy, request.options)
     experts = resolve_count(model.architecture.layers, request.experts, request.ratio)
+    protected = given_protected(request.protect, model.architecture.layers, experts)
     correction = Correction(strategy.correction if request.correct is None else request.correct)
     if request.sequential or request.correct not in (None, "none"):
         refuse_shared_experts(model)
     elif correction.wanted and (shared := shared_experts(model)):
         logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
         correction = Correction()
-    return experts, strategy, correction
+    return Prepared(experts, strategy, correction, protected)
 
 
 def read_calibration(model: "OpenModel", request: Request, heldout: bool, reserve: int = 0) -> "Calibration":
@@ -95,24 +123,71 @@ def read_calibration(model: "OpenModel", request: Request, heldout: bool, reserv
     )
 
 
-def plan_request(
-    model: "OpenModel", request: Request, progress: Progress, files: "CutFiles | None" = None
-) -> CompressionPlan:
-    """Plan what is asked for; `files` keeps the layers that a plan in order has cut already."""
-    from compressor.planning import Wish, make_plan, make_plan_in_order
-    from compressor.statistics import needs_data, needs_heldout
+def protected_experts(
+    model: "OpenModel", request: Request, given: "Protected", keep: int, calibration: "Calibration", progress: Progress
+) -> "Protected":
+    """The experts that were given, or the hubs that the calibration shows if that was asked for."""
+    from compressor.protecting import AUTO, protect_hubs
 
-    experts, strategy, correction = prepare(model, request)
+    return protect_hubs(model, calibration, keep, progress, request.seed) if request.protect == AUTO else given
+
+
+def plan_request(model: "OpenModel", request: Request, progress: Progress) -> CompressionPlan:
+    """Plan what is asked for."""
+    return plan_prepared(model, request, prepare(model, request), progress)[0]
+
+
+def plan_prepared(
+    model: "OpenModel", request: Request, prepared: Prepared, progress: Progress, files: "CutFiles | None" = None
+) -> "tuple[CompressionPlan, Calibration | None]":
+    """The plan and the calibration that was read for it; `files` keeps the layers that a plan in order has cut."""
+    from compressor.planning import Wish, make_plan, make_plan_in_order
+    from compressor.protecting import AUTO
+    from compressor.statistics import needs_data
+
+    strategy, experts, protected = prepared.strategy, prepared.experts, prepared.protected
     calibration = None
-    if needs_data(strategy.needs) or correction.wanted:
-        calibration = read_calibration(model, request, needs_heldout(strategy.needs) or correction.wanted)
-    if request.sequential and calibration is not None:
+    if prepared.reads or request.protect == AUTO:
+        calibration = read_calibration(model, request, prepared.holds_out)
+        protected = protected_experts(model, request, protected, experts, calibration, progress)
+    if request.sequential and prepared.reads and calibration is not None:
         wish = Wish(strategy, experts, request.options)
-        made = make_plan_in_order(model, wish, calibration, correction, progress, request.seed, files=files)
+        made = make_plan_in_order(
+            model, wish, calibration, prepared.correction, progress, request.seed, protected, files
+        )
     else:
         data = calibration if needs_data(strategy.needs) else None
-        made = make_plan(model, strategy, experts, request.options, data, progress, request.seed)
-    return with_correction(made, model, correction, calibration)
+        made = make_plan(model, strategy, experts, request.options, data, progress, request.seed, protected)
+    return with_correction(made, model, prepared.correction, calibration), calibration
+
+
+def plan_or_resume(
+    model: "OpenModel",
+    request: Request,
+    prepared: Prepared,
+    progress: Progress,
+    folder: Path,
+    digest: str,
+    files: "CutFiles",
+) -> "tuple[CompressionPlan, Calibration | None]":
+    """The plan of an interrupted run of the same request, or a new one, kept in the work folder for the next try.
+
+    A new one comes with the calibration that was read for it.
+    """
+    kept = folder / "plan.json"
+    if kept.is_file():
+        try:
+            content = json.loads(kept.read_text(encoding="utf-8"))
+            if content.get("request") == digest:
+                return CompressionPlan.from_dict(content["plan"], str(kept)), None
+        except (ValueError, KeyError, CompressionError):
+            pass  # an unreadable leftover is no reason to fail: plan again
+    made, calibration = plan_prepared(model, request, prepared, progress, files)
+    folder.mkdir(exist_ok=True)
+    fresh = kept.with_suffix(".new")
+    fresh.write_text(json.dumps({"request": digest, "plan": made.to_dict()}), encoding="utf-8")
+    fresh.replace(kept)
+    return made, calibration
 
 
 def refuse_per_source(request: Request) -> None:
@@ -138,24 +213,28 @@ def refuse_unjudged_sources(calibration: "Calibration") -> None:
 
 
 def plan_sources(model: "OpenModel", request: Request, progress: Progress) -> list[CompressionPlan]:
-    """From one pass the plan for all calibration sources together, then one for each source alone, in their order."""
+    """From one pass the plan for all calibration sources together, then one for each source alone, in their order.
+
+    Hubs are found once, on all sources, and protected in every plan.
+    """
     from compressor.planning import Wish, make_plans
-    from compressor.statistics import needs_data, needs_heldout
+    from compressor.statistics import needs_data
 
     refuse_per_source(request)
-    experts, strategy, correction = prepare(model, request)
+    prepared = prepare(model, request)
+    experts, strategy, correction = prepared.experts, prepared.strategy, prepared.correction
     reads = needs_data(strategy.needs)
-    if not (reads or correction.wanted):
+    if not prepared.reads:
         raise CompressionError(
             f"strategy {request.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
             "out --per-source"
         )
-    judged = needs_heldout(strategy.needs) or correction.wanted
-    calibration = read_calibration(model, request, judged)
-    if judged:
+    calibration = read_calibration(model, request, prepared.holds_out)
+    if prepared.holds_out:
         refuse_unjudged_sources(calibration)
+    protected = protected_experts(model, request, prepared.protected, experts, calibration, progress)
     wish, data = Wish(strategy, experts, request.options), calibration if reads else None
-    made = make_plans(model, [wish], data, progress, request.seed, per_source=True)
+    made = make_plans(model, [wish], data, progress, request.seed, protected, per_source=True)
     alone = [calibration.only(number) for number in range(len(request.sources))]
     plans = [planned.plan for planned in made] if reads else [made[0].plan] * (1 + len(alone))
     return [
@@ -166,21 +245,27 @@ def plan_sources(model: "OpenModel", request: Request, progress: Progress) -> li
 def with_correction(
     plan: CompressionPlan, model: "OpenModel", correction: Correction, calibration: "Calibration | None"
 ) -> CompressionPlan:
-    """The plan, asking for a correction in the dtype that the model is opened with."""
-    if not correction.wanted or calibration is None:
+    """The plan, naming the data that was read, and asking for a correction in the dtype that the model is open in."""
+    if calibration is None:
         return plan
+    named = replace(plan, calibration=plan.calibration or calibration.identity)
+    if not correction.wanted:
+        return named
     asked = {**correction.to_dict(), "dtype": str(model.partial.dtype).removeprefix("torch.")}
-    return replace(plan, correction=asked, calibration=plan.calibration or calibration.identity)
+    return replace(named, correction=asked)
+
+
+def _content(name: str) -> str:
+    """The SHA-256 of a file; what names none stands for itself."""
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if is_file(name) else name
 
 
 def request_digest(model: "OpenModel", request: Request) -> str:
-    """SHA-256 of everything that decides the plan, the calibration text included."""
+    """SHA-256 of everything that decides the plan, calibration text and protected experts included."""
     from compressor.planning import versions
+    from compressor.protecting import AUTO
 
-    data = []
-    for entry in request.sources:
-        text = hashlib.sha256(Path(entry.source).read_bytes()).hexdigest() if is_file(entry.source) else entry.source
-        data.append((text, entry.weight))
+    data = [(_content(entry.source), entry.weight) for entry in request.sources]
     facts = [
         model.fingerprint,
         model.checkpoint.stamp(),
@@ -194,6 +279,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.seed,
         request.correct,
         request.sequential,
+        request.protect if request.protect in (None, AUTO) else _content(request.protect),
         str(model.partial.device),
         str(model.partial.dtype),
         versions(),

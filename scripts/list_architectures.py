@@ -18,14 +18,17 @@ import transformers
 
 import compressor
 from compressor.architecture import Architecture, discover, experts_modules
+from compressor.attributing import attribute
+from compressor.calibration import Calibration
 from compressor.configuration import EXTRA_HEAD
 from compressor.errors import CompressionError
 from compressor.model import OpenModel, open_model
+from compressor.progress import Silent
 from compressor.source import locate
 from tests import zoo
 
 PAGE = Path("docs/architectures.md")
-COLUMNS = ("Family", "Model class", "Supported", "Routing", "Notes")
+COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "Notes")
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
 SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}  # defaults that do not build
@@ -39,6 +42,9 @@ dropping and merging with a surgery in memory, weight by weight.
 Other Mixture-of-Experts families are refused with the message in the last table; no weight is read for that. A model
 that holds two Mixture-of-Experts parts with a count of their own each is refused too, such as the whole
 `Qwen3OmniMoeForConditionalGeneration` (thinker and talker); its thinker alone is supported.
+
+Attribution says how far the sub-scores of `moe-compress attribute` miss the routers' logits at most, as a share of the
+largest logit, in float32; or why a family cannot be attributed.
 """
 
 
@@ -50,11 +56,13 @@ class Row:
     model_class: str
     supported: str
     routing: str
+    attribution: str
     notes: str
 
     def text(self) -> str:
         """The line in Markdown."""
-        return f"| {self.family} | {self.model_class} | {self.supported} | {self.routing} | {self.notes} |"
+        cells = (self.family, self.model_class, self.supported, self.routing, self.attribution, self.notes)
+        return f"| {' | '.join(cells)} |"
 
 
 def _source(module: Any) -> str:
@@ -132,6 +140,16 @@ def _notes(opened: OpenModel) -> str:
     return "; ".join(notes)
 
 
+def _attribution(opened: OpenModel) -> str:
+    """How exact the decomposition of a family's routers is, or the reason why there is none."""
+    calibration = Calibration((zoo.tokens(opened.partial.model),), {})
+    try:
+        found = attribute(opened, calibration, Silent())
+    except CompressionError as error:
+        return "no: " + re.sub(r"^\w+ cannot be attributed: ", "", str(error)).partition(";")[0]
+    return f"{max(entry.unexplained for entry in found.receivers):.0e}"
+
+
 def _variants(name: str) -> list[str]:
     return [variant for variant in zoo.VARIANTS if variant.split("-")[0] == name]
 
@@ -149,9 +167,9 @@ def supported_row(name: str) -> Row:
             if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
                 raise CompressionError("the reloaded model's logits are not finite")
         except CompressionError as error:
-            return Row(name, model_class, f"no: {error}", "", "")
+            return Row(name, model_class, f"no: {error}", "", "", "")
         opened = [open_model(locate(str(place), None)) for place in places.values()]
-        return Row(name, model_class, "yes", _routing(opened), _notes(opened[0]))
+        return Row(name, model_class, "yes", _routing(opened), _attribution(opened[0]), _notes(opened[0]))
 
 
 def refused_families() -> list[str]:
@@ -190,7 +208,7 @@ def refused_row(family: str) -> Row:
         config.architectures = [name]
         discover(config)
     except CompressionError as error:
-        return Row(family, name, "no", "", str(error))
+        return Row(family, name, "no", "", "", str(error))
     raise RuntimeError(f"{family} is not refused: give it a place in tests/zoo_configs.py")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from compressor.errors import CompressionError
 from compressor.limits import check_count
-from compressor.merging import routing_blocks
+from compressor.merging import competing
 from compressor.plan import LayerPlan
 from compressor.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
 from compressor.statistics import LayerStatistics
@@ -51,7 +51,7 @@ class _Block:
 def _blocks(stats: LayerStatistics, keep: int, protected: frozenset[int]) -> list[_Block]:
     layer = stats.layer
     check_count(layer, keep, layer.name)
-    groups = routing_blocks(stats) or [list(range(layer.experts))]
+    groups = competing(layer)
     if strangers := sorted(protected - set(range(layer.experts))):
         raise CompressionError(
             f"{layer.name}: protected expert {strangers[0]} does not exist; experts are numbered 0 to "

@@ -12,7 +12,7 @@ import torch
 from compressor.architecture import MoeLayer
 from compressor.errors import CompressionError
 from compressor.limits import check_count
-from compressor.merging import merge_groups, merge_needs, routing_blocks
+from compressor.merging import competing, merge_groups, merge_needs
 from compressor.plan import LayerPlan
 from compressor.similarity import mean_output_distances
 from compressor.statistics import LayerStatistics
@@ -71,20 +71,23 @@ def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[l
 def cluster_block(
     table: torch.Tensor, block: list[int], count: int, alone: frozenset[int], linkage: str
 ) -> list[list[int]]:
-    """Experts of one routing block in `count` clusters, protected ones by themselves: [E, E] -> lists of experts."""
+    """Experts of one routing block in `count` clusters, protected ones by themselves: [E, E] -> lists of experts.
+
+    Where protected experts take all the clusters, the others are in none.
+    """
     free = [expert for expert in block if expert not in alone]
     clusters = [[expert] for expert in block if expert in alone]
-    if free:
+    if count > len(clusters):
         found = cluster(table[free][:, free], count - len(clusters), linkage)
         clusters += [[free[position] for position in positions] for positions in found]
     return clusters
 
 
 def check_room(layer: MoeLayer, blocks: list[list[int]], count: int, protected: frozenset[int]) -> None:
-    """Refuse protected experts that leave no cluster of a block's `count` for its others."""
+    """Refuse more protected experts than a block's `count` of clusters."""
     for block in blocks:
         alone = len(protected & set(block))
-        if count < alone + (alone < len(block)):
+        if count < alone:
             raise CompressionError(
                 f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
                 "protect fewer or keep more"
@@ -98,7 +101,7 @@ def plan(
     """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
     options, layer = options or Options(), stats.layer
     check_count(layer, keep, layer.name)
-    blocks = routing_blocks(stats) or [list(range(layer.experts))]
+    blocks = competing(layer)
     check_room(layer, blocks, keep // len(blocks), protected)
     table = distances(stats.expert_outputs)
     clusters: list[list[int]] = []

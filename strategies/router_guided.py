@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.merging import keep_best, merge_groups, merge_needs, routing_blocks
+from compressor.merging import competing, keep_best, merge_groups, merge_needs
 from compressor.plan import LayerPlan
 from compressor.statistics import LayerStatistics
 
@@ -73,8 +73,7 @@ def plan(
     kept = keep_best(stats, stats.routed_count, keep, protected)
     dominant = frozenset(group.members[0] for group in kept.groups)
     table = similarities(stats.router_logits).cpu()
-    blocks = routing_blocks(stats) or [list(range(stats.layer.experts))]
-    groups = grouped(table, dominant, protected, blocks)
+    groups = grouped(table, dominant, protected, competing(stats.layer))
     joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
     return merge_groups(
         stats,

@@ -193,6 +193,17 @@ def test_blocks_and_protected_experts_are_respected(experts: int, count: int) ->
     assert found.objective == pytest.approx(naive_objective(distances, found.groups), rel=1e-12)
 
 
+@pytest.mark.parametrize("experts", [8, 40])
+def test_protected_experts_may_take_all_groups_of_a_block(experts: int) -> None:
+    """Its other experts are in no group; the other block is grouped as ever."""
+    half, distances = experts // 2, random_distances(experts, 6)
+    found = group_experts(distances, 6, blocks=[range(half), range(half, experts)], alone=[1, 2, half - 1])
+    other = group_experts(distances[half:, half:], 3)
+    expected = [tuple(half + expert for expert in group) for group in other.groups]
+    assert found.groups == ((1,), (2,), (half - 1,), *expected)
+    assert found.objective == pytest.approx(other.objective, rel=1e-12)
+
+
 def test_constrained_optimum_matches_brute_force() -> None:
     distances = random_distances(8, 1, "uniform")
     blocks = [[0, 3, 4, 7], [1, 2, 5, 6]]
@@ -264,7 +275,9 @@ def test_refusals() -> None:
         group_experts(distances, 4, blocks=[range(4), range(3, 8)])
     with pytest.raises(CompressionError, match=r"protected experts \[9\] do not exist"):
         group_experts(distances, 4, alone=[9])
-    with pytest.raises(CompressionError, match="8 experts from expert 0 on, 4 of them protected, form 5 to 8"):
-        group_experts(distances, 4, alone=[0, 1, 2, 3])
-    with pytest.raises(CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 4 to 4"):
+    with pytest.raises(CompressionError, match="8 experts from expert 0 on, 4 of them protected, form 4 to 8"):
+        group_experts(distances, 3, alone=[0, 1, 2, 3])
+    with pytest.raises(CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 3 to 4"):
         group_experts(distances, 4, blocks=[range(4), range(4, 8)], alone=[4, 5, 6])
+    with pytest.raises(ValueError, match="share experts"):
+        Grouping(((0, 1), (1, 2)), 0.0, True)

@@ -97,6 +97,7 @@ def test_keep_best_by_hand() -> None:
     assert kept(COUNTS, 4, {7, 3}) == [3, 4, 5, 7]
     assert kept(COUNTS, 4, set(), GROUPED) == [0, 1, 4, 5]
     assert kept(COUNTS, 4, {2, 3}, GROUPED) == [2, 3, 4, 5]
+    assert kept(torch.full((8,), torch.inf), 2, {6, 7}) == [6, 7]  # no score is above being protected
     with pytest.raises(CompressionError, match="3 protected experts do not fit into 2; protect fewer or keep more"):
         kept(COUNTS, 2, {0, 1, 2})
     with pytest.raises(CompressionError, match="3 protected experts do not fit into 4"):

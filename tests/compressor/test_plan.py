@@ -329,3 +329,50 @@ def test_a_head_aligns_only_where_several_members_count() -> None:
     assert not Group((0, 1), (0.0, 1.0), (1.0, 0.0), head=0).aligned
     assert not Group((3,), (1.0,), (1.0,), head=3).aligned
     assert Group((3,), (1.0,), (1.0,), head=3).untouched
+
+
+def test_protected_experts_are_written_where_there_are_some_and_leave_the_digest_as_it_is() -> None:
+    plan = a_plan()
+    guarded = replace(plan, protected={"model.layers.1.mlp.experts": (0, 7)})
+    assert "protected" not in plan.to_dict()
+    content = json.loads(guarded.to_json())
+    assert content["protected"] == {"model.layers.1.mlp.experts": [0, 7]}
+    assert CompressionPlan.from_dict(content) == guarded and guarded.digest() == plan.digest()
+    content["protected"] = {"model.layers.1.mlp.experts": [7, 0, 7]}
+    assert CompressionPlan.from_dict(content) == guarded
+    assert CompressionPlan.from_dict({**content, "protected": {}}) == plan
+
+
+@pytest.mark.parametrize(
+    ("protected", "message"),
+    [
+        ({"model.layers.9.mlp.experts": [0]}, r"names model\.layers\.9\.mlp\.experts, which the plan does not have"),
+        ({"model.layers.0.mlp.experts": [8]}, "protected expert 8 does not exist; experts are numbered 0 to 7"),
+        ({"model.layers.0.mlp.experts": [-1]}, "protected expert -1 does not exist"),
+        ({"model.layers.0.mlp.experts": [True]}, "each protected expert should be a whole number, it is True"),
+        ({"model.layers.0.mlp.experts": ["2"]}, "each protected expert should be a whole number, it is '2'"),
+        ({"model.layers.0.mlp.experts": 2}, "protected should be an object with a list of experts for each module"),
+        ([2], "protected should be an object"),
+        (None, "protected should be an object"),
+        ({"model.layers.0.mlp.experts": [0, 4]}, "expert 4 is protected, but is not kept as it is; give it an untouch"),
+    ],
+)
+def test_impossible_protected_experts_are_refused(protected: Any, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        CompressionPlan.from_dict({**json.loads(a_plan().to_json()), "protected": protected})
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"members": [0, 1], "coefficients": [1.0, 0.0]},
+        {"members": [0], "coefficients": [1.0], "scale": 0.5},
+        {"members": [1], "coefficients": [1.0]},
+    ],
+)
+def test_a_plan_edited_to_touch_a_protected_expert_is_refused(group: dict[str, Any]) -> None:
+    content = json.loads(replace(a_plan(), protected={"model.layers.0.mlp.experts": (0, 2)}).to_json())
+    content["layers"][0]["groups"][0] = group
+    content["layers"][0]["dropped"] = []
+    with pytest.raises(CompressionError, match="expert 0 is protected, but is not kept as it is"):
+        CompressionPlan.from_dict(content)

@@ -116,8 +116,10 @@ def test_protected_experts_stay_alone_and_refusals_say_why(tmp_path: Path) -> No
     for stats in collect(model, frozenset({"mixed_outputs"}), calibration(batches(stock)), Silent()):
         made = data_centric.plan(stats, 3, frozenset({6}))
         assert (6,) in [group.members for group in made.groups]
-        with pytest.raises(CompressionError, match="3 of them protected"):
-            data_centric.plan(stats, 3, frozenset({1, 2, 6}))
+        full = data_centric.plan(stats, 3, frozenset({1, 2, 6}))
+        assert full.is_drop and full.dropped == (0, 3, 4, 5, 7)
+        with pytest.raises(CompressionError, match="4 of them protected"):
+            data_centric.plan(stats, 3, frozenset({1, 2, 5, 6}))
         with pytest.raises(CompressionError, match="'expert_outputs' was not collected"):
             data_centric.plan(stats, 3, options=Options(mix_tokens=False))
 

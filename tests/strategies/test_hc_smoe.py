@@ -205,6 +205,14 @@ def test_protected_experts_are_taken_out_before_clustering() -> None:
     assert plan(stats(PLACES), 8, frozenset(range(8))).is_drop
 
 
+def test_where_protected_experts_take_every_place_the_others_are_dropped() -> None:
+    made = plan(stats(PLACES), 3, frozenset({1, 2, 6}))
+    assert made.is_drop and members(made) == [(1,), (2,), (6,)]
+    one = plan(stats(PLACES, **GROUPS), 4, frozenset({4, 5}))
+    assert members(one)[2:] == [(4,), (5,)] and one.dropped == (6, 7)
+    assert members(one)[:2] == members(plan(stats(PLACES, **GROUPS), 4))[:2]
+
+
 def test_routing_groups_are_clustered_by_themselves() -> None:
     near = [0.0, 50, 1, 51, 0, 50, 1, 51]  # the twins are across the groups' border
     assert members(plan(stats(near, **GROUPS), 4)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
@@ -214,8 +222,8 @@ def test_routing_groups_are_clustered_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("keep", "protected", "groups", "message"),
     [
-        (3, {1, 2, 6}, {}, r"layers\.1\.experts: experts 0 to 7, 3 of them protected, do not fit into 3; protect"),
-        (4, {4, 5}, GROUPS, "experts 4 to 7, 2 of them protected, do not fit into 2; protect fewer or keep more"),
+        (3, {1, 2, 5, 6}, {}, r"layers\.1\.experts: experts 0 to 7, 4 of them protected, do not fit into 3; protect"),
+        (4, {4, 5, 6}, GROUPS, "experts 4 to 7, 3 of them protected, do not fit into 2; protect fewer or keep more"),
         (5, (), GROUPS, "5 experts do not divide into its 2 routing groups"),
         (1, (), {}, "1 experts are fewer than the top-k of 2; keep at least 2"),
         (9, (), {}, "9 experts asked for, it has 8"),

@@ -196,8 +196,10 @@ def test_protected_experts_stay_alone(tmp_path: Path) -> None:
         made = model_centric.plan(stats, 4, frozenset({2, 7}))
         assert {(2,), (7,)} <= {group.members for group in made.groups}
         assert len(made.groups) == 4 and not made.dropped
-        with pytest.raises(CompressionError, match="4 of them protected"):
-            model_centric.plan(stats, 4, frozenset({0, 1, 2, 7}))
+        full = model_centric.plan(stats, 4, frozenset({0, 1, 2, 7}))
+        assert full.is_drop and full.dropped == (3, 4, 5, 6)
+        with pytest.raises(CompressionError, match="5 of them protected"):
+            model_centric.plan(stats, 4, frozenset({0, 1, 2, 5, 7}))
         with pytest.raises(CompressionError, match="fewer than the top-k of 2"):
             model_centric.plan(stats, 1)
 

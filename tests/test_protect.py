@@ -1,0 +1,336 @@
+"""`--protect` of plan, compress and compare: what stays bit for bit, what is refused, and what auto sees and costs."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compressor import calibration, request
+from compressor.attribution import Attribution, Receiver, Sender
+from compressor.calibration import Calibration
+from compressor.model import open_model
+from compressor.source import locate
+from exporters import safetensors as exporter
+from tests import small
+from tests.command_line import Run, names, refused
+from tests.small import tree
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+EXPERTS = "model.layers.{}.mlp.experts"
+HUBS = [{"layer": 0, "expert": 3, "influence": 9.5}, {"layer": 1, "expert": 6}, {"layer": 1, "expert": 0}]
+PROTECTED = {EXPERTS.format(0): [3], EXPERTS.format(1): [0, 6]}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("originals")
+    small.save(folder / "model")
+    small.save(folder / "groups", "deepseek_v3", num_nextn_predict_layers=0)
+    small.text_file(folder)
+    (folder / "hubs.json").write_text(json.dumps(HUBS), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def model(originals: Path) -> Path:
+    return originals / "model"
+
+
+@pytest.fixture
+def data(originals: Path) -> tuple[Any, ...]:
+    return ("--calibration", originals / "calibration.txt", "--samples", 16, "--sequence-length", 32)
+
+
+@pytest.fixture
+def hubs(originals: Path) -> Path:
+    return originals / "hubs.json"
+
+
+def written(out: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((out / "compression.json").read_text(encoding="utf-8"))["plan"]
+    return content
+
+
+def same_bytes(source: Path, out: Path, layer: int, expert: int) -> None:
+    """The expert's weights and router row stand unchanged at the place of its group."""
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    groups = written(out)["layers"][layer]["groups"]
+    (slot,) = [number for number, group in enumerate(groups) if group["members"] == [expert]]
+    block = f"model.layers.{layer}.block_sparse_moe"
+    for part in ("w1", "w2", "w3"):
+        old, new = (f"{block}.experts.{number}.{part}.weight" for number in (expert, slot))
+        assert torch.equal(before[old], after[new])
+    assert torch.equal(before[f"{block}.gate.weight"][expert], after[f"{block}.gate.weight"][slot])
+
+
+# --- a list of experts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--strategy", "count-guided"),
+        ("--strategy", "model-centric"),
+        ("--strategy", "data-centric", "--merge", "learned", "--option", "align=true", "--sequential"),
+        ("--strategy", "router-guided", "--experts", 2),
+        ("--strategy", "auto", "--correct", "none", "--sequential"),
+    ],
+)
+def test_protected_experts_come_out_bit_for_bit(
+    arguments: tuple[Any, ...], run: Run, model: Path, data: tuple[Any, ...], hubs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = run("compress", model, "-o", out, "--experts", 3, "--protect", hubs, *data, *arguments)
+    assert result.status == 0, result.err
+    assert "3 protected experts, neither merged nor dropped" in result.out
+    for entry in HUBS:
+        same_bytes(model, out, int(entry["layer"]), int(entry["expert"]))
+    assert written(out)["protected"] == PROTECTED
+
+
+def test_a_corrected_plan_keeps_them_too_and_the_same_plan_is_applied(
+    run: Run, model: Path, data: tuple[Any, ...], hubs: Path, tmp_path: Path
+) -> None:
+    arguments = ("--experts", 3, "--correct", "ridge", "--strategy", "hc-smoe", "--protect", hubs, *data)
+    summary = run("compress", model, "-o", tmp_path / "out", *arguments, "--json")
+    assert summary.status == 0, summary.err
+    assert json.loads(summary.out)["protected_experts"] == 3
+    planned = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
+    assert planned.status == 0 and "3 protected experts, neither merged nor dropped" in planned.out
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "applied")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["protected"] == PROTECTED
+    for layer in plan["layers"]:
+        members = [group["members"] for group in layer["groups"]]
+        assert all([expert] in members for expert in PROTECTED[layer["module"]])
+
+
+def test_an_edited_plan_that_merges_one_is_not_applied(run: Run, model: Path, hubs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("plan", model, "-o", path, "--experts", 4, "--strategy", "model-centric", "--protect", hubs).status == 0
+    plan = json.loads(path.read_text())
+    plan["layers"][0]["groups"] = [{"members": [n], "coefficients": [1.0]} for n in (0, 1, 2, 4)]
+    del plan["layers"][0]["dropped"]
+    path.write_text(json.dumps(plan))
+    refused(run("apply", path, "-o", tmp_path / "out"), "expert 3 is protected, but is not kept as it is; give it")
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_an_empty_list_changes_nothing(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    arguments = ("--experts", 4, "--strategy", "reap", *data)
+    assert run("compress", model, "-o", tmp_path / "plain", *arguments).status == 0
+    with_list = run("compress", model, "-o", tmp_path / "out", *arguments, "--protect", tmp_path / "none.json")
+    assert with_list.status == 0 and "protected" not in with_list.out
+    assert tree(tmp_path / "plain") == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["plan", "compress", "compare"])
+@pytest.mark.parametrize(
+    ("which", "experts", "content", "message"),
+    [
+        ("model", 2, [{"layer": 1, "expert": e} for e in (1, 2, 5)], "3 experts are protected in layer 1 .* only 2 "),
+        ("groups", 4, [{"layer": 1, "expert": e} for e in (0, 1, 3)], "3 .* in routing group 0 of layer 1 .* only 2 "),
+        ("model", 4, [{"layer": 7, "expert": 1}], "layer 7 has no experts; layers with experts are 0 to 1"),
+        ("model", 4, None, "--protect .*absent.json is neither 'auto' nor a file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_text_is_read(
+    command: str, which: str, experts: int, content: Any, message: str, originals: Path, run: Run,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(calibration, "calibrate", lambda *args, **named: pytest.fail("text was read"))
+    path = tmp_path / ("hubs.json" if content else "absent.json")
+    if content:
+        path.write_text(json.dumps(content))
+    before = names(tmp_path)
+    result = run(command, originals / which, "-o", tmp_path / "out", "--experts", experts, "--protect", path)
+    refused(result, message)
+    assert names(tmp_path) == before
+
+
+def test_an_interrupted_run_with_another_list_plans_anew(
+    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's name is the same; its content is what counts."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hubs, out = tmp_path / "hubs.json", tmp_path / "out"
+    shutil.copy(model.parent / "hubs.json", hubs)
+    command = [str(a) for a in ("compress", model, "--experts", 4, "--strategy", "reap", "--protect", hubs, *data)]
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "_write_tensor", interrupt)
+        assert run(*command, "-o", out).status == 130
+    assert (exporter.work_folder(out) / "plan.json").is_file()
+    hubs.write_text(json.dumps([{"layer": 1, "expert": e} for e in (1, 2, 4)]))
+    assert run(*command, "-o", out).status == 0
+    assert written(out)["protected"] == {EXPERTS.format(1): [1, 2, 4]}
+
+
+def test_the_digest_of_a_request_is_of_the_files_content(model: Path, tmp_path: Path) -> None:
+    opened = open_model(locate(str(model), None), "float32", "cpu")
+    path, copy = tmp_path / "hubs.json", tmp_path / "copy.json"
+    path.write_text("[]")
+    copy.write_text("[]")
+
+    def digest(protect: str | None) -> str:
+        return request.request_digest(opened, request.Request(experts=4, calibration="demo", protect=protect))
+
+    first = digest(str(path))
+    assert first == digest(str(copy)) != digest(None) != digest("auto")
+    path.write_text("[ ]")
+    assert digest(str(path)) != first
+
+
+def test_compare_protects_in_every_row(
+    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random drops too: with all places taken by protected experts, every way of dropping is the same."""
+    hubs = tmp_path / "hubs.json"
+    hubs.write_text(json.dumps([{"layer": layer, "expert": e} for layer in (0, 1) for e in (7, 2)]))
+    out = tmp_path / "comparison"
+    result = run(
+        "compare", model, "-o", out, "--experts", 2, "--strategies", "count-guided,hc-smoe", "--correct", "none",
+        "--random-seeds", 2, "--protect", hubs, *data, "--evaluation-samples", 4,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    content = json.loads((out / "comparison.json").read_text())
+    assert content["protected"] == {EXPERTS.format(0): [2, 7], EXPERTS.format(1): [2, 7]}
+    assert len({row["loss"] for row in content["rows"][1:]}) == 1 and len(content["rows"]) == 5
+    assert f"{EXPERTS.format(1)}: 2, 7" in (out / "comparison.md").read_text()
+    hubs.write_text(json.dumps([{"layer": 0, "expert": e} for e in (7, 2, 1)]))
+    several = run("compare", model, "-o", tmp_path / "no", "--experts", "3,2", "--protect", hubs, *data)
+    refused(several, "3 experts are protected in layer 0 .* only 2 stay there when 2 are kept")
+
+
+# --- auto -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Sequence[int]]], list[Calibration]]:
+    """Have the analysis find these hubs of each layer, the strongest first; returns what it is shown."""
+
+    def install(found: dict[int, Sequence[int]]) -> list[Calibration]:
+        seen: list[Calibration] = []
+
+        def sender(layer: int, expert: int) -> Sender:
+            hubs = list(found.get(layer, ()))
+            influence = 90.0 - hubs.index(expert) if expert in hubs else 1.0
+            module = EXPERTS.format(layer)
+            return Sender(
+                f"{module}.{expert}", "expert", layer, module, expert, 0.5,
+                (influence,), (1.0,), (-1.0,), (influence,),
+            )  # fmt: skip
+
+        def attribute(model: Any, data: Calibration, progress: Any, seed: int = 0) -> Attribution:
+            seen.append(data)
+            senders = tuple(sender(layer, expert) for layer in (0, 1) for expert in range(8))
+            return Attribution("model", (Receiver("head", 2, 1.0, 0.0),), senders, (), data.tokens)
+
+        module = ModuleType("compressor.attributing")
+        module.attribute = attribute  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "compressor.attributing", module)
+        return seen
+
+    return install
+
+
+Attributed = Callable[[dict[int, Sequence[int]]], list[Calibration]]
+
+
+def test_auto_is_the_list_of_what_it_finds(
+    run: Run, model: Path, data: tuple[Any, ...], hubs: Path, attributed: Attributed, tmp_path: Path
+) -> None:
+    seen = attributed({0: [3], 1: [6, 0]})
+    for strategy in ("reap", "model-centric", "auto"):
+        arguments = ("--experts", 3, "--strategy", strategy, "--sequential", *data)
+        assert run("plan", model, "-o", tmp_path / "a.json", "--protect", "auto", "--overwrite", *arguments).status == 0
+        assert run("plan", model, "-o", tmp_path / "b.json", "--protect", hubs, "--overwrite", *arguments).status == 0
+        first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+        assert first["protected"] == PROTECTED
+        assert first["calibration"] is not None and (second["calibration"] is None) == (strategy == "model-centric")
+        assert first["layers"] == second["layers"] and first["sequential"] == second["sequential"]
+    held = [first["calibration"]["sources"][0]["heldout_samples"], sum(len(b) for b in seen[-1].batches)]
+    assert held == [2, 14] and not seen[-1].heldout  # of 16 sequences, those that judge are not seen
+    assert len(seen) == 3 and sum(len(batch) for batch in seen[0].batches) == 16
+
+
+def test_hubs_that_do_not_fit_are_let_go_with_one_warning(
+    run: Run, model: Path, data: tuple[Any, ...], attributed: Attributed, tmp_path: Path
+) -> None:
+    attributed({0: [5, 1, 6], 1: [2]})
+    result = run(
+        "compress", model, "-o", tmp_path / "out", "--experts", 2, "--protect", "auto", "--strategy", "hc-smoe", *data
+    )
+    assert result.status == 0
+    assert result.err.count("WARNING") == 1 and "1 of 4 hubs do not fit where 2 experts are kept" in result.err
+    assert written(tmp_path / "out")["protected"] == {EXPERTS.format(0): [1, 5], EXPERTS.format(1): [2]}
+
+
+def test_no_hubs_at_all_are_told(
+    run: Run, model: Path, data: tuple[Any, ...], attributed: Attributed, tmp_path: Path
+) -> None:
+    attributed({})
+    arguments = ("--experts", 4, "--strategy", "reap", "--protect", "auto", *data)
+    result = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
+    assert result.status == 0 and "no expert of this model is a hub" in result.err
+    assert "protected" not in json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_auto_for_plans_of_each_source_and_in_a_comparison(
+    run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path
+) -> None:
+    seen = attributed({0: [5, 1, 6], 1: [2]})
+    small.text_file(tmp_path, small.TEXT.upper())
+    sources = ("--calibration", originals / "calibration.txt", "--calibration", tmp_path / "calibration.txt")
+    sizes = ("--samples", 16, "--sequence-length", 32)
+    arguments = ("--experts", 4, "--strategy", "count-guided", "--protect", "auto", "--per-source", *sources, *sizes)
+    assert run("plan", model, "-o", tmp_path / "plan.json", *arguments).status == 0
+    plans = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("plan*.json"))]
+    expected = {EXPERTS.format(0): [1, 5, 6], EXPERTS.format(1): [2]}
+    assert len(plans) == 3 and all(plan["protected"] == expected for plan in plans) and len(seen) == 1
+    result = run(
+        "compare", model, "-o", tmp_path / "comparison", "--experts", "4,2", "--strategies", "reap", "--json",
+        "--random-seeds", 1, "--protect", "auto", *sources, *sizes, "--evaluation-samples", 4,
+    )  # fmt: skip
+    assert result.status == 0 and "1 of 4 hubs do not fit where 2 experts are kept" in result.err
+    assert json.loads(result.out)["protected"] == {EXPERTS.format(0): [1, 5], EXPERTS.format(1): [2]}
+    assert len(seen) == 2 and sum(len(batch) for batch in seen[1].batches) == 14
+
+
+def test_the_text_is_read_once_and_warned_of_once(
+    run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attribution, planning and correction share what was read; a run that goes on reads it again."""
+    attributed({0: [3], 1: [6]})
+    reads: list[int] = []
+    real = calibration.calibrate
+    monkeypatch.setattr(calibration, "calibrate", lambda *args, **named: reads.append(1) or real(*args, **named))
+    arguments = ("--experts", 4, "--protect", "auto", "--strategy", "reap", "--correct", "ridge")
+    long = ("--calibration", originals / "calibration.txt", "--samples", 1000, "--sequence-length", 32)
+    result = run("compress", model, "-o", tmp_path / "out", *arguments, *long)
+    assert result.status == 0 and len(reads) == 1
+    assert result.err.count("WARNING: calibration data") == result.err.count("WARNING") == 1
+    assert run("plan", model, "-o", tmp_path / "plan.json", *arguments, *long).status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0 and len(reads) == 3
+    assert tree(tmp_path / "out") == tree(tmp_path / "applied")
+
+
+def test_the_analysis_leaves_the_model_as_it_was(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    """The real one: random experts are no hubs, and the plan is that of a model nobody looked at."""
+    arguments = ("--experts", 4, "--strategy", "data-centric", "--merge", "learned", *data)
+    result = run("plan", model, "-o", tmp_path / "auto.json", "--protect", "auto", *arguments)
+    assert result.status == 0 and "no expert of this model is a hub" in result.err
+    assert run("plan", model, "-o", tmp_path / "plain.json", *arguments).status == 0
+    assert (tmp_path / "auto.json").read_text() == (tmp_path / "plain.json").read_text()
