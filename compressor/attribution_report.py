@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,12 @@ def _kind_part(attribution: Attribution) -> list[str]:
     return ["## What shapes routing", "", *_table(("kind", "senders", "influence", "share of all"), rows)]
 
 
-def _sender_part(attribution: Attribution, top: int) -> list[str]:
+def sender_rows(attribution: Attribution, top: int, shown: Callable[[str], str]) -> list[tuple[str, ...]]:
+    """The strongest senders with kind, influence, AARV and share of tokens; `shown` escapes the label."""
     chosen = strongest(attribution.senders, top)
-    rows = [
+    return [
         (
-            plain(label),
+            shown(label),
             sender.kind,
             number(sender.total_influence),
             "-" if sender.kind == "head" else number(sender.total_rank_change),
@@ -114,6 +115,10 @@ def _sender_part(attribution: Attribution, top: int) -> list[str]:
         )
         for label, sender in zip(sender_labels(chosen), chosen, strict=True)
     ]
+
+
+def _sender_part(attribution: Attribution, top: int) -> list[str]:
+    rows = sender_rows(attribution, top, plain)
     if not rows:
         return []
     note = "Heads are parts of their attention, routed and shared experts of their MoE layer."

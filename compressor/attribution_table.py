@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.markup import escape
 
 from compressor.attribution import Attribution
-from compressor.attribution_report import exactness, number, overlap_line, percent
-from compressor.attribution_summary import brief_content, expert_label, kind_shares, sender_labels, strongest
+from compressor.attribution_report import exactness, number, overlap_line, percent, sender_rows
+from compressor.attribution_summary import brief_content, expert_label, kind_shares
 from compressor.hubs import Hub, SuperExpert
 from compressor.tables import console, print_json, print_table
 
@@ -59,16 +59,5 @@ def _show_hubs(attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[S
 
 
 def _show_senders(attribution: Attribution, top: int) -> None:
-    chosen = strongest(attribution.senders, top)
-    rows = [
-        (
-            escape(label),
-            sender.kind,
-            number(sender.total_influence),
-            "-" if sender.kind == "head" else number(sender.total_rank_change),
-            percent(sender.share),
-        )
-        for label, sender in zip(sender_labels(chosen), chosen, strict=True)
-    ]
-    if rows:
+    if rows := sender_rows(attribution, top, escape):
         print_table("Strongest senders", ("sender", "kind", "influence", "AARV", "tokens"), rows)

@@ -9,21 +9,18 @@ decoder layer and, since hidden states and sub-scores weigh as much as a layer h
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from compressor.attributing import attribute
 from compressor.calibration import Calibration
-from compressor.memory import PeakMemory, limit_caches
+from compressor.memory import limit_caches
 from compressor.model import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.source import locate
 from compressor.streaming import stream_layers
-from scripts.benchmark_correction import layer_bytes
+from scripts.benchmark_correction import layer_bytes, measured
 
 BATCH = 8
 
@@ -46,15 +43,6 @@ def plain_pass(model: OpenModel, batches: tuple[torch.Tensor, ...]) -> None:
     units = model.architecture.units
     for _ in stream_layers(model.partial, batches, units, units):
         pass
-
-
-def measured(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Seconds, peak bytes above the start, and the result."""
-    with PeakMemory() as peak:
-        begin = time.perf_counter()
-        result = work()
-        seconds = time.perf_counter() - begin
-    return seconds, peak.anonymous - peak.start, result
 
 
 def main() -> None:

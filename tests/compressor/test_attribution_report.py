@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from compressor import attribution_report
-from compressor.attribution import Attribution, Receiver, Sender
+from compressor.attribution import Attribution, KeyInfluence, Receiver, Sender
 from compressor.attribution_report import check_folder, exactness, markdown, number, write_attribution
 from compressor.attribution_summary import (
     COMPONENTS,
@@ -120,7 +120,9 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
         MADE,
         senders=(*MADE.senders, sender("other", 1, (math.inf, math.nan, None), number=None)),
         receivers=(*MADE.receivers[:2], replace(MADE.receivers[2], unexplained=math.nan)),
-        per_key=({"head": 1, "share": math.nan},),
+        per_key=(
+            KeyInfluence("model.layers.1.self_attn", 1, 3, 0, (7, 9), ("a|", "b"), (0.1, 2.0), math.nan, 0.5, 0.25),
+        ),
     )
     infinite = [replace(HUBS[0], influence_score=math.inf)]
     write(odd, tmp_path / "out", hubs=infinite)
@@ -128,7 +130,10 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
     assert strict(capsys.readouterr().out)["hubs"][0]["influence_score"] is None
     content = strict((tmp_path / "out" / "attribution.json").read_text())
     assert content["senders"][-1]["influence"] == [None, None, None]
-    assert content["receivers"][2]["unexplained"] is None and content["per_key"] == [{"head": 1, "share": None}]
+    assert content["receivers"][2]["unexplained"] is None
+    assert content["per_key"][0]["first"] is None and content["per_key"][0]["influence"] == [0.1, 2.0]
+    text = (tmp_path / "out" / "attribution.md").read_text()
+    assert '| L1 head 3 | 0 | - | 50.0% | 25.0% | "b" at 1, "a\\|" at 0 |' in text
     assert strict((tmp_path / "out" / "hubs.json").read_text())[0]["influence_score"] is None
 
 
