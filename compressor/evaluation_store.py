@@ -1,0 +1,112 @@
+"""Results of earlier evaluations on disk, found again only by the same model, task and options."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from compressor.checkpoint import Checkpoint
+from compressor.evaluation_options import EvaluationOptions
+from compressor.gate import ItemScores
+from compressor.lm_eval_tasks import EvaluationTask
+from compressor.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("lm-eval", "torch", "transformers")
+READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
+REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
+TUPLES = ("ids", "values", "weights", "clusters")
+
+
+def default_folder() -> Path:
+    """Where results are kept: $MOE_COMPRESSOR_CACHE, or the user's cache folder."""
+    if own := os.environ.get("MOE_COMPRESSOR_CACHE"):
+        return Path(own).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "moe-compressor" / "gate"
+
+
+def identity(source: ModelSource) -> dict[str, Any]:
+    """What a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder."""
+    if source.revision is not None:
+        return {"repository": source.name, "commit": source.revision}
+    beside = (path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.name != REPORT)
+    others = sorted(path for path in beside if path.is_file())
+    return {
+        "weights": [list(entry) for entry in Checkpoint(source.folder).stamp()],
+        "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in others},
+    }
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultStore:
+    """A folder with a JSON file for each model, task and set of options."""
+
+    folder: Path
+
+    def key(self, model: Mapping[str, Any], task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any]:
+        """All that a result depends on."""
+        return {
+            "model": dict(model),
+            "task": task.name,
+            "version": task.version,
+            "options": options.facts(),
+            "packages": {package: _installed(package) for package in PACKAGES},
+        }
+
+    def path(self, key: Mapping[str, Any]) -> Path:
+        """The file of a key."""
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+    def load(self, key: Mapping[str, Any]) -> ItemScores | None:
+        """What was stored; None if nothing was, or nothing that can be read."""
+        try:
+            content = json.loads(self.path(key).read_text(encoding="utf-8"))
+            if content["key"] != json.loads(json.dumps(key)):
+                return None
+            fields: dict[str, Any] = {k: tuple(v) if k in TUPLES else v for k, v in content["scores"].items()}
+            scores = ItemScores(**fields)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.debug("the stored result %s is ignored: %s", self.path(key), error)
+            return None
+        return scores if _whole(scores, key) else None
+
+    def save(self, key: Mapping[str, Any], scores: ItemScores) -> None:
+        """Store a result; the file is there whole or not at all. Where that fails, the run goes on with a warning."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, fresh = tempfile.mkstemp(prefix=".", suffix=".json", dir=self.folder)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    json.dump({"key": key, "scores": asdict(scores)}, stream)
+                os.replace(fresh, self.path(key))
+            except BaseException:
+                os.unlink(fresh)
+                raise
+        except OSError as error:
+            logger.warning("the results on %s could not be stored in %s: %s", scores.task, self.folder, error)
+
+
+def _whole(scores: ItemScores, key: Mapping[str, Any]) -> bool:
+    """Whether stored results are of the task asked for, with as many numbers as items."""
+    counts = {len(scores.ids), len(scores.values)}
+    counts |= {len(entries) for entries in (scores.weights, scores.clusters) if entries}
+    numbers = all(isinstance(value, int | float) for value in (*scores.values, *scores.weights))
+    return scores.task == key["task"] and scores.version == key["version"] and len(counts) == 1 and numbers

@@ -1,0 +1,80 @@
+"""Tasks of a user's own, and evaluations as the tests run them, without a network; test support."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compressor.evaluating import evaluate
+from compressor.evaluation_options import EvaluationOptions
+from compressor.gate import ItemScores
+from compressor.progress import Silent
+
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+  cache_dir: {cache}
+output_type: multiple_choice
+test_split: test
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: " "
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: {better}
+metadata:
+  version: 3
+"""
+
+
+class Steps:
+    """Remembers what a run told."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, int]] = []
+        self.advanced = 0
+
+    def start(self, phase: str, total: int) -> None:
+        self.phases.append((phase, total))
+
+    def advance(self, detail: str) -> None:
+        self.advanced += 1
+
+
+def no_network(patch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on any attempt to reach another machine fails, and is noted in the list."""
+    asked: list[Any] = []
+
+    def refuse(*arguments: Any, **_: Any) -> Any:
+        asked.append(arguments)
+        raise OSError("the tests have no network")
+
+    patch.setattr(socket.socket, "connect", refuse)
+    patch.setattr(socket, "getaddrinfo", refuse)
+    patch.delenv("HF_HUB_OFFLINE", raising=False)
+    return asked
+
+
+def own_tasks(parent: Path) -> Path:
+    """A folder with a user's tasks `sums` and `sums_worse`, of two-way choices, their data, and a group `both`."""
+    folder = parent / "own"
+    folder.mkdir()
+    rows = [{"question": f"{n} and {n}:", "choices": [f"{2 * n}", f"{2 * n + 1}"], "answer": 0} for n in range(6)]
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, better in (("sums", "true"), ("sums_worse", "false")):
+        text = CHOICE.format(name=name, data=data, cache=parent / "cache", better=better)
+        (folder / f"{name}.yaml").write_text(text)
+    (folder / "both.yaml").write_text("group: both\ntask:\n  - sums\n  - moe_demo_sorting\n")
+    return folder
+
+
+def ask(folder: Path, *tasks: str, **settings: Any) -> dict[str, ItemScores]:
+    return evaluate(str(folder), None, EvaluationOptions(tasks, **settings), Silent())
