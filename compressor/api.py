@@ -1,11 +1,11 @@
-"""The Python API: `inspect`, `plan`, `apply`, `compress` (those two in one go), `compare` and `attribute`."""
+"""The Python API that makes models smaller: `plan`, `apply`, and `compress`, which is both in one go."""
 
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +20,14 @@ from compressor.request import (
     plan_request,
     plan_sources,
     prepare,
-    protected_experts,
-    read_calibration,
     refuse_per_source,
-    refuse_unjudged_sources,
     request_digest,
 )
 from compressor.source import locate
 
 if TYPE_CHECKING:
-    from compressor.attribution import Attribution
     from compressor.calibration import Calibration
-    from compressor.comparison import Comparison
     from compressor.cutfiles import CutFiles
-    from compressor.inspection import Inspection
     from compressor.model import OpenModel
 
 
@@ -67,13 +61,6 @@ class _Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-
-def inspect(model: str, revision: str | None = None, experts: int | None = None) -> "Inspection":
-    """What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
-    from compressor.inspection import inspect_model
-
-    return inspect_model(model, revision, experts)
 
 
 def plan(
@@ -135,9 +122,13 @@ def compress(
     overwrite: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
+    accept: Callable[[Path], None] | None = None,
     **request: Any,
 ) -> Summary:
-    """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again."""
+    """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again.
+
+    `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
+    """
     from compressor.memory import PeakMemory
     from compressor.model import open_model
 
@@ -154,7 +145,7 @@ def compress(
                 folder = _exporter().work_folder(target)
                 made, data = plan_or_resume(opened, wanted, prepared, progress or Silent(), folder, digest, cut)
             return _apply(
-                opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut, data
+                opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut, data, accept
             )
         except Exception:
             _exporter().discard(target)
@@ -200,6 +191,7 @@ def _apply(
     max_shard_bytes: int | None,
     cut: "CutFiles",
     calibration: "Calibration | None" = None,
+    accept: Callable[[Path], None] | None = None,
 ) -> Summary:
     from compressor.job import make_job
     from compressor.planning import correct
@@ -210,6 +202,8 @@ def _apply(
         with clock.phase("correct"):
             plan = correct(model, plan, progress, cut, calibration)
     job, zeroed = make_job(model, plan, max_shard_bytes, cut)
+    if accept is not None:
+        job = replace(job, verify=_both(job.verify, accept))
     with clock.phase("write"):
         progress.start("write", len(job.units))
         _exporter().write(job, out, overwrite, lambda unit, nbytes: progress.advance(unit or "embeddings and head"))
@@ -228,85 +222,9 @@ def _apply(
     )
 
 
-def compare(
-    model: str,
-    *,
-    experts: Sequence[int],
-    strategies: Sequence[str] | None = None,
-    evaluate: Sequence[str] = (),
-    corrections: Sequence[str] | None = None,
-    random_seeds: int = 3,
-    evaluation_samples: int = 64,
-    per_source: bool = False,
-    revision: str | None = None,
-    progress: Progress | None = None,
-    **request: Any,
-) -> "Comparison":
-    """What each strategy costs on this model and data; keywords are those of `Request`, counts and options excepted.
+def _both(first: Callable[[Path], None], second: Callable[[Path], None]) -> Callable[[Path], None]:
+    def check(folder: Path) -> None:
+        first(folder)
+        second(folder)
 
-    `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
-    by default each strategy's own beside none. Without `evaluate` the text is taken from the calibration's sources,
-    beyond what any plan or correction sees.
-    """
-    from compressor.calibration import EvaluationSet, evaluation_sets, load_tokenizer
-    from compressor.comparing import Contender, compare_models, parse_contender, random_drop
-    from compressor.correction import Correction
-    from compressor.model import open_model, resolve_count
-    from compressor.protecting import given_protected
-    from compressor.registry import STRATEGIES, names
-    from compressor.sequence import shared_experts
-
-    listener = progress or Silent()
-    wanted = Request(**request)
-    if per_source:
-        refuse_per_source(wanted)
-    contenders = [parse_contender(text, corrections) for text in strategies or names(STRATEGIES)]
-    none = (Correction(),)
-    contenders += [
-        Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)
-    ]
-    if len({contender.name for contender in contenders}) < len(contenders):
-        raise CompressionError("--strategies names one twice; name each once, or with other options")
-    opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
-    counts = [resolve_count(opened.architecture.layers, count, None) for count in dict.fromkeys(experts)]
-    fewest = min(counts, default=opened.architecture.experts)
-    given = given_protected(wanted.protect, opened.architecture.layers, fewest)
-    if shared := shared_experts(opened):
-        raise CompressionError(
-            f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
-            "them takes; compress with one strategy after another instead"
-        )
-    sets: tuple[EvaluationSet, ...] = ()
-    if evaluate:
-        sets = evaluation_sets(
-            evaluate, load_tokenizer(opened.source.folder), length=wanted.sequence_length, seed=wanted.seed,
-            vocab=opened.vocabulary, most=evaluation_samples,
-        )  # fmt: skip
-    calibration = read_calibration(opened, wanted, heldout=True, reserve=0 if evaluate else evaluation_samples)
-    sets = sets or calibration.reserved
-    if per_source:
-        refuse_unjudged_sources(calibration)
-    protected = protected_experts(opened, wanted, given, fewest, calibration, listener)
-    return compare_models(opened, contenders, counts, calibration, sets, listener, wanted.seed, per_source, protected)
-
-
-def attribute(
-    model: str,
-    *,
-    keys: int = 0,
-    top: int = 10,
-    revision: str | None = None,
-    progress: Progress | None = None,
-    **request: Any,
-) -> "Attribution":
-    """How every component shapes the routing of later layers; keywords are those of `Request` that speak of data.
-
-    On the first `keys` sequences the `top` most influential attention heads are split by key token, too.
-    """
-    from compressor.attributing import attribute as run
-    from compressor.model import open_model
-
-    wanted = Request(**request)
-    opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
-    calibration = read_calibration(opened, wanted, heldout=False)
-    return run(opened, calibration, progress or Silent(), wanted.seed, keys, top)
+    return check

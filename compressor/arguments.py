@@ -1,12 +1,17 @@
 """Arguments and options that several commands of the command line take, and what their text means."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from compressor.errors import CompressionError
+from compressor.gate import Verdict
+
+if TYPE_CHECKING:
+    from compressor.gating import GateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,24 @@ Protect = Annotated[
         help="Experts that are neither merged nor dropped: auto, or a JSON list of experts to keep (hubs.json of "
         "`moe-compress attribute`)."
     ),
+]
+MaxDrop = Annotated[
+    float | None,
+    typer.Option(
+        help="The largest drop of a score to put up with (of a perplexity: its relative rise); by default 0.01, and "
+        "0.05 with --demo."
+    ),
+]
+Confidence = Annotated[float, typer.Option(help="Of the gate's verdict, between 0.5 and 1.")]
+Limit = Annotated[int | None, typer.Option(help="Items of each task, the first ones (default: all).")]
+IncludePath = Annotated[Path | None, typer.Option(help="A folder with lm-eval task files of your own.")]
+BatchSize = Annotated[str, typer.Option(help="Of the evaluation: auto or a number.")]
+Inconclusive = Annotated[
+    str | None,
+    typer.Option(help="Let a gate that decides nothing count as pass or fail (default: exit status 3)."),
+]
+CacheDir = Annotated[
+    Path | None, typer.Option(help="Where results are kept for the next gate (default: the user's cache folder).")
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
 Length = Annotated[int, typer.Option("--sequence-length", min=2, help="Tokens in each of them.")]
@@ -87,6 +110,38 @@ def settings(
         name, value = read_option(option, f"--option {option!r} should be name=value")
         given[name] = value
     return {name: value for name, value in given.items() if value is not None}
+
+
+def treat_inconclusive(text: str | None) -> Verdict:
+    """'pass' or 'fail' as given, else 'inconclusive'."""
+    if text is None:
+        return "inconclusive"
+    if text not in ("pass", "fail"):
+        raise CompressionError(f"--inconclusive {text!r} should be pass or fail; leave it out for exit status 3")
+    return cast(Verdict, text)
+
+
+def gate_request(
+    tasks: Sequence[str],
+    max_drop: float,
+    confidence: float,
+    limit: int | None,
+    include_path: Path | None,
+    batch_size: str,
+    device: str,
+    dtype: str,
+    cache_dir: Path | None = None,
+) -> "GateRequest":
+    """What a gate is asked for, checked."""
+    from compressor.evaluation_options import EvaluationOptions, read_batch_size
+    from compressor.evaluation_store import default_folder
+    from compressor.gating import GateRequest
+
+    options = EvaluationOptions(
+        tasks=tuple(tasks), limit=limit, include_path=include_path, batch_size=read_batch_size(batch_size),
+        device=device, dtype=dtype,
+    )  # fmt: skip
+    return GateRequest(options, max_drop, confidence, cache_dir or default_folder())
 
 
 def listed(text: str | None, option: str) -> list[str] | None:

@@ -5,6 +5,10 @@ class CompressionError(Exception):
     """A fault a user can mend, told in one sentence."""
 
 
+class RejectedError(CompressionError):
+    """An output that is whole but was not accepted, so that it is not put in place."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what another library's exception says, or its type where it says nothing."""
     text = str(error).strip()

@@ -8,9 +8,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from compressor.api import compress, inspect
+from compressor.api import compress
 from compressor.checkpoint import Checkpoint, Size
 from compressor.errors import CompressionError
+from compressor.measuring import inspect
 from compressor.progress import Progress
 
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (

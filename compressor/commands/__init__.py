@@ -1,0 +1,1 @@
+"""The commands of `moe-compress`: what they take, and what they show."""

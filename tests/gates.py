@@ -1,0 +1,89 @@
+"""Results of the gate made up for the tests of what shows them."""
+
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from compressor.gate import GateResult, TaskGate
+
+DIFFERING = ("boolq", "rte", "wikitext", "a|b *c*\n[d](e) <script>", "_x_ & `y` ~z~ $w$", "\x00\x1b bell", "mmlu_law")
+
+
+def task(name: str = "boolq", verdict: str = "pass", **others: Any) -> TaskGate:
+    """500 items, 12 flips of one kind and 10 of the other, unless given."""
+    fields: dict[str, Any] = {
+        "metric": "acc", "version": "2.0", "kind": "score", "items": 500, "clusters": 0, "base": 0.75,
+        "compressed": 0.746, "drop": 0.004, "standard_error": 0.0094, "lower": -0.0125, "upper": 0.0225,
+        "p_pass": {"pass": 0.01, "fail": 0.999, "inconclusive": 0.26}[verdict],
+        "p_fail": {"pass": 0.999, "fail": 0.01, "inconclusive": 0.8}[verdict],
+        "lost": 12, "gained": 10, "mcnemar": 0.83, "detectable": 0.0233, "unpaired_error": 0.0274,
+    }  # fmt: skip
+    return TaskGate(task=name, verdict=verdict, **{**fields, **others})  # type: ignore[arg-type]
+
+
+def likelihood(name: str = "wikitext", verdict: str = "pass", **others: Any) -> TaskGate:
+    """A perplexity of 12 that rose by 0.5%, unless given."""
+    fields: dict[str, Any] = {
+        "metric": "word_perplexity", "kind": "likelihood", "items": 62, "base": 12.0, "compressed": 12.06,
+        "drop": 0.005, "standard_error": 0.001, "lower": 0.0033, "upper": 0.0067, "lost": 40, "gained": 22,
+        "mcnemar": None, "detectable": 0.0025, "perplexity_ratio": (1.005, 1.0033, 1.0067),
+    }  # fmt: skip
+    return task(name, verdict, **{**fields, **others})
+
+
+def gate(*tasks: TaskGate, **others: Any) -> GateResult:
+    """These tasks under the verdict that they give, with models, options and versions around them."""
+    verdicts = {each.verdict for each in tasks}
+    fields: dict[str, Any] = {
+        "verdict": "fail" if "fail" in verdicts else "pass" if verdicts == {"pass"} else "inconclusive",
+        "base": "org/model", "compressed": "org/smaller", "max_drop": 0.01, "confidence": 0.95,
+        "options": {"limit": 500, "batch_size": "auto", "device": "cpu", "num_fewshot": None},
+        "base_identity": {"repository": "org/model", "commit": "c0ffee"},
+        "compressed_identity": {"weights": [["model.safetensors", 10, 20]], "files": {"config.json": "ab"}},
+        "versions": {"torch": "2.13.0", "lm-eval": "0.4.13"}, "seconds": {"base": 30.25, "compressed": 20.5},
+    }  # fmt: skip
+    return GateResult(tasks=tasks, **{**fields, **others})
+
+
+def mixed() -> GateResult:
+    """One task of each verdict, and a perplexity."""
+    return gate(
+        task("boolq"),
+        task("rte", "fail", drop=0.08, lower=0.05, upper=0.11, compressed=0.67, lost=45, gained=5),
+        task("openbookqa", "inconclusive"),
+        likelihood(),
+    )
+
+
+NUMBERS = st.one_of(st.floats(allow_nan=False), st.sampled_from([math.inf, -math.inf, 0.0, -0.0, 5e-324, 1e308]))
+NAMES = st.one_of(st.sampled_from(DIFFERING), st.text(min_size=1, max_size=12))
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text())
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> TaskGate:
+    """A task of any figures, whether they go together or not."""
+    names = ("base", "compressed", "drop", "standard_error", "lower", "upper", "detectable")
+    kind = draw(st.sampled_from(["score", "likelihood"]))
+    ratio = draw(st.one_of(st.none(), st.tuples(NUMBERS, NUMBERS, NUMBERS)))
+    return task(
+        draw(NAMES), draw(st.sampled_from(["pass", "fail", "inconclusive"])), metric=draw(NAMES), kind=kind,
+        **{name: draw(NUMBERS) for name in names}, **{p: draw(st.floats(0, 1)) for p in ("p_pass", "p_fail")},
+        **{count: draw(st.integers(0, 10**7)) for count in ("items", "clusters", "lost", "gained")},
+        **{name: draw(st.one_of(st.none(), NUMBERS)) for name in ("mcnemar", "unpaired_error")},
+        perplexity_ratio=ratio,
+    )  # fmt: skip
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> GateResult:
+    """A result of up to four tasks and any options."""
+    plain = st.dictionaries(st.text(max_size=8), st.one_of(PLAIN, st.lists(PLAIN, max_size=3)), max_size=3)
+    return gate(
+        *draw(st.lists(tasks(), max_size=4)), base=draw(NAMES), compressed=draw(NAMES),
+        max_drop=draw(st.floats(0, 10)), confidence=draw(st.floats(0.51, 0.999)), options=draw(plain),
+        base_identity=draw(plain), compressed_identity=draw(plain),
+        versions=draw(st.dictionaries(NAMES, NAMES, max_size=2)), reused_base=draw(st.booleans()),
+        seconds=draw(st.dictionaries(NAMES, st.floats(0, 1e6), max_size=3)),
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""`moe-compress gate` and `compress --gate` as a user runs them, on the demo checkpoint: verdicts, status, files."""
+
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compressor import gated
+from compressor.demo.run import demo_checkpoint
+from compressor.gate_report import read_gate
+from tests.command_line import Result, Run, captured, names, refused
+from tests.small import tree
+
+pytestmark = pytest.mark.usefixtures("offline", "own_cache")
+
+EASY = "moe_demo_sorting"  # which survives nearly everything
+TASKS = f"{EASY},moe_demo_recall"
+CALIBRATION = ("--calibration", "demo", "--samples", 32, "--sequence-length", 128, "--strategy", "count-guided")
+REPORTS = ["gate.json", "gate.md", "gate.xml"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(cache))
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with demo_checkpoint() as folder:
+        return Path(shutil.copytree(folder, tmp_path_factory.mktemp("base") / "original"))
+
+
+def changed(base: Path, folder: Path, noise: float) -> Path:
+    """The demo model with noise on its experts: none leaves the model, much of it ruins it."""
+    shutil.copytree(base, folder)
+    file = folder / "model.safetensors"
+    tensors, generator = load_file(file), torch.Generator().manual_seed(0)
+    for name, value in tensors.items():
+        if "experts" in name:
+            draw = torch.randn(value.shape, generator=generator) * noise * value.float().std()
+            tensors[name] = (value.float() + draw).to(value.dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def good(base: Path) -> Path:
+    return changed(base, base.parent / "good", 0.02)
+
+
+@pytest.fixture(scope="module")
+def ruined(base: Path) -> Path:
+    return changed(base, base.parent / "ruined", 3.0)
+
+
+def test_a_good_model_passes(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
+    result = run("gate", base, good, "--tasks", TASKS, "--limit", 120, "--max-drop", 0.05, "-o", tmp_path / "out")
+    assert result.status == 0, result
+    assert names(tmp_path / "out") == REPORTS
+    found = read_gate(tmp_path / "out" / "gate.json")
+    assert found.verdict == "pass" and [task.verdict for task in found.tasks] == ["pass", "pass"]
+    assert all(task.items == 120 and task.upper < 0.05 for task in found.tasks)
+    suite = ElementTree.parse(tmp_path / "out" / "gate.xml").getroot()
+    cases = list(suite.iter("testcase"))
+    assert len(cases) == 2 and not list(suite.iter("failure")) and not list(suite.iter("skipped"))
+    assert "Pass" in result.out
+
+
+def test_a_ruined_model_fails(run: Run, base: Path, ruined: Path, tmp_path: Path) -> None:
+    result = run("gate", base, ruined, "--tasks", TASKS, "--limit", 120, "--max-drop", 0.05, "-o", tmp_path / "out")
+    assert result.status == 1, result
+    found = read_gate(tmp_path / "out")
+    assert found.verdict == "fail" and any(task.lower > 0.05 for task in found.tasks)
+    assert list(ElementTree.parse(tmp_path / "out" / "gate.xml").getroot().iter("failure"))
+
+
+@pytest.mark.parametrize(
+    ("treat", "status"), [((), 3), (("--inconclusive", "pass"), 0), (("--inconclusive", "fail"), 1)]
+)
+def test_a_tiny_sample_is_inconclusive(run: Run, base: Path, good: Path, treat: tuple[str, ...], status: int) -> None:
+    result = run("gate", base, good, "--tasks", EASY, "--limit", 10, "--json", *treat)
+    assert result.status == status, result
+    content = json.loads(result.out)
+    assert content["verdict"] == "inconclusive" and content["tasks"][0]["drop"] == 0 and content["written"] == []
+
+
+def test_a_perplexity_is_gated_too(run: Run, base: Path, good: Path, ruined: Path) -> None:
+    found = []
+    for model in (good, ruined):
+        result = run("gate", base, model, "--tasks", "moe_demo_text", "--limit", 60, "--max-drop", 0.05, "--json")
+        task = json.loads(result.out)["tasks"][0]
+        ratio = task["perplexity_ratio"]
+        assert task["drop"] == pytest.approx(ratio[0] - 1, abs=1e-9) and ratio[1] < ratio[0] < ratio[2]
+        assert task["compressed"] / task["base"] == pytest.approx(ratio[0])
+        found.append(result.status)
+    assert found == [0, 1]
+
+
+def test_stored_base_results_are_reused_and_a_changed_base_is_not(
+    run: Run, base: Path, good: Path, tmp_path: Path
+) -> None:
+    ask = ("--tasks", EASY, "--limit", 12, "--json")
+    other = Path(shutil.copytree(base, tmp_path / "base"))
+    first, second = (json.loads(run("gate", other, good, *ask).out) for _ in range(2))
+    assert not first["reused_base"] and second["reused_base"]
+    assert first["tasks"] == second["tasks"]
+    assert not json.loads(run("gate", other, good, "--tasks", EASY, "--limit", 13, "--json").out)["reused_base"]
+    (other / "generation_config.json").write_text('{"do_sample": false}')
+    assert not json.loads(run("gate", other, good, *ask).out)["reused_base"]
+
+
+def test_the_job_summary_gets_the_report(
+    run: Run, base: Path, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "summary.md"
+    page.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    run("gate", base, good, "--tasks", EASY, "--limit", 12)
+    assert page.read_text().startswith("before\n") and EASY in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--tasks", "moe_demo_sortin"), "no task 'moe_demo_sortin'.*moe_demo_sorting"),
+        (("--tasks", ","), "--tasks names none"),
+        (("--tasks", f"{EASY},{EASY}"), "named twice"),
+        (("--max-drop", -0.1), "--max-drop -0.1"),
+        (("--max-drop", "nan"), "--max-drop nan"),
+        (("--confidence", 1), "--confidence 1"),
+        (("--limit", 0), "--limit 0"),
+        (("--batch-size", "many"), "--batch-size many"),
+        (("--inconclusive", "maybe"), "--inconclusive 'maybe'"),
+        (("--include-path", "nowhere"), "nowhere is not a folder"),
+    ],
+)
+def test_bad_options_are_refused(run: Run, base: Path, good: Path, more: tuple[Any, ...], message: str) -> None:
+    tasks = () if "--tasks" in more else ("--tasks", EASY)
+    refused(run("gate", base, good, *tasks, *more, "--json"), message)
+
+
+def test_bad_models_are_refused(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
+    ask = ("--tasks", EASY, "--limit", 5, "--json", "-o", tmp_path / "out")
+    refused(run("gate", base, *ask), "name two models")
+    refused(run("gate", base, tmp_path / "none", *ask), "none")
+    sick = Path(shutil.copytree(good, tmp_path / "sick"))
+    tensors = load_file(sick / "model.safetensors")
+    tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, sick / "model.safetensors", metadata={"format": "pt"})
+    refused(run("gate", base, sick, *ask), "sick.*moe_demo_sorting")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    refused(run("gate", base, tmp_path / "none", *ask), "out")
+    assert names(tmp_path / "out") == ["mine.txt"]
+
+
+def gated_run(base: Path, out: Path, *more: Any) -> Result:
+    return captured("compress", base, "-o", out, *CALIBRATION, "--limit", 100, "--max-drop", 0.05, "--json", *more)
+
+
+def test_compress_leaves_what_passes_in_place(base: Path, tmp_path: Path) -> None:
+    result = gated_run(base, tmp_path / "out", "--experts", 14, "--gate", EASY)
+    assert result.status == 0, result
+    content = json.loads(result.out)
+    assert content["verdict"] == "pass" and content["compression"]["experts"]["after"] == 14
+    assert names(tmp_path) == ["out", "out.gate"] and names(tmp_path / "out.gate") == REPORTS
+    assert read_gate(tmp_path / "out" / "gate.json") == read_gate(tmp_path / "out.gate")
+    # and the gate of the finished folder says the same
+    again = captured("gate", base, tmp_path / "out", "--tasks", EASY, "--limit", 100, "--max-drop", 0.05, "--json")
+    assert json.loads(again.out)["tasks"] == content["tasks"]
+
+
+def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path, tmp_path: Path) -> None:
+    ask = ("--experts", 4, "--gate", TASKS)
+    result = gated_run(base, tmp_path / "out", *ask)
+    assert result.status == 1, result
+    assert json.loads(result.out)["compression"] is None
+    assert names(tmp_path) == ["out.gate"]
+    shutil.copytree(base, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    assert gated_run(base, tmp_path / "out", *ask, "--overwrite").status == 1
+    assert tree(tmp_path / "out") == before and names(tmp_path) == ["out", "out.gate"]
+    result = gated_run(base, tmp_path / "out", *ask, "--overwrite", "--keep-failed")
+    assert result.status == 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"] == 4
+    assert read_gate(tmp_path / "out").verdict == "fail"
+
+
+@pytest.mark.parametrize(("treat", "status", "left"), [((), 3, False), (("--inconclusive", "pass"), 0, True)])
+def test_an_inconclusive_gate_counts_as_it_is_told(
+    base: Path, tmp_path: Path, treat: tuple[str, ...], status: int, left: bool
+) -> None:
+    result = gated_run(base, tmp_path / "out", "--experts", 14, "--gate", EASY, "--limit", 8, *treat)
+    assert result.status == status, result
+    assert (tmp_path / "out").exists() is left
+
+
+def test_search_finds_the_smallest_that_passes(base: Path, tmp_path: Path) -> None:
+    result = gated_run(base, tmp_path / "out", "--search", "--correct", "ridge", "--gate", EASY)
+    assert result.status == 0, result
+    content = json.loads(result.out)
+    tried = {attempt["experts"]: attempt["accepted"] for attempt in content["attempts"]}
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"]
+    assert kept == min(count for count, accepted in tried.items() if accepted)
+    assert kept == 2 or tried[kept - 1] is False  # top-k is 2
+    assert len(tried) <= 4  # of 14 counts
+    assert content["confidence"] == pytest.approx(1 - 0.05 / 4)
+
+
+def test_a_search_that_finds_nothing_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated, "possible_counts", lambda source, request: [3, 4])
+    result = gated_run(base, tmp_path / "out", "--search", "--gate", "moe_demo_recall")
+    assert result.status == 1, result
+    assert names(tmp_path) == ["out.gate"]
+    assert [attempt["experts"] for attempt in json.loads(result.out)["attempts"]] == [4]
+
+
+@pytest.mark.parametrize("counts", [[2], list(range(2, 16)), list(range(4, 64, 4))])
+def test_bisection_agrees_with_trying_all(counts: list[int]) -> None:
+    for least in [*counts, 10**6]:
+        asked: list[int] = []
+        found = gated.smallest(counts, lambda n, asked=asked, least=least: asked.append(n) or n >= least)  # type: ignore[func-returns-value]
+        assert found == next((count for count in counts if count >= least), None)
+        assert len(asked) == len(set(asked)) <= len(counts).bit_length()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--experts", 8, "--keep-failed"), "go with --gate"),
+        (("--experts", 8, "--search"), "go with --gate"),
+        (("--experts", 8, "--search", "--gate", EASY), "leave out --experts"),
+        (("--search", "--keep-failed", "--gate", EASY), "leave out --experts"),
+        (("--experts", 8, "--gate", "nothing_like_it"), "no task"),
+        (("--experts", 99, "--gate", EASY), "99"),
+        (("--gate", EASY), "--experts N or --ratio R"),
+    ],
+)
+def test_bad_gated_requests_leave_nothing(
+    run: Run, base: Path, tmp_path: Path, more: tuple[Any, ...], message: str
+) -> None:
+    refused(run("compress", base, "-o", tmp_path / "out", *CALIBRATION, "--json", *more), message)
+    assert names(tmp_path) == []
