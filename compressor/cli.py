@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import typer
 
-from compressor.commands import gating, making, measuring, showing
+from compressor.commands import exporting, gating, generating, making, measuring, showing
 from compressor.errors import CompressionError
 from compressor.memory import limit_caches
 
@@ -83,6 +83,8 @@ for command in (
     measuring.compare,
     measuring.attribute,
     gating.gate,
+    exporting.export,
+    generating.generate,
     showing.strategies,
     showing.demo,
 ):

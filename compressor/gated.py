@@ -54,12 +54,14 @@ def compress_gated(
     revision: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    after: Callable[[Path], None] | None = None,
     **request: Any,
 ) -> Gated:
     """Compress, gate, and leave the output in place only if it passes; keywords are those of `compress`.
 
-    An inconclusive gate counts as `inconclusive` says. With `search` the number of experts is bisected for the smallest
-    model that passes; the confidence then holds for all models that are tried together (Bonferroni).
+    An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place.
+    With `search` the number of experts is bisected for the smallest model that passes; the confidence then holds for
+    all models that are tried together (Bonferroni).
     """
     if search and (keep_failed or request.get("experts") is not None or request.get("ratio") is not None):
         raise CompressionError(
@@ -68,7 +70,7 @@ def compress_gated(
     listener = progress or Silent()
     source = locate(model, revision)
     tasks = resolve_tasks(gate.options)
-    runs = _Runs(source, Path(out), gate, tasks, inconclusive, keep_failed, listener)
+    runs = _Runs(source, Path(out), gate, tasks, inconclusive, keep_failed, listener, after)
     again = {**request, "revision": revision, "progress": listener}
     if not search:
         summary, attempt = runs.attempt(model, overwrite, again)
@@ -139,6 +141,7 @@ class _Runs:
     inconclusive: Verdict
     keep_failed: bool
     progress: Progress
+    after: Callable[[Path], None] | None
 
     def attempt(self, model: str, overwrite: bool, request: dict[str, Any]) -> tuple[api.Summary | None, Attempt]:
         """Compress into place if the gate accepts what is about to be put there."""
@@ -151,6 +154,8 @@ class _Runs:
             (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
             if not (self.keep_failed or found[-1].accepted):
                 raise RejectedError(f"{self.out} did not pass the gate ({result.verdict}) and was not written")
+            if self.after is not None:
+                self.after(folder)
 
         try:
             summary = api.compress(model, self.out, overwrite=overwrite, accept=accept, **request)

@@ -120,7 +120,8 @@ def _show_plan(plan: CompressionPlan, path: Path) -> None:
 
 
 def _protected_line(plan: CompressionPlan) -> str:
-    return f"{sum(map(len, plan.protected.values()))} protected experts, neither merged nor dropped"
+    count = sum(map(len, plan.protected.values()))
+    return f"{count} protected expert{'s' if count > 1 else ''}, neither merged nor dropped"
 
 
 def _short(items: Sequence[Any], most: int = 12) -> str:

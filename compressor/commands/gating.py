@@ -27,6 +27,7 @@ from compressor.arguments import (
     treat_inconclusive,
 )
 from compressor.commands.bars import progress_bars
+from compressor.commands.exporting import onnx_beside
 from compressor.errors import CompressionError
 from compressor.gate import EXIT_STATUS, GateResult, Verdict
 from compressor.progress import Progress
@@ -95,6 +96,7 @@ def compress_under_gate(
     keep_failed: bool,
     search: bool,
     as_json: bool,
+    formats: tuple[str, ...],
     request: dict[str, Any],
 ) -> NoReturn:
     """Compress, gate, show both; the exit status is the gate's."""
@@ -102,12 +104,14 @@ def compress_under_gate(
     from compressor.gate_table import show_gated
     from compressor.gated import compress_gated
 
+    if "safetensors" not in formats:
+        raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
     check_folder(reports, overwrite=True)
     with progress_bars(as_json) as progress:
         found = compress_gated(
             model, output, wanted, inconclusive=decided, keep_failed=keep_failed, search=search, progress=progress,
-            **request,
+            after=onnx_beside(formats, progress), **request,
         )  # fmt: skip
         result = found.decisive.result
         written = write_gate(result, reports, overwrite=True)

@@ -1,5 +1,6 @@
 """`plan`, `apply` and `compress`: the commands that make models smaller."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,7 @@ from compressor.arguments import (
     treat_inconclusive,
 )
 from compressor.commands.bars import progress_bars
+from compressor.commands.exporting import onnx_alone, onnx_beside, read_formats
 from compressor.commands.gating import MAX_DROP, compress_under_gate
 from compressor.errors import CompressionError
 
@@ -152,6 +154,9 @@ def compress(
     search: Annotated[
         bool, typer.Option("--search", help="With --gate: find the smallest number of experts that passes.")
     ] = False,
+    format: Annotated[
+        str, typer.Option("--format", help="safetensors, onnx, or both: safetensors,onnx (in the subfolder onnx).")
+    ] = "safetensors",
     device: Device = "auto",
     dtype: Dtype = "auto",
     revision: Revision = None,
@@ -180,6 +185,7 @@ def compress(
         "device": device,
         "dtype": dtype,
     }
+    formats = read_formats(format)
     if gate is not None:
         names = listed(gate, "--gate") or ()
         wanted = gate_request(
@@ -193,9 +199,13 @@ def compress(
             "auto",
         )
         decided = treat_inconclusive(inconclusive)
-        compress_under_gate(model, output, wanted, decided, keep_failed, search, as_json, request)
+        compress_under_gate(model, output, wanted, decided, keep_failed, search, as_json, formats, request)
     if keep_failed or search:
         raise CompressionError("--keep-failed and --search go with --gate; name the tasks to pass")
     with progress_bars(as_json) as progress:
-        summary = api.compress(model, output, progress=progress, **request)
-    rendering.show_summary(summary, as_json)
+        if formats == ("onnx",):
+            with onnx_alone(output, overwrite, progress) as between:
+                summary = api.compress(model, between, progress=progress, **{**request, "overwrite": True})
+        else:
+            summary = api.compress(model, output, progress=progress, accept=onnx_beside(formats, progress), **request)
+    rendering.show_summary(replace(summary, out=str(output)), as_json)

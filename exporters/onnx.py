@@ -1,0 +1,279 @@
+"""A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute the same.
+
+The model is in memory once: the stock model answers everything that the graph will be asked, then its experts are
+brought into the node's layout one module at a time, the graph is saved, the model goes, and ONNX Runtime is asked.
+"""
+
+import gc
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.architecture import experts_modules
+from compressor.errors import CompressionError, reason_of
+from compressor.job import carried_files
+from compressor.loading import PartialModel
+from compressor.model import OpenModel, open_model
+from compressor.progress import Progress, Silent
+from compressor.source import locate
+from exporters import safetensors as publishing
+from exporters.onnx_experts import FALLBACKS, LayerRoute, WeightFormat, use_nodes
+from exporters.onnx_graph import export_graph, trace_inputs
+from exporters.onnx_quantized_experts import FORMATS, RoundingCost, rounding_cost
+from exporters.onnx_verify import EXACT, HALF, TOKENS, Reference, Verification, compare, observe
+
+GRAPH, WEIGHTS, RECORD = "model.onnx", "model.onnx.data", "onnx_export.json"
+PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnx-ir", "torch", "transformers", "moe-compressor")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+OPSETS = range(18, 24)
+EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
+INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to make of a checkpoint."""
+
+    opset: int = 20
+    dtype: str = "fp32"
+    quantize: str = "none"
+    past: bool = True  # the cache as inputs and outputs
+    overwrite: bool = False
+    fallback: str = FALLBACKS[0]  # for layers that the MoE node cannot express
+    external_bytes: int = EXTERNAL_BYTES
+    tokens: int = TOKENS  # greedy tokens that are compared
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("--dtype", self.dtype, DTYPES),
+            ("--quantize", self.quantize, FORMATS),
+            ("the fallback", self.fallback, FALLBACKS),
+        ):
+            if value not in known:
+                raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
+        if self.opset not in OPSETS:
+            raise CompressionError(f"--opset {self.opset} is not supported; give one from {OPSETS[0]} to {OPSETS[-1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSummary:
+    """What was written, and how well it agrees with the stock model."""
+
+    folder: Path
+    model: str
+    nbytes: int
+    external: bool  # whether the weights lie in a file of their own
+    nodes: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    routes: tuple[LayerRoute, ...]
+    verification: Verification
+    rounding: RoundingCost | None = None  # what quantising changed in the stock model
+
+    @property
+    def fallen_back(self) -> tuple[LayerRoute, ...]:
+        """The MoE layers that are not a single node, with the reason."""
+        return tuple(route for route in self.routes if route.reason is not None)
+
+
+def require_packages() -> None:
+    """Refuse to start where the optional packages are missing."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise CompressionError(
+            f"ONNX export needs the package {missing[0]}; install the extra with pip install 'moe-compressor[onnx]'"
+        )
+
+
+def export(
+    folder: Path, out: Path, options: ExportOptions | None = None, progress: Progress | None = None
+) -> ExportSummary:
+    """Export the checkpoint in `folder` to the folder `out`; raises `CompressionError` and leaves nothing if it fails.
+
+    `out` holds the graph, its weights, the configs and tokenizer, and a record of the verification.
+    """
+    options, progress = options or ExportOptions(), progress or Silent()
+    require_packages()
+    out = Path(out).absolute()
+    publishing.check_target(out, options.overwrite)
+    opened = open_model(locate(str(folder)), {"fp32": "float32", "fp16": "float16"}[options.dtype], "cpu")
+    publishing.check_space(out, _needed_bytes(opened.partial))
+    with _workplace(out) as (content, publish):
+        reference, original, routes, nodes = _write_graph(opened, content, options, progress)
+        _check_graph(content / GRAPH)
+        progress.start("verifying", 1)
+        weight_format = FORMATS[options.quantize]
+        bounds = HALF if options.dtype == "fp16" else weight_format.tolerance or EXACT
+        verification = compare(content / GRAPH, reference, bounds, _label(options, weight_format))
+        progress.advance("logits and greedy tokens")
+        cost = None if original is None else rounding_cost(original, reference)
+        summary = replace(_summary(out, content, reference.model, routes, nodes, verification), rounding=cost)
+        _write_files(opened, content, options, summary)
+        publish()
+    return summary
+
+
+def _needed_bytes(partial: PartialModel) -> int:
+    return sum(value.numel() * value.element_size() for value in partial.empty.values())
+
+
+def _label(options: ExportOptions, weight_format: WeightFormat) -> str:
+    rounded = [] if options.dtype == "fp32" else ["weights rounded to float16"]
+    rounded += [weight_format.label] if weight_format.label else []
+    return "the stock model in float32" + (f" with {' and '.join(rounded)}" if rounded else "")
+
+
+def _load(partial: PartialModel, units: tuple[str, ...], progress: Progress) -> Any:
+    """The whole stock model, filled one decoder layer at a time."""
+    progress.start("loading", len(units) + 1)
+    for unit in units:
+        partial.load(partial.keys_under(unit))
+        progress.advance(unit)
+    partial.load(partial.empty)
+    progress.advance("embeddings and head")
+    return partial.model
+
+
+def _write_graph(
+    opened: OpenModel, content: Path, options: ExportOptions, progress: Progress
+) -> tuple[Reference, Reference | None, tuple[LayerRoute, ...], int]:
+    """Load, observe, trace and save; the model is let go at the end."""
+    import onnx_ir
+
+    model, weight_format = _load(opened.partial, opened.architecture.units, progress), FORMATS[options.quantize]
+    if options.past and not model.can_generate():
+        raise CompressionError(f"{type(model).__name__} does not generate text, so it has no cache; pass --no-past")
+    original = None
+    if weight_format.rounded is not None:
+        with _in_float32(model):
+            original = observe(model, past=False, tokens=0)
+        for _, experts in experts_modules(model):
+            weight_format.rounded(experts)
+    progress.start("observing the stock model", 1)
+    with _in_float32(model):
+        reference = observe(model, options.past, options.tokens)
+    progress.advance("reference logits")
+    progress.start("tracing", 2)
+    inputs = trace_inputs(model, options.past)
+    routes = use_nodes(model, options.fallback, options.dtype == "fp16", weight_format)
+    progress.advance("experts")
+    program = export_graph(model, inputs, options.opset)
+    progress.advance("graph")
+    sizes = [value.const_value.nbytes for value in program.graph.initializers.values()]
+    external = WEIGHTS if sum(sizes) > options.external_bytes else None
+    onnx_ir.save(program, content / GRAPH, external_data=external, size_threshold_bytes=INLINE_BYTES)
+    nodes = sum(1 for _ in program.graph.all_nodes())
+    del program, inputs
+    _empty(model)
+    gc.collect()
+    return reference, original, routes, nodes
+
+
+def _empty(model: nn.Module) -> None:
+    """Let the weights go, whoever still holds the model."""
+    model.to_empty(device="meta")
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """The model with its rounded weights in float32, and afterwards in its own dtypes again, without a change."""
+    own = {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
+    model.float()
+    try:
+        yield
+    finally:
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            value.data = value.data.to(own[name])
+
+
+def _check_graph(path: Path) -> None:
+    """The format's own checker with full shape inference."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:  # a class for each kind of fault
+        raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
+
+
+def _summary(
+    out: Path, content: Path, model: str, routes: tuple[LayerRoute, ...], nodes: int, verification: Verification
+) -> ExportSummary:
+    import onnx
+
+    graph = onnx.load(str(content / GRAPH), load_external_data=False).graph
+    files = [path for path in (content / GRAPH, content / WEIGHTS) if path.exists()]
+    return ExportSummary(
+        folder=out,
+        model=model,
+        nbytes=sum(path.stat().st_size for path in files),
+        external=(content / WEIGHTS).exists(),
+        nodes=nodes,
+        inputs=tuple(value.name for value in graph.input),
+        outputs=tuple(value.name for value in graph.output),
+        routes=routes,
+        verification=verification,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
+    """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
+    config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
+    (content / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    files = carried_files(opened.source.folder)
+    compression = opened.source.folder / "compression.json"
+    if compression.is_file():
+        files["compression.json"] = compression
+    for name, source in files.items():
+        (content / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, content / name)
+    record = {
+        "tool": "moe-compressor",
+        "versions": _versions(),
+        "source": opened.source.label,
+        "options": {
+            name: value for name, value in asdict(options).items() if name not in ("overwrite", "external_bytes")
+        },
+        "model": summary.model,
+        "nodes": summary.nodes,
+        "inputs": summary.inputs,
+        "outputs": summary.outputs,
+        "routes": [asdict(route) for route in summary.routes],
+        "verification": asdict(summary.verification),
+        "rounding": None if summary.rounding is None else asdict(summary.rounding),
+    }
+    (content / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _workplace(out: Path) -> Iterator[tuple[Path, Any]]:
+    """A fresh hidden folder beside `out`, and what renames it into place; whatever happens, it goes in the end."""
+    work = publishing._Work(out, f"onnx {uuid.uuid4()}")  # no digest is the same, so nothing is ever resumed
+    with publishing._locked(work.folder):
+        try:
+            work.open()
+            yield work.content, lambda: publishing._publish(work, out)
+        except OSError as error:
+            raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(work.folder, ignore_errors=True)

@@ -1,0 +1,272 @@
+"""The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs."""
+
+import builtins
+import contextlib
+import inspect
+import io
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError, reason_of
+from compressor.loading import quiet_transformers
+
+CACHE = "past_key_values"
+SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shapes are compared; none is 0 or 1
+SAMPLE_LENGTH = 3
+RENAMED = {"keys": "key", "values": "value"}
+SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+STOCK = "transformers.models."
+NOISY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One tensor of the cache: its name in the graph, and which of its axes grow with what (batch or past)."""
+
+    name: str  # past_key_values.{layer}.key and so on
+    axes: tuple[tuple[int, str], ...]
+
+    @property
+    def present(self) -> str:
+        """The name of the output that holds the tensor after the new tokens."""
+        return self.name.replace(CACHE, "present", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceInputs:
+    """What a model is traced with: example inputs, and the cache tensors among them."""
+
+    sample: dict[str, Any]
+    cache: tuple[CacheTensor, ...]
+
+
+def fresh_cache(model: Any) -> Any:
+    """An empty stock cache whose sliding layers keep every key: the mask applies the window, the graph stays one."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import (
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+    )
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[place] = DynamicLayer()
+        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+            cache.layers[place] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+    return cache
+
+
+def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Tokens [B, S] after `past` others with mask [B, past + S] and positions, as far as the model takes them."""
+    rows, length = tokens.shape
+    mask = torch.ones(rows, past + length, dtype=torch.long) if mask is None else mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:].contiguous()
+    found = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    taken = inspect.signature(type(model).forward).parameters
+    return {name: value for name, value in found.items() if name in taken}
+
+
+def _leaves(cache: Any) -> dict[str, Tensor]:
+    from transformers.exporters.utils import get_leaf_tensors
+
+    found: dict[str, Tensor] = get_leaf_tensors({CACHE: cache})
+    return found
+
+
+def graph_name(path: str) -> str:
+    """past_key_values.layers.3.keys -> past_key_values.3.key; other states keep their own names."""
+    parts = [RENAMED.get(part, part) for part in path.split(".") if part != "layers"]
+    return ".".join(parts)
+
+
+def _axes(path: str, one: Tensor, two: Tensor) -> tuple[tuple[int, str], ...]:
+    """Which axes differ between two samples' cache tensors, and with what they grow."""
+    (batch, past), (other_batch, other_past) = SAMPLES
+    found = []
+    for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
+        if sizes[0] == sizes[1]:
+            continue
+        if sizes == (batch, other_batch):
+            found.append((axis, "batch"))
+        elif sizes == (past, other_past):
+            found.append((axis, "past"))
+        else:
+            raise CompressionError(
+                f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the past grows from "
+                f"{past} to {other_past} tokens, so no graph input can stand for it; export it with --no-past"
+            )
+    return tuple(found)
+
+
+@torch.no_grad()
+def trace_inputs(model: Any, past: bool) -> TraceInputs:
+    """Example inputs in the model's own dtype; of the cache, the shapes at two sizes tell which axes are dynamic.
+
+    Must be called while the model still computes, that is before its experts are brought into a node's layout.
+    """
+    if not past:
+        tokens = torch.arange(SAMPLES[0][0] * SAMPLE_LENGTH).view(SAMPLES[0][0], SAMPLE_LENGTH) + 1
+        return TraceInputs(model_inputs(model, tokens), ())
+    caches, samples = [], []
+    for batch, length in SAMPLES:
+        tokens = torch.arange(batch * (length + SAMPLE_LENGTH)).view(batch, -1) + 1
+        cache = fresh_cache(model)
+        try:
+            model(**model_inputs(model, tokens[:, :length]), use_cache=True, past_key_values=cache)
+        except Exception as error:  # models raise what they like
+            raise CompressionError(
+                f"{type(model).__name__} does not run with a cache ({reason_of(error, 160)}); export it with --no-past"
+            ) from error
+        caches.append(cache)
+        samples.append(model_inputs(model, tokens[:, length:], length))
+    one, two = _leaves(caches[0]), _leaves(caches[1])
+    if set(one) != set(two) or not one:
+        raise CompressionError(
+            f"the cache of {type(model).__name__} does not consist of tensors that can be graph inputs; "
+            "export it with --no-past"
+        )
+    tensors = tuple(CacheTensor(graph_name(path), _axes(path, value, two[path])) for path, value in one.items())
+    return TraceInputs({**samples[0], CACHE: caches[0]}, tensors)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch and onnxscript print and warn while they export."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), quiet_transformers():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _symbolic_minimum(model: Any) -> Iterator[None]:
+    """Keep `min` and `max` of a length in the graph: a sparse attention's min(index_topk, length) would be decided by
+    the example's length, and be wrong for every other one."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    stock = [module for module in modules if module.__name__.startswith(STOCK)]
+    with contextlib.ExitStack() as stack:
+        for module in stock:
+            for name, symbolic in (("min", torch.sym_min), ("max", torch.sym_max)):
+                if not hasattr(module, name):
+                    setattr(module, name, partial(_extremum, getattr(builtins, name), symbolic))
+                    stack.callback(delattr, module, name)
+        yield
+
+
+def _extremum(plain: Any, symbolic: Any, *values: Any, **options: Any) -> Any:
+    traced = len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values)
+    return symbolic(*values) if traced else plain(*values, **options)
+
+
+def _dynamic_shapes(inputs: TraceInputs) -> dict[str, Any]:
+    dynamic = torch.export.Dim.AUTO
+    shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample if name != CACHE}
+    if inputs.cache:
+        shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
+    return shapes
+
+
+def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
+    """The onnx_ir model of a stock model, with clean names and axes; raises `CompressionError` with the reason."""
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    settings = OnnxConfig(dynamic_shapes=_dynamic_shapes(inputs), opset_version=opset)
+    try:
+        with _quiet(), _symbolic_minimum(model):
+            program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
+    except Exception as error:  # torch and onnxscript raise many classes
+        raise CompressionError(
+            f"{type(model).__name__} cannot be traced as one ONNX graph: {export_reason(error)}"
+        ) from error
+    _rename(program, inputs)
+    return program
+
+
+def export_reason(error: BaseException) -> str:
+    """The line of an exporter's long message that says what is wrong: that of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return reason_of(type(error)(lines[0])) if lines and isinstance(error, Exception) else type(error).__name__
+
+
+def _rename(program: Any, inputs: TraceInputs) -> None:
+    """Names of inputs, outputs and axes; the traces of Python files go, for they name folders of this machine."""
+    graph = program.graph
+    renamed = {tensor.name: tensor for tensor in inputs.cache}
+    for value in graph.inputs:
+        value.name = graph_name(value.name.removeprefix("input."))
+    for value in graph.outputs:
+        name = graph_name(value.name.removeprefix("output."))
+        value.name = renamed[name].present if name in renamed else name
+    wanted = {"logits", *(tensor.present for tensor in inputs.cache)}
+    for value in [value for value in graph.outputs if value.name not in wanted]:
+        graph.outputs.remove(value)
+    symbols = _axis_names(graph, renamed)
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            _rename_axes(value, symbols)
+    for value in graph.inputs:
+        value.metadata_props.clear()
+        _rename_axes(value, symbols)
+    if missing := sorted(wanted - {value.name for value in graph.outputs}):
+        raise CompressionError(f"the traced graph has no output {missing[0]!r}; please report this model")
+
+
+def _axis_names(graph: Any, cache: Mapping[str, CacheTensor]) -> dict[str, str]:
+    """What each traced symbol stands for, read off the inputs' axes."""
+    plain = {0: "batch", 1: "sequence"}
+    found: dict[str, str] = {}
+    for value in graph.inputs:
+        axes = dict(cache[value.name].axes) if value.name in cache else plain
+        if value.name == "attention_mask":
+            axes = {0: "batch", 1: "total" if cache else "sequence"}
+        for axis, name in axes.items():
+            size = value.shape[axis]
+            if isinstance(size, int):
+                raise CompressionError(
+                    f"the stock model cannot be traced as one ONNX graph: its Python code depends on the {name} axis "
+                    f"of {value.name} (a loop over tokens, say), which the trace fixes at the example's {size}"
+                )
+            if size.value is not None:
+                found.setdefault(size.value, name)
+    return found
+
+
+def _rename_axes(value: Any, symbols: Mapping[str, str]) -> None:
+    import onnx_ir
+
+    if value.shape is None:
+        return
+    dims: list[Any] = []
+    for dim in value.shape:
+        text = None if isinstance(dim, int) else dim.value
+        if text is None:
+            dims.append(dim)
+            continue
+        unknown = [symbol for symbol in SYMBOL.findall(text) if symbol not in symbols]
+        text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), text)
+        total = text in ("past + sequence", "sequence + past")
+        dims.append(onnx_ir.SymbolicDim(None if unknown else "total" if total else text))
+    value.shape = onnx_ir.Shape(dims)

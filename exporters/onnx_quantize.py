@@ -1,0 +1,101 @@
+"""Symmetric integers for weights of experts: one scale for each output row, or for each block of the inputs.
+
+Every value is rounded to the nearest multiple of its scale. A scale is the one of a few that gives the smallest
+squared error: somewhat below the largest value over the largest code, a few values are cut off and all others gain.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+RATIOS = tuple(1 - step / 40 for step in range(17))  # of the scale at which nothing is cut off: 1, 0.975, ..., 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How many bits a code has, and how many inputs share a scale: all of a row without a block."""
+
+    bits: int
+    block: int | None = None
+
+    @property
+    def lowest(self) -> int:
+        """The lowest code."""
+        return -(1 << self.bits - 1)
+
+    @property
+    def highest(self) -> int:
+        """The highest code."""
+        return (1 << self.bits - 1) - 1
+
+    def padding(self, width: int) -> int:
+        """How many zeros a row of this width needs to consist of whole blocks."""
+        return -width % (self.block or 1)
+
+    def describe(self) -> str:
+        """The scheme in a few words."""
+        return f"{self.bits} bits per {'row' if self.block is None else f'block of {self.block}'}"
+
+
+SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType({"int8": Scheme(8), "int4": Scheme(4, 32)})
+
+
+def blocks(weight: Tensor, scheme: Scheme) -> Tensor:
+    """[..., K] -> [..., B, S]: the values that share a scale, the last block filled up with zeros."""
+    width = weight.shape[-1]
+    filled = pad(weight, (0, scheme.padding(width)))
+    return filled.reshape(*filled.shape[:-1], -1, scheme.block or width)
+
+
+def _steps(values: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The nearest codes of [..., B, S] for the scales [..., B], as whole floating-point numbers."""
+    return (values / scales[..., None]).round_().clamp_(scheme.lowest, scheme.highest)
+
+
+def best_scales(weight: Tensor, scheme: Scheme) -> Tensor:
+    """Scales [..., B] of a float32 weight [..., K], none of them 0; the larger of two equally good ones."""
+    values = blocks(weight, scheme)
+    full = values.abs().amax(-1) / scheme.highest
+    smallest = torch.finfo(torch.float32).tiny  # of a block of zeros too, whose codes are 0 whatever the scale
+    best = full.clamp(min=smallest)
+    least = torch.full_like(full, torch.inf)
+    for ratio in RATIOS:
+        scales = (full * ratio).clamp(min=smallest)
+        # relative to the scale at ratio 1, for the squares of small weights are 0 in float32
+        misses = (_steps(values, scales, scheme) * scales[..., None] - values) / full.clamp(min=smallest)[..., None]
+        error = misses.square().sum(-1)
+        better = error < least
+        best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    return best
+
+
+def codes(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The nearest codes, [..., K] and [..., B] -> int8 [..., K]; of a dequantised weight, exactly its own codes."""
+    return _steps(blocks(weight, scheme), scales, scheme).flatten(-2)[..., : weight.shape[-1]].to(torch.int8)
+
+
+def dequantise(found: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """What codes mean: int8 [..., K] and scales [..., B] -> float32 [..., K]."""
+    return (blocks(found.float(), scheme) * scales[..., None]).flatten(-2)[..., : found.shape[-1]]
+
+
+def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """A weight [..., K] as its codes mean it, float32, and the scales [..., B]."""
+    values = weight.float()
+    scales = best_scales(values, scheme)
+    return dequantise(codes(values, scales, scheme), scales, scheme), scales
+
+
+def pack(found: Tensor, scheme: Scheme) -> Tensor:
+    """Codes int8 [..., K] as unsigned bytes: [..., K], or [..., K / 2] for pairs of 4 bits, the first one low."""
+    unsigned = (found.to(torch.int16) - scheme.lowest).to(torch.uint8)
+    return unsigned if scheme.bits == 8 else unsigned[..., 0::2] | unsigned[..., 1::2] << 4
+
+
+def unpack(packed: Tensor, scheme: Scheme) -> Tensor:
+    """The codes int8 [..., K] in bytes made by `pack`."""
+    unsigned = packed if scheme.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    return (unsigned.to(torch.int16) + scheme.lowest).to(torch.int8)

@@ -1,0 +1,285 @@
+"""Whether an ONNX graph computes what the stock model does: many shapes, chunks, padding, cached decoding.
+
+The stock model is asked first, and what it said is kept; the graph is asked afterwards. So the two need not be in
+memory together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError, reason_of
+from exporters.onnx_graph import CACHE, model_inputs
+
+SHAPES = ((1, 1), (1, 7), (3, 5), (2, 33), (4, 16), (1, 300))  # batch and sequence, with an empty past
+CHUNKS = (1, 9, 1, 14)  # of 25 tokens, two sequences: prefill, chunks and single tokens in turn
+PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 places
+PADDED_LENGTH = 12
+PROMPT = 8
+TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far logits may be off: this much, and this much of the largest logit if that is more."""
+
+    absolute: float
+    relative: float
+
+    def of(self, largest: float) -> float:
+        """The bound for logits whose largest absolute value is this."""
+        return max(self.absolute, self.relative * largest)
+
+
+EXACT = Tolerance(1e-4, 1e-5)
+HALF = Tolerance(1e-2, 1e-2)  # a tie in a router may still be broken differently, and is then told
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Some tokens [B, S] with their mask [B, S], cut into chunks, and the stock model's logits [B, S, V]."""
+
+    name: str
+    tokens: Tensor
+    mask: Tensor
+    chunks: tuple[int, ...]
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the stock model said: the cases, and one greedy continuation with its logits (none without a cache)."""
+
+    model: str
+    cases: tuple[Case, ...]
+    prompt: Tensor  # [1, P]
+    greedy: Tensor  # [N]
+    greedy_logits: Tensor  # [N, V]: what each greedy token was chosen from
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute logit of the real tokens."""
+        sizes = [float(case.logits[case.mask.bool()].abs().max()) for case in self.cases]
+        return max([*sizes, *(float(row.abs().max()) for row in self.greedy_logits)])
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How well a graph agreed with the stock model."""
+
+    largest_difference: float  # of any logit in any case
+    tolerance: float
+    largest_logit: float
+    shapes: tuple[tuple[int, int], ...]
+    cases: tuple[tuple[str, float], ...]  # the largest difference of each case
+    tokens_compared: int
+    tokens_equal: int
+    reference: str = "the stock model in float32"
+
+
+def special_tokens(config: Any) -> frozenset[int]:
+    """Token ids that the config gives a meaning: padding, images and so on."""
+    found: set[Any] = set()
+    for node in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(node).items():
+            if name.endswith(("_token_id", "_token_index")):
+                found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(value for value in found if isinstance(value, int))
+
+
+def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
+    """Ordinary token ids [rows, length], the same ones for the same seed."""
+    text = config.get_text_config(decoder=True)
+    vocabulary = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    ordinary = torch.tensor(sorted(set(range(vocabulary)) - special_tokens(config)))
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))]
+
+
+@torch.no_grad()
+def _case(model: Any, name: str, tokens: Tensor, mask: Tensor, chunks: Sequence[int]) -> Case:
+    output = model(**model_inputs(model, tokens, 0, mask), use_cache=False)
+    if output.logits.shape[:2] != tokens.shape:
+        raise CompressionError(
+            f"{type(model).__name__} does not give one row of logits for each token; only language models that "
+            "do can be exported"
+        )
+    return Case(name, tokens, mask, tuple(chunks), output.logits.float().clone())
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: Tensor, count: int, past: bool) -> tuple[Tensor, Tensor]:
+    """The stock model's greedy continuation, [N] and [N, V] logits: with its own cache, or from the start each time."""
+    tokens, logits, cache, fed = prompt, [], None, 0
+    for _ in range(count):
+        output = model(**model_inputs(model, tokens[:, fed:], fed), use_cache=past, past_key_values=cache)
+        if past:
+            cache, fed = output.past_key_values, tokens.shape[1]
+        logits.append(output.logits[0, -1].float().clone())
+        tokens = torch.cat([tokens, logits[-1].argmax().view(1, 1)], dim=1)
+    return tokens[0, prompt.shape[1] :], torch.stack(logits)
+
+
+def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
+    """Everything that a graph of this model is compared with."""
+    config = model.config
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    cases = []
+    for number, (rows, wanted) in enumerate(SHAPES):
+        length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
+        drawn = random_tokens(config, rows, length, number)
+        cases.append(_case(model, f"prefill {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
+    drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
+    mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
+    cases.append(_case(model, "left padding", drawn, mask, (PADDED_LENGTH,)))
+    prompt = random_tokens(config, 1, PROMPT, 13)
+    if past:
+        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
+        cases.append(_case(model, "chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
+        drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
+        decoded = (PADDED_LENGTH - 4, 1, 1, 1, 1)
+        cases.append(_case(model, "left padding, cached decode", drawn, mask, decoded))
+    count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
+    greedy, logits = (
+        _greedy(model, prompt, count, past) if count else (torch.zeros(0, dtype=torch.long), torch.zeros(0, 1))
+    )
+    return Reference(type(model).__name__, tuple(cases), prompt, greedy, logits)
+
+
+class Session:
+    """A graph in ONNX Runtime on the CPU, with its cache between calls."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 3
+        settings.intra_op_num_threads = torch.get_num_threads()
+        try:
+            self.inner = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the runtime raises classes of its own
+            raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
+        self.inputs = {entry.name: entry for entry in self.inner.get_inputs()}
+        self.outputs = [entry.name for entry in self.inner.get_outputs()]
+        self.cache: dict[str, Any] = {}
+        self.past = 0
+
+    def start(self, rows: int) -> None:
+        """Empty the cache for so many sequences."""
+        sizes = {"batch": rows, "past": 0}
+        self.past = 0
+        self.cache = {
+            name: torch.zeros([sizes.get(dim, dim) for dim in entry.shape], dtype=DTYPES[entry.type]).numpy()
+            for name, entry in self.inputs.items()
+            if name.startswith(CACHE)
+        }
+
+    def step(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Logits [B, S, V] of new tokens [B, S]; the mask [B, past + S] covers the earlier ones too."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.past :].contiguous()
+        given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        feed = {name: value.numpy() for name, value in given.items() if name in self.inputs}
+        try:
+            values = self.inner.run(None, {**feed, **self.cache})
+        except Exception as error:
+            raise CompressionError(
+                f"ONNX Runtime fails on {list(tokens.shape)} tokens after {self.past}: {reason_of(error)}"
+            ) from error
+        found = dict(zip(self.outputs, values, strict=True))
+        self.cache = {name: found[name.replace(CACHE, "present", 1)] for name in self.cache}
+        self.past += tokens.shape[1] if self.cache else 0
+        return torch.from_numpy(found["logits"]).float()
+
+
+DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64,
+    "tensor(bool)": torch.bool,
+}
+
+
+def run_case(session: Session, case: Case) -> Tensor:
+    """The graph's logits [B, S, V] of a case, chunk by chunk."""
+    session.start(case.tokens.shape[0])
+    found, done = [], 0
+    for size in case.chunks:
+        found.append(session.step(case.tokens[:, done : done + size], case.mask[:, : done + size]))
+        done += size
+    return torch.cat(found, dim=1)
+
+
+def run_greedy(session: Session, reference: Reference) -> Tensor:
+    """The logits [N, V] from which the graph would choose each greedy token, given the earlier reference tokens."""
+    session.start(1)
+    tokens, found = reference.prompt, []
+    for token in reference.greedy:
+        new = tokens[:, session.past :]
+        found.append(session.step(new, torch.ones_like(tokens))[0, -1])
+        tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
+    return torch.stack(found) if found else torch.zeros(0, 1)
+
+
+def _difference(one: Tensor, two: Tensor) -> float:
+    """The largest absolute difference; infinite if any value is not a number."""
+    if one.shape != two.shape or not bool(torch.isfinite(one).all()):
+        return float("inf")
+    return float((one - two).abs().max()) if one.numel() else 0.0
+
+
+def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str | None = None) -> Verification:
+    """Ask the graph everything that the stock model was asked; raises `CompressionError` at the first disagreement.
+
+    A greedy token that differs is a fault unless the stock model itself was undecided by less than the tolerance.
+    For a graph with rounded weights, `reference` is made with the same rounded weights; `label` says so.
+    """
+    session = Session(path)
+    bound = tolerance.of(reference.largest)
+    sizes = []
+    for case in reference.cases:
+        real = case.mask.bool()
+        size = _difference(run_case(session, case)[real], case.logits[real])
+        if not size <= bound:
+            raise CompressionError(
+                f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its logits differ from the "
+                f"stock model's by {size:.2g}, more than {bound:.2g}; nothing was written"
+            )
+        sizes.append((case.name, size))
+    equal = 0
+    if len(reference.greedy):
+        logits = run_greedy(session, reference)
+        size = _difference(logits, reference.greedy_logits)
+        sizes.append(("greedy", size))
+        equal = _equal_tokens(logits, reference, bound)
+        if not size <= bound:
+            raise CompressionError(
+                f"the ONNX graph of {reference.model} is wrong in greedy generation: its logits differ from the stock "
+                f"model's by {size:.2g}, more than {bound:.2g}; nothing was written"
+            )
+    shapes = tuple((case.tokens.shape[0], case.tokens.shape[1]) for case in reference.cases)
+    found = Verification(
+        largest_difference=max(size for _, size in sizes),
+        tolerance=bound,
+        largest_logit=reference.largest,
+        shapes=shapes,
+        cases=tuple(sizes),
+        tokens_compared=len(reference.greedy),
+        tokens_equal=equal,
+    )
+    return found if label is None else replace(found, reference=label)
+
+
+def _equal_tokens(logits: Tensor, reference: Reference, bound: float) -> int:
+    """How many greedy tokens are the same; raises `CompressionError` for one that the stock model clearly refuses."""
+    chosen = logits.argmax(-1)
+    for number, (mine, theirs) in enumerate(zip(chosen.tolist(), reference.greedy.tolist(), strict=True)):
+        margin = float(reference.greedy_logits[number, theirs] - reference.greedy_logits[number, mine])
+        if margin > 2 * bound:
+            raise CompressionError(
+                f"the ONNX graph of {reference.model} generates token {mine} instead of {theirs} at step {number}; "
+                "nothing was written"
+            )
+    return int((chosen == reference.greedy).sum())

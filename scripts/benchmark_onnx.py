@@ -1,0 +1,242 @@
+"""Measure ONNX Runtime against torch on random models; every figure is a ratio of medians within one run.
+
+    python scripts/benchmark_onnx.py [--experts 16 64 256] [--top-k 4 8] [--hidden 256] [--layers 4] [--threads 1]
+                                     [--quantize none int8 int4] [--runs 16] [--same-token]
+                                     [--quantile 0.5]
+
+Prints for every count of experts and top-k how many times as fast as torch the graph decodes (one sequence, one
+token after another, 64 cached) and prefills (256 tokens); torch is the faster of its implementations eager and
+grouped_mm, on as many threads. Then the number of nodes, the file, and the decode time over that with the fewest
+experts at equal top-k. The goals: decode 4 times as fast, prefill no slower, 1.3 times the decode time from 16 to 64
+experts, as many nodes for any number of experts. The sides take turns, so that what else the machine does hits all.
+
+Tokens differ from step to step, as in generation, and so do the experts whose weights are read. With --same-token
+they stay in the processor's cache, which favours the side that does less besides.
+On a busy machine --quantile 0.1 shows what the sides do while they are left alone.
+"""
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from exporters.onnx import ExportOptions, export
+from exporters.onnx_quantized_experts import FORMATS
+
+CACHED, PREFILLED, VOCABULARY = 64, 256, 1000
+BURST = 8  # calls in a row, as in generation
+TORCH = ("eager", "grouped_mm")
+GOALS = {"decode": 4.0, "prefill": 1.0, "growth": 1.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One graph beside torch: typical seconds, and what is in the file."""
+
+    experts: int
+    top_k: int
+    quantize: str
+    decode: float
+    prefill: float
+    torch_decode: float
+    torch_prefill: float
+    nodes: int
+    nbytes: int
+
+
+def build(experts: int, top_k: int, given: argparse.Namespace) -> Any:
+    """A random Qwen3-MoE in float32."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=given.hidden, moe_intermediate_size=given.hidden, num_hidden_layers=given.layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=given.hidden // 4, num_experts=experts,
+        num_experts_per_tok=top_k, vocab_size=VOCABULARY, initializer_range=0.08, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    model.train(False)
+    return model
+
+
+def draw(length: int) -> Tensor:
+    """Random tokens [1, length]."""
+    return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def torch_steps(model: Any, kinds: int) -> dict[str, Callable[[], Any]]:
+    """Decode and prefill in the implementation that is set; decode cuts its own token off the cache again."""
+    from transformers import DynamicCache
+
+    cache, one, many = DynamicCache(config=model.config), cycle(draw(CACHED).T[:kinds]), draw(PREFILLED)
+    with torch.inference_mode():
+        model(draw(CACHED), past_key_values=cache)
+
+    @torch.inference_mode()
+    def decode() -> Any:
+        logits = model(next(one)[None], past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits
+
+    @torch.inference_mode()
+    def prefill() -> Any:
+        return model(many, use_cache=True).logits
+
+    return {"decode": decode, "prefill": prefill}
+
+
+def graph_steps(folder: Path, threads: int, kinds: int) -> dict[str, Callable[[], Any]]:
+    """The same two in ONNX Runtime."""
+    import numpy as np
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads, settings.log_severity_level = threads, 3
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), settings, ["CPUExecutionProvider"])
+    caches = [entry for entry in session.get_inputs() if entry.name.startswith("past_key_values")]
+    names = [entry.name for entry in session.get_outputs()]
+
+    def feed(length: int, past: int) -> dict[str, Any]:
+        sizes = {"batch": 1, "past": 0}
+        return {
+            "input_ids": draw(length).numpy(),
+            "attention_mask": np.ones((1, past + length), np.int64),
+            "position_ids": np.arange(past, past + length, dtype=np.int64)[None],
+            **{entry.name: np.zeros([sizes.get(side, side) for side in entry.shape], np.float32) for entry in caches},
+        }
+
+    first = dict(zip(names, session.run(None, feed(CACHED, 0)), strict=True))
+    filled = {entry.name: first[entry.name.replace("past_key_values", "present")] for entry in caches}
+    after, whole, one = {**feed(1, CACHED), **filled}, feed(PREFILLED, 0), cycle(draw(CACHED).T[:kinds].numpy())
+    return {
+        "decode": lambda: session.run(None, {**after, "input_ids": next(one)[None]}),
+        "prefill": lambda: session.run(None, whole),
+    }
+
+
+def typical(steps: Mapping[str, Callable[[], Any]], runs: int, quantile: float) -> dict[str, float]:
+    """A quantile of each step's seconds; they take turns of a few calls, the first of which only warms the caches."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(runs):
+        for name, step in steps.items():
+            step()
+            for _ in range(BURST):
+                begin = time.perf_counter()
+                step()
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: float(torch.tensor(values).quantile(quantile)) for name, values in seconds.items()}
+
+
+def measure(experts: int, top_k: int, given: argparse.Namespace) -> list[Row]:
+    """The rows of one model: its graph in every format."""
+    kinds = 1 if given.same_token else CACHED  # of tokens that are decoded
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "model"
+        model = build(experts, top_k, given)
+        model.save_pretrained(source)
+        del model
+        gc.collect()
+        options = {name: ExportOptions(quantize=name, tokens=8) for name in given.quantize}
+        made = {name: export(source, Path(folder) / name, entry) for name, entry in options.items()}
+        graphs = {name: graph_steps(summary.folder, given.threads, kinds) for name, summary in made.items()}
+        sides = {**graphs, **{name: torch_side(source, name, kinds) for name in TORCH}}
+        found = {
+            step: typical(
+                {name: steps[step] for name, steps in sides.items()}, max(1, given.runs // share), given.quantile
+            )
+            for step, share in (("decode", 1), ("prefill", 8))
+        }
+    fastest = {step: min(values[name] for name in TORCH) for step, values in found.items()}
+    return [
+        Row(experts, top_k, name, found["decode"][name], found["prefill"][name], fastest["decode"], fastest["prefill"],
+            summary.nodes, summary.nbytes)
+        for name, summary in made.items()
+    ]  # fmt: skip
+
+
+def torch_side(source: Path, implementation: str, kinds: int) -> dict[str, Callable[[], Any]]:
+    """The stock model with one implementation of its experts."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, experts_implementation=implementation, attn_implementation="sdpa"
+    )
+    model.train(False)
+    return torch_steps(model, kinds)
+
+
+def cells(row: Row, first: Row) -> tuple[str, ...]:
+    """A line of the table; `first` has the fewest experts among those alike."""
+    return (
+        str(row.experts),
+        str(row.top_k),
+        row.quantize,
+        f"{row.torch_decode / row.decode:.1f}",
+        f"{row.torch_prefill / row.prefill:.2f}",
+        f"{row.decode / first.decode:.2f}",
+        str(row.nodes),
+        f"{row.nbytes / 2**20:.1f}",
+    )
+
+
+def misses(rows: Sequence[Row]) -> list[str]:
+    """The goals that are not reached, one sentence each."""
+    found = []
+    for row in rows:
+        name = f"{row.experts} experts, top-{row.top_k}, {row.quantize}"
+        for step, ratio in (
+            ("decode", row.torch_decode / row.decode),
+            ("prefill", row.torch_prefill / row.prefill),
+        ):
+            if ratio < GOALS[step]:
+                found.append(f"{name}: {step} {ratio:.2f} times as fast as torch; the goal is {GOALS[step]:g}")
+        first = alike(rows, row)[0]
+        if (first.experts, row.experts) == (16, 64) and row.decode > GOALS["growth"] * first.decode:
+            growth = row.decode / first.decode
+            found.append(f"{name}: {growth:.2f} times the decode time of 16; the goal is {GOALS['growth']:g}")
+        if row.nodes != first.nodes:
+            found.append(f"{name}: {row.nodes} nodes, not {first.nodes}")
+    return found
+
+
+def alike(rows: Sequence[Row], row: Row) -> list[Row]:
+    """The rows that differ in nothing but the number of experts, from the fewest on."""
+    same = [other for other in rows if (other.top_k, other.quantize) == (row.top_k, row.quantize)]
+    return sorted(same, key=lambda other: other.experts)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quantize", nargs="+", choices=list(FORMATS), default=["none"])
+    parser.add_argument("--same-token", action="store_true")
+    parser.add_argument("--quantile", type=float, default=0.5, help="of the timings; 0.5 is the median")
+    parser.add_argument("--runs", type=int, default=16, help="turns; a prefill gets an eighth")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    logging.disable_progress_bar()
+    rows = [row for top_k in given.top_k for experts in given.experts for row in measure(experts, top_k, given)]
+    print("Over torch: decode and prefill, times as fast; over the fewest experts: decode time")
+    print("experts  top-k  weights  decode  prefill  growth  nodes      MiB")
+    for row in rows:
+        one = cells(row, alike(rows, row)[0])
+        print("{:>7}  {:>5}  {:>7}  {:>6}  {:>7}  {:>6}  {:>5}  {:>7}".format(*one))
+    print("\n".join(misses(rows)) or "Every goal is reached.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""Exported checkpoints in ONNX Runtime, held against the stock models that were never near the exporter."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from compressor.errors import CompressionError
+from exporters import onnx as exporter
+from exporters.onnx import ExportOptions, ExportSummary, export
+from tests import small, zoo
+
+FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss")
+SHAPES = ((1, 1), (1, 9), (2, 5), (3, 21), (4, 2), (1, 200))
+LENGTH = 512  # of the context
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A checkpoint, what it was exported to, and the stock model in memory."""
+
+    source: Path
+    out: Path
+    summary: ExportSummary
+    stock: Any
+
+    def session(self) -> onnxruntime.InferenceSession:
+        return onnxruntime.InferenceSession(str(self.out / exporter.GRAPH), providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    """One family after the other; that of two has its weights in a file of their own."""
+    folder = tmp_path_factory.mktemp(request.param)
+    source = small.save(folder / "source", request.param, max_position_embeddings=LENGTH, num_hidden_layers=2)
+    external = request.param in ("olmoe", "gpt_oss")
+    options = ExportOptions(external_bytes=0 if external else 2**30)
+    summary = export(source, folder / "out", options)
+    yield Made(source, folder / "out", summary, AutoModelForCausalLM.from_pretrained(source).eval())
+    shutil.rmtree(folder)
+
+
+@dataclass(slots=True)
+class Runner:
+    """Calls a graph by the names of its inputs and outputs alone, and keeps what it gives as the past."""
+
+    session: Any
+    past: dict[str, Any]
+    length: int = 0
+
+    @classmethod
+    def of(cls, session: Any, rows: int) -> "Runner":
+        past = {
+            entry.name: np.zeros([rows, *entry.shape[1:2], 0, entry.shape[3]], np.float32)
+            for entry in session.get_inputs()
+            if entry.name.startswith("past_key_values.")
+        }
+        return cls(session, past)
+
+    def __call__(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        rows, count = tokens.shape
+        if mask is None:
+            mask = torch.ones(rows, self.length + count, dtype=torch.long)
+        if positions is None:
+            positions = torch.arange(self.length, self.length + count).expand(rows, -1)
+        feed = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        names = [entry.name for entry in self.session.get_outputs()]
+        given = {name: value.contiguous().numpy() for name, value in feed.items()} | self.past
+        found = dict(zip(names, self.session.run(None, given), strict=True))
+        self.past = {name: found[name.replace("past_key_values", "present")] for name in self.past}
+        self.length += count
+        return torch.from_numpy(found["logits"])
+
+
+@torch.no_grad()
+def stock_logits(model: Any, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits
+
+
+def test_logits_of_many_shapes(made: Made) -> None:
+    session = made.session()
+    for rows, length in SHAPES:
+        tokens = zoo.tokens(made.stock, rows, length, seed=7)
+        error = (Runner.of(session, rows)(tokens) - stock_logits(made.stock, tokens)).abs().max()
+        assert float(error) < 1e-5
+    assert made.summary.verification.largest_difference < 1e-5
+
+
+def test_chunks_and_single_tokens(made: Made) -> None:
+    tokens = zoo.tokens(made.stock, 2, 24, seed=8)
+    runner = Runner.of(made.session(), 2)
+    found = torch.cat([runner(part) for part in tokens.split([3, 1, 1, 12, 7], dim=1)], dim=1)
+    torch.testing.assert_close(found, stock_logits(made.stock, tokens), rtol=0, atol=1e-5)
+    assert all(value.shape[2] == 24 for value in runner.past.values())
+
+
+def test_padding_on_the_left_changes_nothing(made: Made) -> None:
+    tokens = zoo.tokens(made.stock, 1, 9, seed=9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens], dim=1)
+    other = zoo.tokens(made.stock, 1, 13, seed=10)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    runner = Runner.of(made.session(), 2)
+    found = runner(torch.cat([padded, other]), mask, positions)
+    torch.testing.assert_close(found[:1, 4:], stock_logits(made.stock, tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1:], stock_logits(made.stock, other), rtol=0, atol=1e-5)
+    more = zoo.tokens(made.stock, 2, 1, seed=11)
+    after = runner(more, torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1), positions[:, -1:] + 1)
+    wanted = stock_logits(made.stock, torch.cat([tokens, more[:1]], 1))[:, -1:]
+    torch.testing.assert_close(after[:1], wanted, rtol=0, atol=1e-5)
+
+
+def test_64_greedy_tokens_are_those_of_generate(made: Made) -> None:
+    prompt = zoo.tokens(made.stock, 1, 6, seed=12)
+    runner, tokens = Runner.of(made.session(), 1), prompt
+    for _ in range(64):
+        logits = runner(tokens[:, runner.length :])
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    settings = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "eos_token_id": 10**6}
+    wanted = made.stock.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **settings)
+    assert tokens.tolist() == wanted.tolist()
+    verification = made.summary.verification
+    assert verification.tokens_equal == verification.tokens_compared == 64
+
+
+def test_one_node_for_each_moe_layer(made: Made) -> None:
+    graph = onnx.load(str(made.out / exporter.GRAPH)).graph
+    nodes = [node for node in graph.node if node.domain == "com.microsoft"]
+    assert [node.op_type for node in nodes] == ["MoE"] * len(zoo.experts(made.stock))
+    assert [route.layer for route in made.summary.routes] == list(zoo.experts(made.stock))
+    assert not made.summary.fallen_back
+    assert made.summary.nodes == len(graph.node)
+
+
+def test_the_file_is_sound(made: Made) -> None:
+    path = made.out / exporter.GRAPH
+    onnx.checker.check_model(str(path), full_check=True)
+    onnx.shape_inference.infer_shapes(onnx.load(str(path)), check_type=True, strict_mode=True, data_prop=True)
+
+
+def test_weights_lie_where_they_should(made: Made) -> None:
+    files = {path.name for path in made.out.iterdir()}
+    assert made.summary.external == (exporter.WEIGHTS in files) == (made.source.parent.name[:5] in ("olmoe", "gpt_o"))
+    if made.summary.external:
+        assert (made.out / exporter.GRAPH).stat().st_size < (made.out / exporter.WEIGHTS).stat().st_size
+    weights = sum(value.numel() * 4 for value in made.stock.parameters())
+    assert weights <= made.summary.nbytes < weights + 300_000  # nothing is stored twice
+
+
+def test_what_lies_beside_the_graph(made: Made) -> None:
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((made.out / name).read_text()) == json.loads((made.source / name).read_text())
+    text = "the quick brown fox"
+    assert AutoTokenizer.from_pretrained(made.out)(text) == AutoTokenizer.from_pretrained(made.source)(text)
+    record = json.loads((made.out / exporter.RECORD).read_text())
+    assert record["inputs"] == [entry.name for entry in made.session().get_inputs()]
+    assert record["outputs"] == [entry.name for entry in made.session().get_outputs()]
+    assert record["verification"]["largest_difference"] <= record["verification"]["tolerance"] == 1e-4
+    assert {route["route"] for route in record["routes"]} == {"MoE"}
+    assert str(made.source.parent) not in json.dumps(record)
+    assert [path.name for path in made.out.parent.iterdir() if path.name.startswith(".")] == []
+
+
+# --- other ways to export ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral of one layer."""
+    return small.save(tmp_path_factory.mktemp("one") / "source", "mixtral", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> Path:
+    """The same, exported without a cache; tests work on copies."""
+    export(source, source.parent / "whole", ExportOptions(past=False, tokens=4))
+    return source.parent / "whole"
+
+
+def test_without_a_cache(source: Path, whole: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(source).eval()
+    session = onnxruntime.InferenceSession(str(whole / exporter.GRAPH), providers=["CPUExecutionProvider"])
+    assert [entry.name for entry in session.get_inputs()] == ["input_ids", "attention_mask", "position_ids"]
+    assert [entry.name for entry in session.get_outputs()] == ["logits"]
+    for rows, length in SHAPES:
+        tokens = zoo.tokens(stock, rows, length, seed=7)
+        found = Runner(session, {})(tokens)
+        torch.testing.assert_close(found, stock_logits(stock, tokens), rtol=0, atol=1e-5)
+
+
+def test_half_precision(source: Path, tmp_path: Path) -> None:
+    summary = export(source, tmp_path / "out", ExportOptions(dtype="fp16", opset=18, tokens=16))
+    stock = AutoModelForCausalLM.from_pretrained(source).eval().half().float()
+    graph = onnx.load(str(tmp_path / "out" / exporter.GRAPH))
+    assert {entry.version for entry in graph.opset_import if entry.domain == ""} == {18}
+    weights = [value for value in graph.graph.initializer if len(value.dims) > 1]
+    assert {value.data_type for value in weights} == {onnx.TensorProto.FLOAT16}
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / exporter.GRAPH), providers=["CPUExecutionProvider"])
+    tokens = zoo.tokens(stock, 2, 9)
+    past = {name: np.zeros((2, 2, 0, 16), np.float16) for name in ("past_key_values.0.key", "past_key_values.0.value")}
+    found = Runner(session, past)(tokens).float()
+    torch.testing.assert_close(found, stock_logits(stock, tokens), rtol=0, atol=1e-2)
+    assert "rounded to float16" in summary.verification.reference
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def retraced(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the finished graph that the exporter takes for what it has just traced."""
+    graph = tmp_path / "elsewhere" / exporter.GRAPH
+    graph.parent.mkdir()
+    shutil.copyfile(whole / exporter.GRAPH, graph)
+    monkeypatch.setattr(exporter, "export_graph", lambda *_: onnx_ir.load(graph))
+    return graph
+
+
+def tamper(graph: Path, change: Callable[[Any], None]) -> None:
+    """Change the second projection of all experts, in place."""
+    model = onnx.load(str(graph))
+    (stored,) = [value for value in model.graph.initializer if value.name.endswith("down_proj")]
+    weight = numpy_helper.to_array(stored).copy()
+    change(weight)
+    stored.CopyFrom(numpy_helper.from_array(weight, stored.name))
+    onnx.save(model, str(graph))
+
+
+def swap(weight: Any) -> None:
+    weight[[2, 3]] = weight[[3, 2]]
+
+
+def scale(weight: Any) -> None:
+    weight *= 1.001
+
+
+def spoil(weight: Any) -> None:
+    weight[5, 0, 0] = np.nan
+
+
+PLAIN = ExportOptions(past=False, tokens=4)
+
+
+def test_a_sound_graph_passes(source: Path, retraced: Path, tmp_path: Path) -> None:
+    assert export(source, tmp_path / "out", PLAIN).verification.tokens_equal == 4
+
+
+@pytest.mark.parametrize("change", [swap, scale, spoil])
+def test_a_tampered_graph_leaves_nothing(change: Any, source: Path, retraced: Path, tmp_path: Path) -> None:
+    tamper(retraced, change)
+    with pytest.raises(CompressionError, match=r"ONNX graph of MixtralForCausalLM is wrong in .*; nothing was written"):
+        export(source, tmp_path / "out", PLAIN)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_what_was_there_stays_when_its_successor_is_wrong(source: Path, retraced: Path, tmp_path: Path) -> None:
+    export(source, tmp_path / "out", PLAIN)
+    before = small.tree(tmp_path / "out")
+    tamper(retraced, swap)
+    with pytest.raises(CompressionError, match="nothing was written"):
+        export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+    assert small.tree(tmp_path / "out") == before
+    with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
+        export(source, tmp_path / "out", PLAIN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
+
+
+def test_equal_runs_give_equal_records(source: Path, retraced: Path, tmp_path: Path) -> None:
+    trees = []
+    for _ in range(2):
+        export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+        trees.append(small.tree(tmp_path / "out"))
+    assert trees[0] == trees[1]
+
+
+def test_a_graph_that_is_no_sound_onnx_leaves_nothing(source: Path, retraced: Path, tmp_path: Path) -> None:
+    model = onnx.load(str(retraced))
+    model.graph.node[3].input[0] = "nowhere"
+    onnx.save(model, str(retraced))
+    with pytest.raises(CompressionError):
+        export(source, tmp_path / "out", PLAIN)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(
+    source: Path, retraced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(onnx_ir, "save", full)
+    with pytest.raises(CompressionError, match=r"writing .*out failed: No space left"):
+        export(source, tmp_path / "out", PLAIN)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_missing_packages_are_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "find_spec", lambda name: None if name == "onnxruntime" else name)
+    with pytest.raises(
+        CompressionError, match=r"needs the package onnxruntime; .* pip install 'moe-compressor\[onnx\]'"
+    ):
+        export(source, tmp_path / "out")
+
+
+def test_the_package_imports_without_onnx() -> None:
+    program = "import sys; sys.modules.update(onnx=None, onnxruntime=None, onnx_ir=None, onnxscript=None)\n"
+    subprocess.run([sys.executable, "-c", f"{program}import exporters.onnx, compressor.cli"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bf16"}, "--dtype 'bf16' is not known; it is one of fp32, fp16"),
+        ({"quantize": "int3"}, "--quantize 'int3' is not known; it is one of none"),
+        ({"fallback": "eager"}, "the fallback 'eager' is not known; it is one of batched_mm, grouped_mm"),
+        ({"opset": 9}, "--opset 9 is not supported; give one from 18 to 23"),
+    ],
+)
+def test_options_check_themselves(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        ExportOptions(**options)
+
+
+def test_a_model_that_generates_nothing_has_no_cache(tmp_path: Path) -> None:
+    zoo.save("openai_privacy_filter", tmp_path / "source")
+    with pytest.raises(CompressionError, match="OpenAIPrivacyFilterForTokenClassification does not generate"):
+        export(tmp_path / "source", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

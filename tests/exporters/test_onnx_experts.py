@@ -1,0 +1,241 @@
+"""The MoE node of a stock experts module: its values against the module's own, and what it cannot express."""
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from compressor.architecture import experts_modules
+from compressor.errors import CompressionError
+from exporters import onnx_activation, onnx_experts
+from exporters.onnx_activation import Activation, activation, supported
+from exporters.onnx_experts import LayerRoute
+from tests import zoo
+
+# every stock layout: concatenated, interleaved, transposed, with and without biases, with limits
+LAYOUTS = ("mixtral", "gpt_oss", "aria", "openai_privacy_filter", "deepseek_v4", "minimax_m3_vl")
+
+
+def experts_of(name: str) -> Any:
+    """The first experts module of a tiny model."""
+    return next(iter(experts_modules(zoo.build(name))))[1]
+
+
+def ungated(act: str) -> Any:
+    """Experts without a gate, with another activation than their family's own."""
+    experts = experts_of("nemotron_h")
+    experts.act_fn = ACT2FN[act]
+    return experts
+
+
+def drawn(experts: Any, tokens: int, top_k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [T, H], distinct experts [T, K] and weights [T, K], some of them 0 and one row all 0."""
+    generator = torch.Generator().manual_seed(seed)
+    width = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    hidden = 3 * torch.randn(tokens, width, generator=generator)
+    index = torch.rand(tokens, experts.num_experts, generator=generator).argsort(-1)[:, :top_k]
+    weights = 2 * torch.rand(tokens, top_k, generator=generator)
+    weights[1::3, 0] = 0
+    weights[-1] = 0
+    return hidden, index, weights
+
+
+def run_node(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, half: bool = False) -> Tensor:
+    """The node alone in ONNX Runtime, its logits from `routing_logits`, its output times the sum of the weights."""
+    kind = activation(experts)
+    assert kind is not None
+    node, tensors = onnx_experts.moe_node(experts, kind)
+    dtype, code = (np.float16, TensorProto.FLOAT16) if half else (np.float32, TensorProto.FLOAT)
+    stored = [numpy_helper.from_array(value.detach().numpy().astype(dtype), name) for name, value in tensors.items()]
+    feed = {"x": hidden, "logits": onnx_experts.routing_logits(index, weights, experts.num_experts)}
+    inputs = [helper.make_tensor_value_info(name, code, list(value.shape)) for name, value in feed.items()]
+    call = helper.make_node(
+        node.name,
+        ["x", "logits", *(name or "" for name in node.tensors)],
+        ["y"],
+        domain="com.microsoft",
+        k=index.shape[1],
+        normalize_routing_weights=1,
+        **dict(node.attributes),
+    )
+    output = helper.make_tensor_value_info("y", code, list(hidden.shape))
+    graph = helper.make_graph([call], "node", inputs, [output], stored)
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {name: value.numpy().astype(dtype) for name, value in feed.items()})
+    return torch.from_numpy(found.astype(np.float32)) * weights.sum(-1, keepdim=True)
+
+
+def assert_same(experts: Any, top_k: int, half: bool = False) -> None:
+    hidden, index, weights = drawn(experts, 40, top_k)
+    if half:
+        experts.half().float()
+        hidden = hidden.half().float()
+    with torch.no_grad():
+        wanted = experts(hidden, index, weights)
+    found = run_node(experts, hidden, index, weights, half)
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    assert error < (1e-2 if half else 1e-5)
+    assert float(found[-1].abs().max()) == 0  # every weight of the last token is 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_node_computes_what_the_module_does(name: str) -> None:
+    experts = experts_of(name)
+    assert supported(experts) is None
+    for top_k in (1, 2, 5):
+        assert_same(experts, top_k)
+
+
+@pytest.mark.parametrize(("act", "kind"), [("relu", "relu"), ("gelu_pytorch_tanh", "gelu"), ("silu", "silu")])
+def test_the_node_without_a_gate(act: str, kind: str) -> None:
+    experts = ungated(act)
+    assert supported(experts) is None
+    assert activation(experts) == Activation(kind)
+    assert_same(experts, 2)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_the_node_in_half_precision(name: str) -> None:
+    experts = experts_of(name)
+    assert supported(experts, half=True) is None
+    assert_same(experts, 2, half=True)
+
+
+def test_an_expert_chosen_twice_counts_twice() -> None:
+    experts = experts_of("mixtral")
+    hidden, _, _ = drawn(experts, 6, 2)
+    index, weights = torch.full((6, 2), 3), torch.tensor([[0.25, 0.5]]).expand(6, 2)
+    with torch.no_grad():
+        wanted = experts(hidden, index, weights)
+    torch.testing.assert_close(run_node(experts, hidden, index, weights), wanted, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(1, 6), st.integers(0, 10**6))
+def test_routing_logits_give_the_weights_back(top_k: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.rand(9, 6, generator=generator).argsort(-1)[:, :top_k]
+    weights = torch.rand(9, top_k, generator=generator) + 1e-3
+    chosen, place = onnx_experts.routing_logits(index, weights, 6).topk(top_k)
+    dense = torch.zeros(9, 6).scatter(1, index, weights / weights.sum(-1, keepdim=True))
+    torch.testing.assert_close(torch.zeros(9, 6).scatter(1, place, chosen.softmax(-1)), dense, rtol=1e-5, atol=1e-6)
+
+
+# --- which activation it is -------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """An experts module that is nothing but a gate of the swiglu family."""
+
+    has_gate, is_concatenated = True, True
+
+    def __init__(self, alpha: float, beta: float, limit: float | None) -> None:
+        self.alpha, self.beta, self.limit = alpha, beta, limit
+
+    def _apply_gate(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up + self.beta)
+
+
+def thousandths(low: int, high: int) -> st.SearchStrategy[float]:
+    """Numbers as configs hold them."""
+    return st.integers(low, high).map(lambda number: number / 1000)
+
+
+@settings(max_examples=60)
+@given(thousandths(250, 3000), thousandths(-2000, 2000), st.one_of(st.none(), thousandths(3000, 30000)))
+def test_any_gate_of_the_family_is_recognised(alpha: float, beta: float, limit: float | None) -> None:
+    found = activation(Gate(alpha, beta, limit))
+    assert found is not None
+    assert found.alpha == pytest.approx(alpha, rel=1e-3, abs=1e-4)
+    assert found.beta == pytest.approx(beta, rel=1e-3, abs=1e-4)
+    assert found.limit is None if limit is None else found.limit == pytest.approx(limit, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("mixtral", Activation("swiglu")),
+        ("gpt_oss", Activation("swiglu", 1.702, 1.0, 7.0)),
+        ("deepseek_v4", Activation("swiglu", 1.0, 0.0, 10.0)),
+    ],
+)
+def test_numbers_are_the_config_s_own(name: str, wanted: Activation) -> None:
+    assert activation(experts_of(name)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma4", "no gated activation like GELUTanh"),
+        ("nemotron_h", "no activation like ReLUSquared"),
+        ("inkling2", "no gated activation like Inkling2SoftcappedSwiGLU"),
+        ("muse_spark", "normalises every expert's output"),
+    ],
+)
+def test_what_the_node_cannot_express_is_told(name: str, reason: str) -> None:
+    assert reason in (supported(experts_of(name)) or "")
+
+
+def test_the_exact_gelu_is_not_the_node_s() -> None:
+    assert activation(ungated("gelu")) is None
+
+
+def test_a_gate_that_looks_like_swiglu_at_a_few_points_only() -> None:
+    class Bent(Gate):
+        def _apply_gate(self, inner: Tensor) -> Tensor:
+            value = super()._apply_gate(inner)
+            return torch.where(inner[..., : inner.shape[-1] // 2] < -3, torch.zeros_like(value), value)
+
+    assert activation(Bent(1.0, 0.0, None)) is None
+
+
+def test_a_runtime_without_the_activation_is_told() -> None:
+    assert "tanh" in (onnx_activation.node_fault(Activation("tanh"), False, False) or "").lower()
+
+
+def test_a_runtime_with_wrong_values_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = onnx_activation._plain_layer
+    monkeypatch.setattr(onnx_activation, "_plain_layer", lambda tensors, kind: 1.001 * right(tensors, kind))
+    fault = onnx_activation.node_fault.__wrapped__(Activation("swiglu"), True, False)
+    assert fault is not None and "values are wrong by 1.0e-03" in fault
+
+
+# --- a whole model ----------------------------------------------------------------------------------------------------
+
+
+def test_routes_of_a_model_and_the_layout_in_place() -> None:
+    model = zoo.build("mixtral")
+    before = {name: experts.gate_up_proj.detach().clone() for name, experts in experts_modules(model)}
+    routes = onnx_experts.use_nodes(model)
+    assert routes == tuple(LayerRoute(name, "MoE") for name in before)
+    for name, experts in experts_modules(model):
+        half = before[name].shape[1] // 2
+        for row in range(half):
+            assert torch.equal(experts.gate_up_proj[:, 2 * row], before[name][:, row])
+            assert torch.equal(experts.gate_up_proj[:, 2 * row + 1], before[name][:, half + row])
+
+
+@pytest.mark.parametrize("fallback", onnx_experts.FALLBACKS)
+def test_a_layer_that_falls_back_computes_as_before(fallback: str) -> None:
+    model = zoo.build("gemma4")
+    tokens = zoo.tokens(model)
+    wanted = zoo.logits(model, tokens)
+    routes = onnx_experts.use_nodes(model, fallback)
+    assert {route.route for route in routes} == {fallback} and all(route.reason for route in routes)
+    torch.testing.assert_close(zoo.logits(model, tokens), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_fallback_is_refused() -> None:
+    with pytest.raises(CompressionError, match="no fallback 'eager'; known are batched_mm, grouped_mm"):
+        onnx_experts.use_nodes(nn.Module(), "eager")

@@ -1,0 +1,149 @@
+"""The traced graph: names, axes, one node for each MoE layer however many experts, and clear refusals."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import onnx_ir
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from exporters import onnx_experts, onnx_graph
+from exporters.onnx_graph import CacheTensor, graph_name, model_inputs
+from tests import zoo
+
+
+def traced(count: int) -> Any:
+    """The graph of a Mixtral of one layer and so many experts."""
+    model = zoo.build("mixtral", num_local_experts=count, num_hidden_layers=1)
+    inputs = onnx_graph.trace_inputs(model, past=True)
+    onnx_experts.use_nodes(model)
+    return onnx_graph.export_graph(model, inputs, 20)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[int, Any]:
+    """The same layer with 8 and with 16 experts."""
+    return {count: traced(count) for count in (8, 16)}
+
+
+def test_node_count_does_not_depend_on_the_number_of_experts(graphs: dict[int, Any]) -> None:
+    kinds = [Counter(node.op_type for node in program.graph.all_nodes()) for program in graphs.values()]
+    assert kinds[0] == kinds[1]
+    assert kinds[0]["MoE"] == 1 and kinds[0]["Loop"] == kinds[0]["If"] == 0
+
+
+def test_weights_lie_in_the_graph_once(graphs: dict[int, Any]) -> None:
+    for count, program in graphs.items():
+        model = zoo.build("mixtral", num_local_experts=count, num_hidden_layers=1)
+        stored = sum(value.const_value.size for value in program.graph.initializers.values())
+        parameters = sum(value.numel() for value in model.parameters())
+        assert parameters <= stored < parameters + 200  # rotary frequencies and scalars
+
+
+def test_axes_carry_names(graphs: dict[int, Any]) -> None:
+    graph = graphs[8].graph
+    shapes = {value.name: [str(dim) for dim in value.shape] for value in (*graph.inputs, *graph.outputs)}
+    assert shapes == {
+        "input_ids": ["batch", "sequence"],
+        "attention_mask": ["batch", "total"],
+        "position_ids": ["batch", "sequence"],
+        "past_key_values.0.key": ["batch", "2", "past", "16"],
+        "past_key_values.0.value": ["batch", "2", "past", "16"],
+        "logits": ["batch", "sequence", "96"],
+        "present.0.key": ["batch", "2", "total", "16"],
+        "present.0.value": ["batch", "2", "total", "16"],
+    }
+    inside = {
+        str(dim)
+        for node in graph.all_nodes()
+        for value in node.outputs
+        for dim in value.shape or ()
+        if not isinstance(dim, int) and dim.value is not None
+    }
+    assert {"batch", "sequence", "total"} <= inside
+    assert not any(onnx_graph.SYMBOL.search(name) for name in inside)
+
+
+def test_nothing_in_the_file_names_a_folder(graphs: dict[int, Any], tmp_path: Path) -> None:
+    onnx_ir.save(graphs[8], tmp_path / "model.onnx")
+    content = (tmp_path / "model.onnx").read_bytes()
+    for folder in (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[2])):
+        assert folder.encode() not in content
+    onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_cache_tensors() -> None:
+    assert graph_name("past_key_values.layers.3.keys") == "past_key_values.3.key"
+    assert graph_name("past_key_values.layers.12.values") == "past_key_values.12.value"
+    assert graph_name("past_key_values.layers.0.conv_states.0") == "past_key_values.0.conv_states.0"
+    assert graph_name("logits") == "logits"
+    assert CacheTensor("past_key_values.3.key", ()).present == "present.3.key"
+
+
+def test_positions_follow_the_mask() -> None:
+    model = zoo.build("mixtral", num_hidden_layers=1)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    found = model_inputs(model, torch.ones(2, 3, dtype=torch.long), 2, mask)
+    assert found["position_ids"].tolist() == [[0, 1, 2], [2, 3, 4]]
+    assert found["attention_mask"] is mask
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_cache_axes_are_read_off_two_sizes(name: str) -> None:
+    inputs = onnx_graph.trace_inputs(zoo.build(name), past=True)
+    layers = zoo.configure(name).num_hidden_layers
+    assert len(inputs.cache) == 2 * layers  # no counters, also of sliding layers
+    assert {tensor.axes for tensor in inputs.cache} == {((0, "batch"), (2, "past"))}
+
+
+def test_a_cache_that_grows_otherwise_is_refused() -> None:
+    one, two = torch.zeros(2, 3, 2), torch.zeros(3, 3, 3)
+    with pytest.raises(CompressionError, match=r"layers\.0\.windows grows from 4 to 5 entries .*--no-past"):
+        onnx_graph._axes("layers.0.windows", torch.zeros(2, 4, 2), torch.zeros(3, 5, 2))
+    assert onnx_graph._axes("state", one[..., :1], two[..., :1]) == ((0, "batch"),)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
+    model = zoo.build("mixtral", num_hidden_layers=1)
+    inputs = onnx_graph.trace_inputs(model, past=False)
+
+    def undecided(**given: Tensor) -> Any:
+        raise ValueError(f"{given['input_ids'].shape[0] // 2} is undecided\nmore lines")
+
+    model.forward = undecided  # type: ignore[method-assign]
+    with pytest.raises(CompressionError, match=r"MixtralForCausalLM cannot be traced as one ONNX graph: .*undecided"):
+        onnx_graph.export_graph(model, inputs, 20)
+
+
+def test_an_axis_that_the_trace_fixed_is_told() -> None:
+    ids = onnx_ir.Value(name="input_ids", shape=onnx_ir.Shape(["s0", 3]))
+    with pytest.raises(CompressionError, match=r"depends on the sequence axis of input_ids .* the example's 3"):
+        onnx_graph._axis_names(SimpleNamespace(inputs=[ids]), {})
+    ids.shape = onnx_ir.Shape(["s0", "s1"])
+    assert onnx_graph._axis_names(SimpleNamespace(inputs=[ids]), {}) == {"s0": "batch", "s1": "sequence"}
+
+
+class Slots(torch.nn.Module):
+    """Picks as many of its largest inputs as a limit and the length allow, as sparse attention does."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.topk(min(4, value.shape[1]), dim=1).values
+
+
+def test_a_minimum_of_a_length_stays_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[__name__]
+    monkeypatch.setattr(onnx_graph, "STOCK", __name__)
+    example, shapes = (torch.zeros(2, 3),), ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    with onnx_graph._symbolic_minimum(Slots()):
+        program = torch.export.export(Slots(), example, dynamic_shapes=shapes).module()
+    assert not hasattr(module, "min")
+    assert [program(torch.zeros(2, length)).shape[1] for length in (2, 4, 9)] == [2, 4, 4]

@@ -1,0 +1,246 @@
+"""Quantised exports: stock models given the weights that the graph's own bytes mean compute what the graph does."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+from compressor import api
+from compressor.architecture import experts_modules
+from compressor.demo.run import demo_checkpoint
+from compressor.errors import CompressionError
+from exporters.onnx import ExportOptions, ExportSummary, export
+from exporters.onnx_quantize import SCHEMES, dequantise, unpack
+from exporters.onnx_quantized_experts import FORMATS, SCALES, qmoe_tensors, round_experts, rounding_cost
+from exporters.onnx_verify import EXACT, compare, observe
+from tests import zoo
+
+SHAPES = ((1, 1), (1, 7), (3, 5), (2, 33), (4, 16))
+WIDE: dict[str, Any] = {"hidden_size": 48}  # one block and a half; 24 in the middle is less than one
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A checkpoint and its graph."""
+
+    source: Path
+    folder: Path
+    summary: ExportSummary
+    quantize: str
+
+    @cached_property
+    def graph(self) -> onnx.GraphProto:
+        """The graph with its weights."""
+        return onnx.load(str(self.folder / "model.onnx")).graph
+
+    @cached_property
+    def stock(self) -> Any:
+        """The stock model with the experts that are in the graph, in place of its own."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
+        model.train(False)
+        weights = {entry.name: entry for entry in self.graph.initializer}
+        for name, experts in experts_modules(model):
+            for parameter in ("gate_up_proj", "down_proj"):
+                codes, scales = (numpy_helper.to_array(weights[f"{name}.{parameter}{end}"]) for end in ("", "_scales"))
+                plain = plainly(codes, scales, self.quantize)
+                experts.get_parameter(parameter).data = stock_layout(experts, parameter, torch.from_numpy(plain))
+        return model
+
+
+def plainly(codes: np.ndarray, scales: np.ndarray, quantize: str) -> np.ndarray:
+    """What stored bytes mean, as the node's documentation says: [E, N, K] float32."""
+    if quantize == "int4":
+        whole = np.empty((*codes.shape[:2], codes.shape[2] * 2), np.float32)
+        whole[..., 0::2], whole[..., 1::2] = codes % 16, codes // 16
+        return (whole - 8) * np.repeat(scales, 32, axis=2)
+    return (codes.astype(np.float32) - 128) * scales[:, :, None]
+
+
+def stock_layout(experts: Any, parameter: str, weight: Tensor) -> Tensor:
+    """Without added zeros, in the order of the stock parameter."""
+    shape = experts.get_parameter(parameter).shape
+    rows, columns = (shape[2], shape[1]) if experts.is_transposed else (shape[1], shape[2])
+    assert not bool(weight[:, rows:].any()) and not bool(weight[:, :, columns:].any())
+    weight = weight[:, :rows, :columns]
+    if parameter == "gate_up_proj" and experts.is_concatenated:
+        weight = torch.cat([weight[:, 0::2], weight[:, 1::2]], 1)
+    return (weight.transpose(1, 2) if experts.is_transposed else weight).contiguous()
+
+
+def made(source: Path, quantize: str, **options: Any) -> Exported:
+    folder = source.parent / f"{source.name}-{quantize}"
+    return Exported(source, folder, export(source, folder, ExportOptions(quantize=quantize, **options)), quantize)
+
+
+def cut_demo(folder: Path) -> Path:
+    """The demo model with half of its experts."""
+    with demo_checkpoint() as demo:
+        api.compress(
+            str(demo), folder, experts=8, strategy="count-guided", calibration="demo", samples=4, sequence_length=32
+        )
+    return folder
+
+
+@pytest.fixture(scope="module", params=["mixtral-wide int4", "gpt_oss int8", "demo int4", "smaller-demo int8"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    name, quantize = request.param.split()
+    source = tmp_path_factory.mktemp("onnx") / name
+    if name == "demo":
+        with demo_checkpoint() as folder:
+            shutil.copytree(folder, source)
+    elif name == "smaller-demo":
+        cut_demo(source)
+    else:
+        zoo.build(name.split("-")[0], **(WIDE if name.endswith("wide") else {})).save_pretrained(source)
+    return made(source, quantize)
+
+
+class Runner:
+    """A graph with a cache, one call after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = 1
+        self.session = onnxruntime.InferenceSession(str(folder / "model.onnx"), settings, ["CPUExecutionProvider"])
+        self.cache: dict[str, np.ndarray] = {}
+
+    def start(self, rows: int) -> None:
+        sizes = {"batch": rows, "past": 0}
+        self.cache = {
+            entry.name: np.zeros([sizes.get(side, side) for side in entry.shape], np.float32)
+            for entry in self.session.get_inputs()
+            if entry.name.startswith("past_key_values.")
+        }
+
+    def step(self, tokens: Tensor, past: int) -> Tensor:
+        """[B, S] after so many others -> [B, S, V]."""
+        rows, length = tokens.shape
+        positions = torch.arange(past, past + length).expand(rows, -1).contiguous()
+        mask = torch.ones(rows, past + length, dtype=torch.long)
+        given = {"input_ids": tokens.numpy(), "attention_mask": mask.numpy(), "position_ids": positions.numpy()}
+        names = [entry.name for entry in self.session.get_outputs()]
+        found = dict(zip(names, self.session.run(None, {**given, **self.cache}), strict=True))
+        self.cache = {name: found[name.replace("past_key_values", "present")] for name in self.cache}
+        return torch.from_numpy(found["logits"])
+
+
+@torch.no_grad()
+def test_logits_are_those_of_torch_with_the_weights_in_the_file(case: Exported) -> None:
+    runner = Runner(case.folder)
+    for rows, length in SHAPES:
+        tokens = zoo.tokens(case.stock, rows, length, seed=length)
+        runner.start(rows)
+        wanted = case.stock(input_ids=tokens, use_cache=False).logits
+        torch.testing.assert_close(runner.step(tokens, 0), wanted, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_torch_without_a_cache(case: Exported) -> None:
+    tokens = zoo.tokens(case.stock, 1, 8, seed=5)
+    runner, mine = Runner(case.folder), tokens
+    runner.start(1)
+    room = min(64, case.stock.config.max_position_embeddings - 8)
+    for _ in range(room):
+        past = next(iter(runner.cache.values())).shape[2]
+        mine = torch.cat([mine, runner.step(mine[:, past:], past)[:, -1:].argmax(-1)], 1)
+        tokens = torch.cat([tokens, case.stock(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(mine, tokens)
+
+
+def test_every_layer_is_one_node_without_float_experts(case: Exported) -> None:
+    layers = [name for name, _ in experts_modules(case.stock)]
+    assert [(route.layer, route.route) for route in case.summary.routes] == [(name, "QMoE") for name in layers]
+    assert [node.op_type for node in case.graph.node if "MoE" in node.op_type] == ["QMoE"] * len(layers)
+    kinds = {entry.name: entry.data_type for entry in case.graph.initializer if ".experts." in entry.name}
+    floats = {name for name, kind in kinds.items() if kind != onnx.TensorProto.UINT8}
+    assert all(name.endswith(("_scales", "_bias")) for name in floats)
+
+
+def test_the_record_says_what_rounding_costs(case: Exported) -> None:
+    record = json.loads((case.folder / "onnx_export.json").read_text(encoding="utf-8"))
+    assert SCHEMES[case.quantize].describe() in record["verification"]["reference"]
+    assert record["verification"]["largest_difference"] < 1e-4
+    assert record["verification"]["tokens_equal"] == record["verification"]["tokens_compared"] > 50
+    cost, summary = record["rounding"], case.summary.rounding
+    assert summary is not None and cost["largest_difference"] == summary.largest_difference
+    before = transformers.AutoModelForCausalLM.from_pretrained(case.source, dtype=torch.float32)
+    wanted = rounding_cost(observe(before, False, 0), observe(case.stock, False, 0))
+    assert cost["largest_difference"] == pytest.approx(wanted.largest_difference, rel=1e-2)
+    assert cost["same_choice"] == pytest.approx(wanted.same_choice, abs=0.02)
+    assert 1e-3 < cost["largest_difference"] < cost["largest_logit"]
+
+
+def test_a_graph_with_the_scales_of_one_expert_changed_is_caught(case: Exported, tmp_path: Path) -> None:
+    reference = observe(case.stock, past=False, tokens=0)
+    compare(case.folder / "model.onnx", reference, EXACT)
+    changed = onnx.load(str(case.folder / "model.onnx"))
+    (scales,) = [entry for entry in changed.graph.initializer if entry.name.endswith(".1.mlp.experts.down_proj_scales")]
+    values = numpy_helper.to_array(scales).copy()
+    values[0] *= 1.5
+    scales.CopyFrom(numpy_helper.from_array(values, scales.name))
+    onnx.save(changed, str(tmp_path / "model.onnx"))
+    with pytest.raises(CompressionError, match="its logits differ from the stock model's"):
+        compare(tmp_path / "model.onnx", reference, EXACT)
+
+
+def experts_of(name: str, **overrides: Any) -> Any:
+    return next(iter(experts_modules(zoo.build(name, **overrides))))[1]
+
+
+@pytest.mark.parametrize("quantize", SCHEMES)
+@pytest.mark.parametrize(("name", "overrides"), [("mixtral", WIDE), ("gpt_oss", {}), ("nemotron_h", {})])
+def test_the_nodes_tensors_mean_the_rounded_weights(name: str, overrides: dict[str, Any], quantize: str) -> None:
+    experts, scheme = experts_of(name, **overrides), SCHEMES[quantize]
+    if not experts.has_gate:
+        experts.act_fn = nn.SiLU()  # its own is none of the node's
+    names = [key for key, value in experts._parameters.items() if value is not None and "proj" in key]
+    names = [key for key in names if not key.endswith("bias")]
+    before = {key: getattr(experts, key).clone() for key in names}
+    round_experts(experts, scheme)
+    tensors = qmoe_tensors(experts, scheme)
+    for key in names:
+        now = getattr(experts, key)
+        scales = tensors[f"{key}_scales"]
+        plain = dequantise(unpack(tensors[key], scheme), scales if scheme.block else scales[..., None], scheme)
+        assert torch.equal(stock_layout(experts, key, plain), now) and not torch.equal(now, before[key])
+        assert float((now - before[key]).abs().max()) < float(scales.max()) * 4
+
+
+def test_loaded_weights_are_never_written_to() -> None:
+    experts = experts_of("gpt_oss")
+    loaded = {name: (value.data, value.data.clone()) for name, value in experts.named_parameters()}
+    round_experts(experts, SCHEMES["int4"])
+    assert all(torch.equal(value, before) for value, before in loaded.values())
+
+
+def test_experts_that_no_node_expresses_stay_as_they_are() -> None:
+    experts = experts_of("mixtral")
+    experts.act_fn = nn.Hardswish()
+    before = {name: value.clone() for name, value in experts.named_parameters()}
+    round_experts(experts, SCHEMES["int4"])
+    assert not hasattr(experts, SCALES)
+    assert all(torch.equal(value, before[name]) for name, value in experts.named_parameters())
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    experts = experts_of("mixtral")
+    experts.down_proj.data[3, 0, 0] = torch.inf
+    with pytest.raises(CompressionError, match=r"down_proj of expert 3 holds a value that is not finite.*none"):
+        round_experts(experts, SCHEMES["int8"])
+
+
+def test_unknown_formats_are_refused_with_the_list() -> None:
+    assert set(FORMATS) == {"none", "int8", "int4"}
+    with pytest.raises(CompressionError, match="--quantize 'int2' is not known; it is one of none, int8, int4"):
+        ExportOptions(quantize="int2")

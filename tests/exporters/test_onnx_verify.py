@@ -1,0 +1,164 @@
+"""The verification itself: what it asks, and that it notices every way in which a graph can be wrong."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from exporters import onnx_verify
+from exporters.onnx_verify import EXACT, Case, Reference, Tolerance
+from tests import zoo
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """What a tiny Mixtral says."""
+    return onnx_verify.observe(zoo.build("mixtral", max_position_embeddings=512), past=True, tokens=12)
+
+
+class Echo:
+    """A session that answers from a reference, except where `wrong` changes an answer; its cache is a count."""
+
+    def __init__(self, reference: Reference, wrong: Any = None) -> None:
+        self.known = {case.tokens.shape: case.logits for case in reference.cases}
+        self.reference, self.wrong, self.past, self.steps = reference, wrong, 0, 0
+        self.case: Case | None = None
+
+    def start(self, rows: int) -> None:
+        self.past = 0
+
+    def step(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        start, self.past, self.steps = self.past, self.past + tokens.shape[1], self.steps + 1
+        if self.case is None:
+            place = self.past - self.reference.prompt.shape[1]
+            logits = torch.zeros(1, tokens.shape[1], self.reference.greedy_logits.shape[1])
+            logits[0, -1] = self.reference.greedy_logits[place]
+        else:
+            logits = self.case.logits[:, start : self.past].clone()
+        return logits if self.wrong is None else self.wrong(self.case, logits)
+
+
+def compared(reference: Reference, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> onnx_verify.Verification:
+    """Compare with a session that is wrong in this way."""
+    session = Echo(reference, wrong)
+    run_case = onnx_verify.run_case
+
+    def told(_: Any, case: Case) -> Tensor:
+        session.case = case
+        found = run_case(session, case)  # type: ignore[arg-type]
+        session.case = None
+        return found
+
+    monkeypatch.setattr(onnx_verify, "Session", lambda path: session)
+    monkeypatch.setattr(onnx_verify, "run_case", told)
+    return onnx_verify.compare(None, reference, EXACT)  # type: ignore[arg-type]
+
+
+def test_every_required_case_is_asked(reference: Reference) -> None:
+    names = {case.name: case for case in reference.cases}
+    shapes = {tuple(case.tokens.shape) for name, case in names.items() if name.startswith("prefill")}
+    assert shapes == set(onnx_verify.SHAPES) and len(shapes) >= 5
+    assert 1 in names["chunked prefill"].chunks and len(names["chunked prefill"].chunks) > 2
+    assert names["left padding"].mask.sum(-1).tolist() == [12, 9, 6]
+    assert names["left padding, cached decode"].chunks == (8, 1, 1, 1, 1)
+    for case in reference.cases:
+        assert sum(case.chunks) == case.tokens.shape[1] == case.logits.shape[1]
+
+
+def test_greedy_tokens_are_those_of_generate(reference: Reference) -> None:
+    model = zoo.build("mixtral", max_position_embeddings=512)
+    output = model.generate(
+        reference.prompt, attention_mask=torch.ones_like(reference.prompt), max_new_tokens=12, do_sample=False,
+        eos_token_id=10**6, pad_token_id=0,
+    )  # fmt: skip
+    assert output[0, 8:].tolist() == reference.greedy.tolist()
+
+
+def test_a_faithful_graph_passes(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compared(reference, None, monkeypatch)
+    assert found.largest_difference == 0 and found.tolerance == 1e-4
+    assert found.tokens_equal == found.tokens_compared == 12
+    assert [name for name, _ in found.cases] == [*(case.name for case in reference.cases), "greedy"]
+
+
+def test_every_single_wrong_logit_is_noticed(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in reference.cases:
+
+        def wrong(case: Case | None, logits: Tensor, wanted: Case = wanted) -> Tensor:
+            if case is wanted:
+                logits[-1, -1, 5] += 2e-4
+            return logits
+
+        with monkeypatch.context() as patch, pytest.raises(CompressionError, match=f"case {wanted.name!r}.*by 0.0002"):
+            compared(reference, wrong, patch)
+
+
+def test_padding_is_not_compared(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(case: Case | None, logits: Tensor) -> Tensor:
+        if case is not None and case.name == "left padding":
+            logits[2, :6] = 100
+        return logits
+
+    assert compared(reference, wrong, monkeypatch).largest_difference == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_no_number_is_noticed(
+    value: float, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(case: Case | None, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([3]), value)
+
+    with pytest.raises(CompressionError, match=r"case 'prefill 1 x 1': its logits differ .* by inf"):
+        compared(reference, wrong, monkeypatch)
+
+
+def test_wrong_greedy_logits_are_noticed(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change, message in ((-100.0, "generates token .* at step 0"), (None, "greedy generation: .* differ .* by")):
+
+        def wrong(case: Case | None, logits: Tensor, change: float | None = change) -> Tensor:
+            if case is None:
+                return logits + 1 if change is None else logits * change
+            return logits
+
+        with monkeypatch.context() as patch, pytest.raises(CompressionError, match=message):
+            compared(reference, wrong, patch)
+
+
+def test_a_tie_may_be_broken_either_way(reference: Reference) -> None:
+    logits = reference.greedy_logits.clone()
+    second = logits[4].topk(2).indices[1]
+    close = replace(reference, greedy_logits=logits.clone())
+    close.greedy_logits[4, second] = close.greedy_logits[4].max() - 1e-4
+    logits[4, second] = logits[4].max() + 1e-5
+    assert onnx_verify._equal_tokens(logits, close, 1e-4) == 11
+    with pytest.raises(CompressionError, match=f"token {int(second)} instead of {int(reference.greedy[4])} at step 4"):
+        onnx_verify._equal_tokens(logits, close, 1e-5)
+
+
+def test_tolerance_grows_with_the_logits() -> None:
+    assert Tolerance(1e-4, 1e-5).of(3.0) == 1e-4
+    assert Tolerance(1e-4, 1e-5).of(40.0) == pytest.approx(4e-4)
+
+
+def test_tokens_with_a_meaning_are_not_drawn() -> None:
+    text = SimpleNamespace(vocab_size=8, unpadded_vocab_size=None, pad_token_id=0, eos_token_id=[2, 3])
+    config = SimpleNamespace(image_token_id=5, get_text_config=lambda decoder: text)
+    assert onnx_verify.special_tokens(config) == {0, 2, 3, 5}
+    assert set(onnx_verify.random_tokens(config, 20, 20, 0).flatten().tolist()) == {1, 4, 6, 7}
+
+
+def test_a_short_context_cuts_what_is_generated() -> None:
+    model = zoo.build("mixtral", num_hidden_layers=1, max_position_embeddings=40)
+    reference = onnx_verify.observe(model, past=False, tokens=64)
+    assert len(reference.greedy) == 32
+    assert max(case.tokens.shape[1] for case in reference.cases) == 40
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    with pytest.raises(CompressionError, match="DiffusionGemmaForBlockDiffusion does not give one row of logits"):
+        onnx_verify.observe(zoo.build("diffusion_gemma"), past=False)

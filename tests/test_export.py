@@ -1,0 +1,106 @@
+"""`moe-compress export` and `compress --format` as a user runs them: files, summaries, refusals, and what generates."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import small, zoo
+from tests.command_line import Run, captured, names, refused
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.save(tmp_path_factory.mktemp("export") / "model")
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint: Path) -> Path:
+    out = checkpoint.parent / "both"
+    ask = ("--experts", 4, "--strategy", "model-centric", "--format", "safetensors,onnx")
+    result = captured("compress", checkpoint, "-o", out, *ask)
+    assert result.status == 0, result
+    return out
+
+
+def test_compress_writes_both_formats_at_once(run: Run, both: Path) -> None:
+    assert {"model.safetensors", "compression.json", "onnx"} <= set(names(both))
+    assert {"model.onnx", "onnx_export.json", "config.json", "tokenizer.json"} <= set(names(both / "onnx"))
+    assert names(both.parent) == ["both", "model"]
+    texts = [run("generate", folder, "Document 7", "--max-new-tokens", 16, "--json")
+             for folder in (both, both / "onnx")]  # fmt: skip
+    assert [text.status for text in texts] == [0, 0], texts
+    assert json.loads(texts[0].out)["tokens"] == json.loads(texts[1].out)["tokens"]
+
+
+def test_export_of_what_compress_left(run: Run, both: Path, tmp_path: Path) -> None:
+    result = run("export", both, "--format", "onnx", "-o", tmp_path / "graph", "--no-past", "--json")
+    assert result.status == 0, result
+    found = json.loads(result.out)
+    assert found["verification"]["largest_difference"] <= found["verification"]["tolerance"]
+    assert found["fallen_back"] == 0 and {route["route"] for route in found["routes"]} == {"MoE"}
+    assert not any("past" in name for name in found["inputs"])
+    before = small.tree(tmp_path)
+    refused(run("export", both, "-o", tmp_path / "graph", "--json"), "exists already")
+    assert small.tree(tmp_path) == before
+
+
+def test_quantised_experts(run: Run, both: Path, tmp_path: Path) -> None:
+    result = run("export", both, "-o", tmp_path / "graph", "--quantize", "int4", "--no-past")
+    assert result.status == 0, result
+    assert "cost of rounding" in result.out
+    record = json.loads((tmp_path / "graph" / "onnx_export.json").read_text())
+    assert "QMoE" in json.dumps(record)
+
+
+def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    ask = ("--experts", 4, "--strategy", "model-centric", "--format", "onnx")
+    result = run("compress", checkpoint, "-o", tmp_path / "graph", *ask, "--json")
+    assert result.status == 0, result
+    assert json.loads(result.out)["output"] == str(tmp_path / "graph")
+    assert names(tmp_path) == ["graph"]
+    assert "model.onnx" in names(tmp_path / "graph") and "model.safetensors" not in names(tmp_path / "graph")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--format", "gguf"), "'gguf' is not known"),
+        (("--dtype", "fp8"), "'fp8' is not known"),
+        (("--quantize", "int2"), "'int2' is not known"),
+        (("--opset", 3), "--opset 3"),
+    ],
+)
+def test_bad_options_are_refused(
+    run: Run, checkpoint: Path, tmp_path: Path, more: tuple[Any, ...], message: str
+) -> None:
+    refused(run("export", checkpoint, "-o", tmp_path / "graph", *more, "--json"), message)
+    assert names(tmp_path) == []
+
+
+def test_bad_formats_of_compress_are_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    ask = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
+    refused(run(*ask, "--format", "safetensors,gguf"), "'gguf' is not known")
+    refused(run(*ask, "--format", ","), "--format names none")
+    refused(run(*ask, "--format", "onnx", "--gate", "moe_demo_sorting"), "--gate judges a safetensors output")
+    assert names(tmp_path) == []
+
+
+def test_a_failed_export_leaves_no_output(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    sick = Path(shutil.copytree(checkpoint, tmp_path / "sick"))
+    tensors = load_file(sick / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, sick / "model.safetensors", metadata={"format": "pt"})
+    result = run("export", sick, "-o", tmp_path / "graph", "--json")
+    assert result.status == 2 and result.err.startswith("Error: "), result
+    assert names(tmp_path) == ["sick"]
+    zoo.save("openai_privacy_filter", tmp_path / "filter")
+    refused(run("export", tmp_path / "filter", "-o", tmp_path / "graph", "--json"), "--no-past")
+    assert names(tmp_path) == ["filter", "sick"]
