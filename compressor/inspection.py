@@ -54,6 +54,7 @@ class Inspection:
     outcomes: tuple[Outcome, ...]
     largest_layer_bytes: int  # of the loaded layer, in the dtype that it is computed in
     peak_memory: int  # bytes above the bare interpreter, calibration activations aside
+    export_memory: int  # bytes of the whole model in float32, which exporting to ONNX holds once
     bytes_read: int
     bytes_written: int
     left_out: tuple[str, ...]
@@ -193,6 +194,7 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         outcomes=tuple(outcomes),
         largest_layer_bytes=largest,
         peak_memory=2 * largest,
+        export_memory=4 * sum(value.numel() for value in partial.empty.values()),
         bytes_read=total + written,
         bytes_written=written,
         left_out=layout.left_out,

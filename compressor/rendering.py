@@ -68,6 +68,7 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         ("bytes", human_bytes(report.bytes)),
         ("largest layer, loaded", human_bytes(report.largest_layer_bytes)),
         ("peak memory to compress", f"at most {human_bytes(report.peak_memory)} and the calibration activations"),
+        ("peak memory to export to ONNX", f"the whole model in float32, {human_bytes(report.export_memory)}"),
         ("bytes read, at most", human_bytes(report.bytes_read)),
         (
             "bytes written",

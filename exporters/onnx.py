@@ -268,11 +268,11 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
 @contextmanager
 def _workplace(out: Path) -> Iterator[tuple[Path, Any]]:
     """A fresh hidden folder beside `out`, and what renames it into place; whatever happens, it goes in the end."""
-    work = publishing._Work(out, f"onnx {uuid.uuid4()}")  # no digest is the same, so nothing is ever resumed
-    with publishing._locked(work.folder):
+    work = publishing.Work(out, f"onnx {uuid.uuid4()}")  # no digest is the same, so nothing is ever resumed
+    with publishing.locked(work.folder):
         try:
             work.open()
-            yield work.content, lambda: publishing._publish(work, out)
+            yield work.content, lambda: publishing.publish(work, out)
         except OSError as error:
             raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
         finally:

@@ -65,7 +65,7 @@ def _put(piece: Piece, target: int, offset: int) -> int:
     return len(view)
 
 
-class _Work:
+class Work:
     """The hidden folder beside the output in which everything is made."""
 
     def __init__(self, out: Path, digest: str) -> None:
@@ -113,7 +113,7 @@ def discard(out: Path) -> None:
     """Remove the work folder that a failed run made before any layer; a resumable one, or another run's, stays."""
     folder = work_folder(out)
     if folder.is_dir() and not (folder / MARKER).exists() and not (folder / "replaced").exists():
-        with suppress(CompressionError, OSError), _locked(folder):
+        with suppress(CompressionError, OSError), locked(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -122,7 +122,7 @@ def _tidy(out: Path) -> None:
     folder = work_folder(out)
     if not folder.is_dir() or ((folder / "output").exists() and out.exists()) or not (folder / MARKER).exists():
         return
-    with suppress(CompressionError), _locked(folder):
+    with suppress(CompressionError), locked(folder):
         if (folder / "replaced").is_dir() and not out.exists():
             os.replace(folder / "replaced", out)  # killed between the two renames of an overwrite
         elif out.exists() and not (folder / "output").exists():
@@ -162,7 +162,8 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a work folder alone; raises `CompressionError` while another run does."""
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -184,13 +185,13 @@ def write(
     out = Path(os.path.abspath(out))
     check_target(out, overwrite)
     check_space(out, job.nbytes)
-    work = _Work(out, job.digest)
+    work = Work(out, job.digest)
     try:
-        with _locked(work.folder):
+        with locked(work.folder):
             try:
                 _fill(job, work, progress)
                 job.verify(work.content)
-                _publish(work, out)
+                publish(work, out)
             except Exception:  # a fault leaves nothing; a kill leaves the journal and the finished layers
                 shutil.rmtree(work.folder, ignore_errors=True)
                 raise
@@ -203,7 +204,7 @@ def write(
         raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
 
 
-def _fill(job: OutputJob, work: _Work, progress: Callable[[str, int], None]) -> None:
+def _fill(job: OutputJob, work: Work, progress: Callable[[str, int], None]) -> None:
     work.open()
     shards = lay_out(job.outputs, job.max_shard_bytes)
     place = {name: (shard.name, offset) for shard in shards for name, offset in shard.offsets.items()}
@@ -292,7 +293,7 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _publish(work: _Work, out: Path) -> None:
+def publish(work: Work, out: Path) -> None:
     """Rename the finished folder into place; one that it replaces is deleted only afterwards."""
     replaced = work.folder / "replaced"
     shutil.rmtree(replaced, ignore_errors=True)

@@ -25,10 +25,11 @@ from compressor.errors import CompressionError
 from compressor.model import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.source import locate
+from exporters import onnx
 from tests import zoo
 
 PAGE = Path("docs/architectures.md")
-COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "Notes")
+COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX", "Notes")
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
 SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}  # defaults that do not build
@@ -44,7 +45,9 @@ that holds two Mixture-of-Experts parts with a count of their own each is refuse
 `Qwen3OmniMoeForConditionalGeneration` (thinker and talker); its thinker alone is supported.
 
 Attribution says how far the sub-scores of `moe-compress attribute` miss the routers' logits at most, as a share of the
-largest logit, in float32; or why a family cannot be attributed.
+largest logit, in float32; or why a family cannot be attributed. ONNX is the largest difference of any logit between
+`moe-compress export` in ONNX Runtime and the stock model, with the cache unless it says no cache, and what stands for
+an MoE layer where it is not one node; or why a family cannot be exported.
 """
 
 
@@ -57,11 +60,12 @@ class Row:
     supported: str
     routing: str
     attribution: str
+    onnx: str
     notes: str
 
     def text(self) -> str:
         """The line in Markdown."""
-        cells = (self.family, self.model_class, self.supported, self.routing, self.attribution, self.notes)
+        cells = (self.family, self.model_class, self.supported, self.routing, self.attribution, self.onnx, self.notes)
         return f"| {' | '.join(cells)} |"
 
 
@@ -150,6 +154,20 @@ def _attribution(opened: OpenModel) -> str:
     return f"{max(entry.unexplained for entry in found.receivers):.0e}"
 
 
+def _onnx(place: Path, out: Path) -> str:
+    """How far the exported graph is from the stock model, without its cache if need be, or why there is none."""
+    for past in (True, False):
+        try:
+            found = onnx.export(place, out, onnx.ExportOptions(past=past))
+        except CompressionError as error:
+            reason = str(error)
+            continue
+        others = sorted({route.route for route in found.fallen_back})
+        parts = [f"{found.verification.largest_difference:.0e}", *([] if past else ["no cache"]), *others]
+        return ", ".join(parts)
+    return f"no: {reason}"
+
+
 def _variants(name: str) -> list[str]:
     return [variant for variant in zoo.VARIANTS if variant.split("-")[0] == name]
 
@@ -167,9 +185,12 @@ def supported_row(name: str) -> Row:
             if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
                 raise CompressionError("the reloaded model's logits are not finite")
         except CompressionError as error:
-            return Row(name, model_class, f"no: {error}", "", "", "")
+            return Row(name, model_class, f"no: {error}", "", "", "", "")
         opened = [open_model(locate(str(place), None)) for place in places.values()]
-        return Row(name, model_class, "yes", _routing(opened), _attribution(opened[0]), _notes(opened[0]))
+        return Row(
+            name, model_class, "yes", _routing(opened), _attribution(opened[0]),
+            _onnx(places[name], Path(folder) / "graph"), _notes(opened[0]),
+        )  # fmt: skip
 
 
 def refused_families() -> list[str]:
@@ -208,7 +229,7 @@ def refused_row(family: str) -> Row:
         config.architectures = [name]
         discover(config)
     except CompressionError as error:
-        return Row(family, name, "no", "", "", str(error))
+        return Row(family, name, "no", "", "", "", str(error))
     raise RuntimeError(f"{family} is not refused: give it a place in tests/zoo_configs.py")
 
 

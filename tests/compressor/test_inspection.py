@@ -60,6 +60,7 @@ def test_the_largest_layer_is_the_largest_decoder_layer(tmp_path: Path) -> None:
     sizes = [sum(v.numel() * v.element_size() for v in layer.state_dict().values()) for layer in stock.model.layers]
     report = compressor.inspect(str(tmp_path))
     assert report.largest_layer_bytes == max(sizes)
+    assert report.export_memory == 4 * sum(value.numel() for value in stock.state_dict().values())
     assert (report.moe_layers, report.layers) == (2, 3)
 
 
