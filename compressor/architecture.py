@@ -165,6 +165,11 @@ def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}.{position}" for name, module in lists.items() for position in range(len(module)))
 
 
+def layer_number(unit: str) -> int:
+    """The number at the end of a decoder layer's name."""
+    return int(unit.rsplit(".", 1)[-1])
+
+
 def _candidate_fields(config: Any, count: int) -> list[str]:
     """Dotted config fields whose value is `count`, those that speak of experts first."""
 
@@ -313,7 +318,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
                 block=block_name,
                 router=f"{prefix}{router_child}",
                 unit=unit,
-                index=int(unit.rsplit(".", 1)[-1]),
+                index=layer_number(unit),
                 experts=count,
                 top_k=top_k,
                 routing_groups=groups,

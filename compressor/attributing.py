@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from compressor.architecture import layer_number
 from compressor.attribution import KINDS, Attribution, KeyInfluence, Output, Receiver, Sender
 from compressor.calibration import Calibration, load_tokenizer
 from compressor.collecting import layers_by_unit
 from compressor.errors import CompressionError
 from compressor.keys import key_influence
 from compressor.model import OpenModel
-from compressor.planning import versions
 from compressor.progress import Progress
 from compressor.projecting import Projection, Tally
 from compressor.sequence import shared_experts
 from compressor.stream_maps import Routers, observe_routers, run_traced
 from compressor.unit_trace import parts_of
+from compressor.versions import versions
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +121,6 @@ def _receivers(model: OpenModel, routers: Routers, projection: Projection) -> tu
     return tuple(found)
 
 
-def _layer_number(unit: str) -> int:
-    return int(unit.rsplit(".", 1)[-1])
-
-
 def _senders(model: OpenModel, tallies: Mapping[str, Tally], tokens: int) -> list[Sender]:
     order = {unit: number for number, unit in enumerate(model.architecture.units)}
 
@@ -142,7 +139,7 @@ def _senders(model: OpenModel, tallies: Mapping[str, Tally], tokens: int) -> lis
         if tally.kind == "head":
             rows[3] = (None,) * len(reached)
         share = tally.tokens / tokens if tally.kind == "expert" else 1.0
-        layer = None if tally.kind == "token" else _layer_number(tally.unit)
+        layer = None if tally.kind == "token" else layer_number(tally.unit)
         found.append(Sender(name, tally.kind, layer, tally.module, tally.number, share, *rows))
     return found
 
@@ -152,7 +149,7 @@ def _outputs(model: OpenModel, tallies: Mapping[str, Tally]) -> list[Output]:
     return [
         Output(
             module=tally.module,
-            layer=_layer_number(tally.unit),
+            layer=layer_number(tally.unit),
             expert=tally.number or 0,
             tokens=tally.tokens,
             mean_norm=tally.norm / max(1, tally.tokens),

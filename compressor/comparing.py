@@ -18,13 +18,14 @@ from compressor.memory import PeakMemory
 from compressor.merging import keep_best
 from compressor.model import OpenModel
 from compressor.plan import LayerPlan
-from compressor.planning import Planned, Wish, make_plans, versions
+from compressor.planning import Planned, Wish, make_plans
 from compressor.progress import Progress
 from compressor.protecting import Protected, listed
 from compressor.registry import Strategy, load_strategy, read_option
 from compressor.sequence import compress_in_order
 from compressor.statistics import LayerStatistics, needs_data
 from compressor.streaming import stream_layers
+from compressor.versions import versions
 
 RANDOM = "random"
 

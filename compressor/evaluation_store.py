@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from compressor.evaluation_options import EvaluationOptions
 from compressor.gate import ItemScores
 from compressor.lm_eval_tasks import EvaluationTask
 from compressor.source import ModelSource
+from compressor.versions import versions
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,6 @@ def identity(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
 @dataclass(frozen=True, slots=True)
 class ResultStore:
     """A folder with a JSON file for each model, task and set of options."""
@@ -65,7 +58,7 @@ class ResultStore:
             "task": task.name,
             "version": task.version,
             "options": options.facts(),
-            "packages": {package: _installed(package) for package in PACKAGES},
+            "packages": versions(PACKAGES),
         }
 
     def path(self, key: Mapping[str, Any]) -> Path:

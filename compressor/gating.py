@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,9 @@ from compressor.evaluation_options import EvaluationOptions
 from compressor.evaluation_store import ResultStore, default_folder, identity
 from compressor.gate import GateResult
 from compressor.gate_statistics import compare_items, judge, overall
-from compressor.planning import versions
 from compressor.progress import Progress
 from compressor.source import ModelSource
+from compressor.versions import PACKAGES, versions
 
 if TYPE_CHECKING:
     from compressor.lm_eval_tasks import EvaluationTask
@@ -71,7 +70,7 @@ def run_gate(
         options=wanted.options.facts(),
         base_identity=identity(base),
         compressed_identity=identity(compressed),
-        versions={**versions(), "lm-eval": version("lm-eval")},
+        versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
     )

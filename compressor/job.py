@@ -20,9 +20,9 @@ from compressor.model import OpenModel, pick_dtype
 from compressor.output import MAX_SHARD_BYTES, OutputJob
 from compressor.plan import CompressionPlan
 from compressor.plan_json import readable_json
-from compressor.planning import versions
 from compressor.surgery import OutputTensor, Piece, pieces, plan_outputs, tensor_bytes_view
 from compressor.verification import verify_output
+from compressor.versions import versions
 
 NOT_CARRIED = (
     ".safetensors",

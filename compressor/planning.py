@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from compressor.calibration import Calibration, load_tokenizer, recalibrate
@@ -18,19 +17,7 @@ from compressor.protecting import Protected, listed
 from compressor.registry import Strategy
 from compressor.sequence import COMPRESSED, compress_in_order
 from compressor.statistics import LayerStatistics
-
-PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the bytes of an output."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+from compressor.versions import versions
 
 
 @dataclass(frozen=True, slots=True)

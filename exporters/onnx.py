@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from compressor.loading import PartialModel
 from compressor.model import OpenModel, open_model
 from compressor.progress import Progress, Silent
 from compressor.source import locate
+from compressor.versions import versions
 from exporters import safetensors as publishing
 from exporters.onnx_experts import FALLBACKS, LayerRoute, WeightFormat, use_nodes
 from exporters.onnx_graph import export_graph, trace_inputs
@@ -113,7 +113,7 @@ def export(
         _check_graph(content / GRAPH)
         progress.start("verifying", 1)
         weight_format = FORMATS[options.quantize]
-        bounds = HALF if options.dtype == "fp16" else weight_format.tolerance or EXACT
+        bounds = HALF if options.dtype == "fp16" else EXACT
         verification = compare(content / GRAPH, reference, bounds, _label(options, weight_format))
         progress.advance("logits and greedy tokens")
         cost = None if original is None else rounding_cost(original, reference)
@@ -226,16 +226,6 @@ def _summary(
     )
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
     """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
     config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
@@ -249,7 +239,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         shutil.copyfile(source, content / name)
     record = {
         "tool": "moe-compressor",
-        "versions": _versions(),
+        "versions": versions(PACKAGES),
         "source": opened.source.label,
         "options": {
             name: value for name, value in asdict(options).items() if name not in ("overwrite", "external_bytes")

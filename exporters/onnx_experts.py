@@ -74,7 +74,6 @@ class WeightFormat:
     node: Callable[[Any, Activation], tuple[MoeNode, dict[str, Tensor]]] = moe_node
     rounded: Callable[[Any], None] | None = None  # rounds an experts module in place
     label: str = ""  # what the record calls the rounding
-    tolerance: Any = None  # of the logits, where it is not that of plain weights
 
 
 PLAIN = WeightFormat()
