@@ -26,6 +26,7 @@ from compressor.documents import without_folders
 from compressor.hubs import Hub, SuperExpert, overlap
 from compressor.reports import plain, table_line
 
+HUB_COLUMNS = ("expert", "influence", "its score", "AARV", "its score", "tokens")
 STRONGEST_KEYS = 3  # key tokens named for each head
 
 NAMES = ("attribution.json", "attribution.md", "hubs.json", *PICTURES)
@@ -73,24 +74,24 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [table_line(columns), table_line([":---", *["---:"] * (len(columns) - 1)]), *map(table_line, rows), ""]
 
 
+def hub_cells(hub: Hub) -> tuple[str, ...]:
+    """A hub's row under `HUB_COLUMNS`."""
+    return (
+        expert_label(hub.layer, hub.expert),
+        number(hub.influence),
+        number(hub.influence_score),
+        number(hub.aarv),
+        number(hub.aarv_score),
+        percent(hub.share),
+    )
+
+
 def _hub_part(hubs: Sequence[Hub], threshold: float) -> list[str]:
     rule = f"modified z-scores of influence and of AARV among its layer's experts both above {threshold:g}"
     if not hubs:
         return ["## Hubs", "", f"No expert is a hub: {rule}.", ""]
-    columns = ("expert", "influence", "its score", "AARV", "its score", "tokens")
-    rows = [
-        (
-            expert_label(hub.layer, hub.expert),
-            number(hub.influence),
-            number(hub.influence_score),
-            number(hub.aarv),
-            number(hub.aarv_score),
-            percent(hub.share),
-        )
-        for hub in hubs
-    ]
     return [
-        "## Hubs", "", f"An expert is a hub with {rule}.", "", *_table(columns, rows),
+        "## Hubs", "", f"An expert is a hub with {rule}.", "", *_table(HUB_COLUMNS, [*map(hub_cells, hubs)]),
         "Keep them when the model is made smaller: `moe-compress compress ... --protect hubs.json`", "",
     ]  # fmt: skip
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.markup import escape
 
 from compressor.attribution import Attribution
-from compressor.attribution_report import exactness, number, overlap_line, percent, sender_rows
-from compressor.attribution_summary import brief_content, expert_label, kind_shares
+from compressor.attribution_report import HUB_COLUMNS, exactness, hub_cells, number, overlap_line, percent, sender_rows
+from compressor.attribution_summary import brief_content, kind_shares
 from compressor.hubs import Hub, SuperExpert
 from compressor.tables import console, print_json, print_table
 
@@ -42,20 +42,8 @@ def _show_hubs(attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[S
         print("No hubs above the threshold.")
         return
     massive = {(each.module, each.expert) for each in supers}
-    rows = [
-        (
-            expert_label(hub.layer, hub.expert),
-            number(hub.influence),
-            number(hub.influence_score),
-            number(hub.aarv),
-            number(hub.aarv_score),
-            percent(hub.share),
-            "yes" if (hub.module, hub.expert) in massive else "no",
-        )
-        for hub in hubs
-    ]
-    columns = ("expert", "influence", "its score", "AARV", "its score", "tokens", "super expert")
-    print_table(f"{escape(attribution.model)}: routing hubs", columns, rows)
+    rows = [(*hub_cells(hub), "yes" if (hub.module, hub.expert) in massive else "no") for hub in hubs]
+    print_table(f"{escape(attribution.model)}: routing hubs", (*HUB_COLUMNS, "super expert"), rows)
 
 
 def _show_senders(attribution: Attribution, top: int) -> None:

@@ -173,7 +173,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -185,7 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
     """Tensor name to shard name from the index; refuses shards that are missing or lie outside the folder."""
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CompressionError(f"{index_path} has no weight_map; restore the file from its source")
     for name, file in weight_map.items():
@@ -239,7 +240,7 @@ class Checkpoint:
         if not (folder / "config.json").is_file():
             raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
         self.folder = folder
-        self.raw_config = _read_json(folder / "config.json")
+        self.raw_config = read_json(folder / "config.json")
         self.tensors: dict[str, TensorInfo] = _locate_tensors(folder)
 
     def __contains__(self, name: str) -> bool:

@@ -1,6 +1,5 @@
 """Continues a prompt with a model on disk, token by token: one loop, whatever computes the logits."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from compressor.checkpoint import INDEX_NAME, PICKLE_PATTERNS, SINGLE_NAME
+from compressor.checkpoint import INDEX_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_json
 from compressor.errors import CompressionError, reason_of
 from compressor.generation_onnx import MODEL_NAME, onnx_decoder
 from compressor.generation_options import GenerationOptions
@@ -139,15 +138,7 @@ def read_facts(folder: Path) -> ModelFacts:
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); restore the file from its source") from error
-    if not isinstance(content, dict):
-        raise CompressionError(f"{path} should hold a JSON object; restore the file from its source")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 def _first(nodes: Sequence[Mapping[str, Any]], name: str) -> Any:
