@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.loading import quiet_transformers
+from exporters.onnx_norms import divide_by_roots
 
 CACHE = "past_key_values"
 SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shapes are compared; none is 0 or 1
@@ -197,6 +198,7 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
         raise CompressionError(
             f"{type(model).__name__} cannot be traced as one ONNX graph: {export_reason(error)}"
         ) from error
+    divide_by_roots(program)
     _rename(program, inputs)
     return program
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from exporters import onnx_verify
+from exporters.onnx_session import runtime_reason
 from exporters.onnx_verify import EXACT, Case, Reference, Tolerance
 from tests import zoo
 
@@ -113,7 +114,7 @@ def test_a_value_that_is_no_number_is_noticed(
     def wrong(case: Case | None, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, torch.tensor([3]), value)
 
-    with pytest.raises(CompressionError, match=r"case 'prefill 1 x 1': its logits differ .* by inf"):
+    with pytest.raises(CompressionError, match=r"case 'prefill 2 x 3': its logits differ .* by inf"):
         compared(reference, wrong, monkeypatch)
 
 
@@ -162,3 +163,23 @@ def test_a_short_context_cuts_what_is_generated() -> None:
 def test_a_model_of_another_kind_is_refused() -> None:
     with pytest.raises(CompressionError, match="DiffusionGemmaForBlockDiffusion does not give one row of logits"):
         onnx_verify.observe(zoo.build("diffusion_gemma"), past=False)
+
+
+def test_lengths_that_a_trace_has_fixed_are_told_as_such(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(case: Case | None, logits: Tensor) -> Tensor:
+        return logits + 1 if case is not None and case.tokens.shape[1] > 16 else logits
+
+    message = r"'prefill 2 x 33': .* \(it is right for 2 x 3, 1 x 1, 1 x 7, 3 x 5, so the stock code depends on the"
+    with pytest.raises(CompressionError, match=message):
+        compared(reference, wrong, monkeypatch)
+
+
+def test_what_onnx_runtime_says_is_told_without_its_source_files() -> None:
+    begin = (
+        "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Reshape node. Name:'node_view_1'"
+    )
+    where = "Status Message: /source/reshape_helper.h:91 onnxruntime::Helper::Helper(const Shape&, bool)"
+    error = RuntimeError(f"{begin} {where} size was false. The tensor {{2,3}} cannot be reshaped\n")
+    assert runtime_reason(error) == "Reshape: size was false. The tensor {2,3} cannot be reshaped"
+    plain = RuntimeError("[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Got invalid dimensions for input: x")
+    assert runtime_reason(plain) == "Got invalid dimensions for input: x"
