@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,7 +71,7 @@ def plan(
 
     wanted = Request(**request)
     listener = progress or Silent()
-    return plan_request(open_model(locate(model, revision), wanted.dtype, wanted.device), wanted, listener)
+    return plan_request(open_model(locate(model, revision, listener), wanted.dtype, wanted.device), wanted, listener)
 
 
 def plan_per_source(
@@ -82,7 +82,8 @@ def plan_per_source(
 
     wanted = Request(**request)
     refuse_per_source(wanted)
-    return plan_sources(open_model(locate(model, revision), wanted.dtype, wanted.device), wanted, progress or Silent())
+    listener = progress or Silent()
+    return plan_sources(open_model(locate(model, revision, listener), wanted.dtype, wanted.device), wanted, listener)
 
 
 def apply(
@@ -93,8 +94,12 @@ def apply(
     overwrite: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
+    command: Sequence[str] | None = None,
 ) -> Summary:
-    """Carry out a plan (an object or a JSON file) and write the smaller checkpoint; `model` overrides its source."""
+    """Carry out a plan (an object or a JSON file) and write the smaller checkpoint; `model` overrides its source.
+
+    `command` is the command line that asked for it, for the record of the run.
+    """
     from compressor.memory import PeakMemory
     from compressor.model import open_model
 
@@ -102,16 +107,18 @@ def apply(
     clock = _Clock()
     with PeakMemory() as peak:
         with clock.phase("open"):
-            source = locate(model or loaded.source.model, None if model else loaded.source.revision)
+            source = locate(model or loaded.source.model, None if model else loaded.source.revision, progress)
             opened = open_model(source, (loaded.correction or {}).get("dtype", "auto"))
         target = Path(out)
         facts = [loaded.digest(), opened.checkpoint.stamp(), str(opened.partial.device)]
         cut = _cut_files(target, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
         try:
-            return _apply(opened, loaded, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut)
+            made = _apply(opened, loaded, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut)
         except Exception:
             _exporter().discard(target)
             raise
+    _record(opened, made, command)
+    return made
 
 
 def compress(
@@ -123,11 +130,13 @@ def compress(
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
     accept: Callable[[Path], None] | None = None,
+    command: Sequence[str] | None = None,
     **request: Any,
 ) -> Summary:
     """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again.
 
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
+    `command` is the command line that asked for it, for the record of the run.
     """
     from compressor.memory import PeakMemory
     from compressor.model import open_model
@@ -135,7 +144,7 @@ def compress(
     wanted, target, clock = Request(**request), Path(out), _Clock()
     with PeakMemory() as peak:
         with clock.phase("open"):
-            opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
+            opened = open_model(locate(model, revision, progress), wanted.dtype, wanted.device)
             prepared = prepare(opened, wanted)
             _check_target(opened, target, overwrite, prepared.experts, prepared.correction.wanted)
         try:
@@ -144,12 +153,24 @@ def compress(
             with clock.phase("plan"):
                 folder = _exporter().work_folder(target)
                 made, data = plan_or_resume(opened, wanted, prepared, progress or Silent(), folder, digest, cut)
-            return _apply(
+            done = _apply(
                 opened, made, target, overwrite, progress or Silent(), clock, peak, max_shard_bytes, cut, data, accept
             )
         except Exception:
             _exporter().discard(target)
             raise
+    _record(opened, done, command)
+    return done
+
+
+def _record(model: "OpenModel", summary: Summary, command: Sequence[str] | None) -> None:
+    """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
+    from compressor.run_record import record_run
+
+    source, calibration = model.source, summary.plan.calibration
+    record_run(
+        Path(summary.out), source.name, source.revision, calibration, summary.seconds, summary.peak_memory, command
+    )
 
 
 def _exporter() -> Any:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +22,8 @@ from compressor.errors import CompressionError, first_line, reason_of
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
 OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
+DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".text", ".md")
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
@@ -120,9 +123,15 @@ def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
     stored = identity.get("sources")
     entries = [dict(entry) for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
     for entry in entries:
-        entry["source"] = Path(str(entry.get("source"))).name
+        entry["source"] = _plain_name(str(entry.get("source")))
     joined = " + ".join(entry["source"] for entry in entries) or Path(identity["source"]).name
     return {**identity, "source": joined, **({"sources": entries} if "sources" in identity else {})}
+
+
+def _plain_name(source: str) -> str:
+    """A file's name without its folders; the id of a data set has none. A file that is gone is known by its suffix."""
+    is_id = DATA_SET_ID.fullmatch(source) and not is_file(source) and Path(source).suffix not in TEXT_SUFFIXES
+    return source if is_id else Path(source).name
 
 
 def _document(entry: Any, tokenizer: Any, where: str) -> str:

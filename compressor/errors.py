@@ -1,4 +1,13 @@
-"""The one exception meant for users."""
+"""The one exception meant for users, and what keeps secrets out of its text."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary words
 
 
 class CompressionError(Exception):
@@ -11,11 +20,28 @@ class RejectedError(CompressionError):
 
 def first_line(error: BaseException) -> str:
     """The first line of what another library's exception says, or its type where it says nothing."""
-    text = str(error).strip()
+    text = without_tokens(str(error)).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def reason_of(error: BaseException, most: int = 300) -> str:
     """What another library's exception says, on one line and not too long."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(without_tokens(str(error)).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def without_tokens(text: str) -> str:
+    """The text with every access token of the Hub replaced by `***`: those in use here, and all that look like one."""
+    for token in _tokens_in_use():
+        text = text.replace(token, "***")
+    return TOKEN.sub("***", text)
+
+
+def _tokens_in_use() -> list[str]:
+    """The tokens of the environment and of `hf auth login`, longest first; only ever read to be taken out of text."""
+    from huggingface_hub import constants
+
+    found = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}
+    with suppress(OSError, ValueError):  # nobody has logged in, or what lies there is no text
+        found.add(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip())
+    return sorted((token for token in found if len(token) >= SHORTEST_TOKEN), key=len, reverse=True)

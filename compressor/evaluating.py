@@ -24,7 +24,7 @@ def evaluate(
     tasks: Sequence[EvaluationTask] | None = None,
 ) -> dict[str, ItemScores]:
     """A model's results by task; `tasks` are the options' own, resolved, if several models answer them."""
-    source = locate(model, revision)
+    source = locate(model, revision, progress)
     wanted = resolve_tasks(options) if tasks is None else tasks
     return run_tasks(source, wanted, options, progress)
 

@@ -68,10 +68,10 @@ def compress_gated(
             "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
         )
     listener = progress or Silent()
-    source = locate(model, revision)
+    source = locate(model, revision, listener)
     tasks = resolve_tasks(gate.options)
     runs = _Runs(source, Path(out), gate, tasks, inconclusive, keep_failed, listener, after)
-    again = {**request, "revision": revision, "progress": listener}
+    again = {**request, "revision": source.revision, "progress": listener}
     if not search:
         summary, attempt = runs.attempt(model, overwrite, again)
         return Gated(summary, (attempt,))

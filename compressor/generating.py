@@ -17,6 +17,7 @@ from compressor.generation_options import GenerationOptions
 from compressor.generation_sampling import Choose, chooser
 from compressor.generation_stock import stock_decoder
 from compressor.generation_text import TextStream, encode_prompt, text_tokenizer
+from compressor.progress import Progress
 from compressor.source import locate
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,11 @@ def generate(model: str, prompt: str, options: GenerationOptions = DEFAULTS) -> 
     return iter(prepare(model, prompt, options))
 
 
-def prepare(model: str, prompt: str, options: GenerationOptions = DEFAULTS) -> Continuation:
+def prepare(
+    model: str, prompt: str, options: GenerationOptions = DEFAULTS, progress: Progress | None = None
+) -> Continuation:
     """Read the prompt and load the model, the weights last; every fault is a `CompressionError`."""
-    folder = locate(model, options.revision).folder
+    folder = locate(model, options.revision, progress, weights="any").folder
     open_decoder = _kind(folder)
     facts, tokenizer = read_facts(folder), text_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)

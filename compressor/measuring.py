@@ -68,7 +68,7 @@ def compare(
     ]
     if len({contender.name for contender in contenders}) < len(contenders):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
-    opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
+    opened = open_model(locate(model, revision, listener), wanted.dtype, wanted.device)
     counts = [resolve_count(opened.architecture.layers, count, None) for count in dict.fromkeys(experts)]
     fewest = min(counts, default=opened.architecture.experts)
     given = given_protected(wanted.protect, opened.architecture.layers, fewest)
@@ -108,7 +108,7 @@ def attribute(
     from compressor.model import open_model
 
     wanted = Request(**request)
-    opened = open_model(locate(model, revision), wanted.dtype, wanted.device)
+    opened = open_model(locate(model, revision, progress), wanted.dtype, wanted.device)
     calibration = read_calibration(opened, wanted, heldout=False)
     return run(opened, calibration, progress or Silent(), wanted.seed, keys, top)
 
@@ -126,5 +126,5 @@ def gate(
     from compressor.gating import run_gate
     from compressor.lm_eval_tasks import resolve_tasks
 
-    sources = locate(base, revision), locate(compressed, compressed_revision)
+    sources = locate(base, revision, progress), locate(compressed, compressed_revision, progress)
     return run_gate(*sources, resolve_tasks(wanted.options), wanted, progress or Silent())

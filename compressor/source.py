@@ -4,11 +4,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.checkpoint import INDEX_NAME, SINGLE_NAME, TensorInfo
-from compressor.errors import CompressionError, first_line
+from compressor.checkpoint import INDEX_NAME, Checkpoint, TensorInfo
+from compressor.download_faults import hub_fault
+from compressor.downloading import CONFIG, Weights, download, fetch_small, find_repository, shard_names, weights_file
+from compressor.errors import CompressionError
+from compressor.progress import Progress, Silent
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-DOWNLOADS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "additional_chat_templates/*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +32,13 @@ def is_local(model: str) -> bool:
     return Path(model).exists() or HUB_ID.fullmatch(model) is None
 
 
-def _hub_fault(model: str, revision: str | None, error: Exception) -> CompressionError:
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+def locate(
+    model: str, revision: str | None = None, progress: Progress | None = None, weights: Weights = "safetensors"
+) -> ModelSource:
+    """Find a local folder, or download from the Hub what a model needs, shard by shard.
 
-    at = f" at revision {revision!r}" if revision else ""
-    if isinstance(error, GatedRepoError):
-        return CompressionError(
-            f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return CompressionError(f"{model} has no revision {revision!r} on the Hub; check --revision")
-    if isinstance(error, RepositoryNotFoundError):
-        return CompressionError(
-            f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
-        )
-    if isinstance(error, EntryNotFoundError):
-        return CompressionError(f"{model}{at} lacks a file that is needed on the Hub: {first_line(error)}")
-    reason = first_line(error)
-    return CompressionError(
-        f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); check the path or the network"
-    )
-
-
-def locate(model: str, revision: str | None = None) -> ModelSource:
-    """Find a local folder, or download a Hub model's configs, tokenizer and safetensors files."""
+    With "any" `weights` an ONNX graph will do where there are no safetensors.
+    """
     if not model.strip():
         raise CompressionError(
             "the model's name is empty; name a local checkpoint folder or a Hub id such as org/model"
@@ -72,14 +52,8 @@ def locate(model: str, revision: str | None = None) -> ModelSource:
                 f"{model} is not a folder; name a local checkpoint folder or a Hub id such as org/model"
             )
         return ModelSource(str(folder.resolve()), None, folder.resolve())
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        commit = HfApi().model_info(model, revision=revision).sha or revision or "main"
-        folder = Path(snapshot_download(model, revision=commit, allow_patterns=list(DOWNLOADS)))
-    except Exception as error:
-        raise _hub_fault(model, revision, error) from error
-    return ModelSource(model, commit, folder)
+    folder = download(model, revision, progress or Silent(), weights)
+    return ModelSource(model, folder.name, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +66,22 @@ class HubHeaders:
 
 
 def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
-    """config.json and the safetensors headers of a Hub model, by range requests."""
-    from huggingface_hub import HfApi, hf_hub_download
+    """config.json and the safetensors headers of a Hub model, by range requests; from the cache if need be."""
+    from huggingface_hub import HfApi
 
-    api = HfApi()
+    found = find_repository(model, revision)
+    if isinstance(found, Path):
+        return HubHeaders(found, found.name, Checkpoint(found).tensors)
+    head = weights_file(model, found.files)
+    folder = fetch_small(found, revision, [name for name in (CONFIG, INDEX_NAME) if name in found.files])
+    shard_names(found, folder, head)
     try:
-        commit = api.model_info(model, revision=revision).sha or revision or "main"
-        config = Path(hf_hub_download(model, "config.json", revision=commit))
-        if not (
-            api.file_exists(model, SINGLE_NAME, revision=commit) or api.file_exists(model, INDEX_NAME, revision=commit)
-        ):
-            raise CompressionError(
-                f"{model} has no safetensors weights on the Hub; pickle checkpoints are refused, convert it first"
-            )
-        metadata = api.get_safetensors_metadata(model, revision=commit)
-    except CompressionError:
-        raise
+        metadata = HfApi().get_safetensors_metadata(model, revision=found.commit)
     except Exception as error:
-        raise _hub_fault(model, revision, error) from error
+        raise hub_fault(model, revision, error) from error
     tensors = {
         name: TensorInfo(name, file, info.dtype, tuple(info.shape), *info.data_offsets)
         for file, content in metadata.files_metadata.items()
         for name, info in content.tensors.items()
     }
-    return HubHeaders(config.parent, commit, tensors)
+    return HubHeaders(folder, found.commit, tensors)

@@ -39,7 +39,7 @@ def export(
     onnx = load_exporter("onnx")
     options = onnx.ExportOptions(opset, dtype, quantize, past=not no_past, overwrite=overwrite)
     with progress_bars(as_json) as progress:
-        summary = onnx.export(locate(checkpoint, revision).folder, output, options, progress)
+        summary = onnx.export(locate(checkpoint, revision, progress).folder, output, options, progress)
     show_export(summary, as_json)
 
 

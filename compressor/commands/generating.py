@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from compressor.arguments import AsJson, Device, Dtype, Model, Revision
+from compressor.commands.bars import progress_bars
 
 INTERRUPTED = 130
 
@@ -38,7 +39,8 @@ def generate(
         max_new_tokens, temperature, top_p, top_k, seed, chat, device=device, dtype=dtype, revision=revision
     )
     text = read_stdin() if prompt == "-" else prompt
-    running = prepare(model, text, options)
+    with progress_bars(as_json) as progress:
+        running = prepare(model, text, options, progress)
     pieces, interrupted = collect(running, show=not as_json)
     if as_json:
         print_json(

@@ -1,0 +1,141 @@
+"""What a run knew and its output does not tell: folders, times, memory and the command, kept in the user's cache.
+
+compression.json holds none of them, so that equal runs write equal bytes. The record is found again by the SHA-256 of
+that file; only its owner can read it, and without it nothing is lost but what a report says of the run.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import without_tokens
+
+logger = logging.getLogger(__name__)
+
+COMPRESSION = "compression.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run of compress or apply."""
+
+    source: str  # the folder's absolute path, or the Hub id
+    revision: str | None  # the commit of a Hub id
+    calibration: Mapping[str, Any] | None = None  # the plan's, with absolute folders
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase
+    peak_memory: int = 0  # bytes of anonymous memory at the highest
+    command: tuple[str, ...] | None = None  # None: not through the command line
+    finished: str = ""  # UTC, ISO 8601
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored evaluations."""
+    from compressor.evaluation_store import default_folder
+
+    own = os.environ.get("MOE_COMPRESSOR_CACHE")
+    try:
+        return (default_folder() if own else default_folder().parent) / name
+    except RuntimeError:  # the user has no home folder: a place where nothing can be written or found
+        return Path(os.devnull) / name
+
+
+def digest_of(folder: Path) -> str | None:
+    """SHA-256 of an output's compression.json; None if there is none to read."""
+    try:
+        return hashlib.sha256((folder / COMPRESSION).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The identity of a calibration with absolute paths, so that its files are found from any working folder."""
+    if calibration is None:
+        return None
+    stored = calibration.get("sources")
+    if not isinstance(stored, list) or not all(isinstance(entry, dict) for entry in stored):
+        return dict(calibration)
+    entries = [{**entry, "source": _absolute(str(entry.get("source")))} for entry in stored]
+    return {**calibration, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}
+
+
+def _absolute(source: str) -> str:
+    return os.path.abspath(source) if os.path.isfile(source) else source
+
+
+def record_run(
+    folder: Path,
+    source: str,
+    revision: str | None,
+    calibration: Mapping[str, Any] | None,
+    seconds: Mapping[str, float],
+    peak_memory: int,
+    command: Sequence[str] | None,
+) -> None:
+    """Keep what this run knew; access tokens are cut out of the command, and a read-only home is no fault."""
+    record = RunRecord(
+        source, revision, with_folders(calibration), dict(seconds), peak_memory,
+        None if command is None else tuple(without_tokens(argument) for argument in command),
+        datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+    key = digest_of(folder)
+    if key is not None:
+        write_json(cache_folder("runs") / f"{key}.json", asdict(record))
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """What the run that made an output knew; None if this machine has no record of it, or none that can be read."""
+    key = digest_of(folder)
+    content = None if key is None else read_json(cache_folder("runs") / f"{key}.json")
+    try:
+        return None if content is None else _record(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        logger.debug("the record of %s is ignored: %s", folder, error)
+        return None
+
+
+def _record(content: Mapping[str, Any]) -> RunRecord:
+    command, calibration, revision = content["command"], content["calibration"], content["revision"]
+    return RunRecord(
+        source=str(content["source"]),
+        revision=None if revision is None else str(revision),
+        calibration=None if calibration is None else dict(calibration),
+        seconds={str(name): float(value) for name, value in content["seconds"].items()},
+        peak_memory=int(content["peak_memory"]),
+        command=None if command is None else tuple(map(str, command)),
+        finished=str(content["finished"]),
+    )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a private file of the cache, whole or not at all; where that fails, nothing is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, fresh = tempfile.mkstemp(prefix=".", suffix=".json", dir=path.parent)  # for its owner alone
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                json.dump(content, stream)
+            os.replace(fresh, path)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+    except (OSError, ValueError) as error:
+        logger.debug("%s could not be written: %s", path, error)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file of the cache; None if there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.debug("%s is ignored: %s", path, error)
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,183 @@
+"""The record of a run: kept privately in the cache, found again by its output, and never in the run's way."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import compressor
+from compressor.errors import CompressionError
+from compressor.run_record import RunRecord, cache_folder, read_json, read_record, record_run, with_folders, write_json
+from tests import small
+from tests.small import tree
+
+TOKEN = "hf_" + "Canary7" * 6  # what a token looks like
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return small.save(tmp_path / "model")
+
+
+def output(folder: Path, content: str = "{}") -> Path:
+    """A folder that holds no more than a record needs."""
+    folder.mkdir(exist_ok=True)
+    (folder / "compression.json").write_text(content)
+    return folder
+
+
+def test_a_run_is_recorded_beside_nothing_in_the_output(tmp_path: Path, source: Path, cache: Path) -> None:
+    text = small.text_file(tmp_path)
+    command = ["moe-compress", "compress", str(source), "--token", TOKEN, f"--option=key={TOKEN}"]
+    summary = compressor.compress(
+        str(source), tmp_path / "out", experts=4, strategy="reap", calibration=str(text), samples=4,
+        sequence_length=32, command=command,
+    )  # fmt: skip
+    found = read_record(tmp_path / "out")
+    assert found is not None
+    assert (found.source, found.revision, found.peak_memory) == (str(source), None, summary.peak_memory)
+    assert found.seconds == summary.seconds and set(found.seconds) == {"open", "plan", "write"}
+    assert found.calibration == summary.plan.calibration
+    assert found.command == ("moe-compress", "compress", str(source), "--token", "***", "--option=key=***")
+    assert found.finished.endswith("+00:00")
+    kept = b"".join(path.read_bytes() for path in cache.rglob("*") if path.is_file())
+    assert TOKEN.encode() not in kept and b"moe-compress" in kept
+    written = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert TOKEN.encode() not in written and str(tmp_path).encode() not in written
+
+
+def test_equal_runs_give_equal_bytes_and_the_later_record(tmp_path: Path, source: Path) -> None:
+    plan = compressor.plan(str(source), experts=4, strategy="model-centric")
+    compressor.apply(plan, tmp_path / "one", command=["first"])
+    compressor.apply(plan, tmp_path / "two", command=["second"])
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    found = read_record(tmp_path / "one")
+    assert found is not None and found.command == ("second",) and found.calibration is None
+    assert read_record(tmp_path / "two") == found
+
+
+def test_an_output_that_is_not_accepted_leaves_no_record(tmp_path: Path, source: Path, cache: Path) -> None:
+    def refuse(folder: Path) -> None:
+        raise CompressionError("no")
+
+    with pytest.raises(CompressionError, match="no"):
+        compressor.compress(str(source), tmp_path / "out", experts=4, strategy="model-centric", accept=refuse)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("place", ["file", "below a file", "folder for a file"])
+def test_a_cache_that_cannot_be_written_fails_nothing(
+    tmp_path: Path, source: Path, cache: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "file":
+        cache.write_text("taken")
+    elif place == "below a file":
+        cache.write_text("taken")
+        monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(cache / "below"))
+    else:
+        cache.mkdir()
+        (cache / "runs").write_text("taken")
+    compressor.compress(str(source), tmp_path / "out", experts=4, strategy="model-centric")
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert read_record(tmp_path / "out") is None
+
+
+def test_a_read_only_home_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    write_json(tmp_path / "runs" / "a.json", {"a": 1})
+    assert read_json(tmp_path / "runs" / "a.json") is None
+
+
+def test_without_a_home_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MOE_COMPRESSOR_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    folder = output(tmp_path / "out")
+    record_run(folder, "model", None, None, {}, 0, None)
+    assert read_record(folder) is None
+
+
+def test_the_cache_folder_lies_beside_the_stored_evaluations(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    assert cache_folder("runs") == cache / "runs"
+    monkeypatch.delenv("MOE_COMPRESSOR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder("runs") == Path("/somewhere/moe-compressor/runs")
+
+
+def test_a_record_is_private_and_whole(tmp_path: Path, cache: Path) -> None:
+    folder = output(tmp_path / "out")
+    record_run(folder, "model", None, None, {}, 0, None)
+    (file,) = (cache / "runs").iterdir()
+    assert os.stat(file).st_mode & 0o077 == 0
+    assert len(file.stem) == 64
+
+
+NONSENSE = ["", "[]", "{}", "null", '{"source": 1}', "\x00", '{"seconds": []}']
+
+
+@pytest.mark.parametrize("content", NONSENSE)
+def test_a_damaged_record_is_none(tmp_path: Path, cache: Path, content: str) -> None:
+    folder = output(tmp_path / "out")
+    record_run(folder, "model", None, None, {}, 0, None)
+    (file,) = (cache / "runs").iterdir()
+    assert read_record(folder) is not None
+    file.write_text(content)
+    assert read_record(folder) is None
+
+
+def test_an_edited_or_missing_output_has_no_record(tmp_path: Path) -> None:
+    folder = output(tmp_path / "out")
+    record_run(folder, "model", None, None, {}, 0, None)
+    output(folder, "{ }")
+    assert read_record(folder) is None
+    assert read_record(tmp_path / "nowhere") is None
+
+
+RECORDS = st.builds(
+    RunRecord,
+    source=TEXTS,
+    revision=st.none() | TEXTS,
+    calibration=st.none() | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3),
+    seconds=st.dictionaries(TEXTS, st.floats(0, 1e6), max_size=3),
+    peak_memory=st.integers(0, 2**50),
+    command=st.none() | st.lists(TEXTS, max_size=4).map(tuple),
+)
+
+
+@given(record=RECORDS)
+def test_a_record_comes_back(tmp_path_factory: pytest.TempPathFactory, record: RunRecord) -> None:
+    folder = output(tmp_path_factory.getbasetemp() / "recorded")
+    record_run(folder, *list(asdict(record).values())[:6])
+    found = read_record(folder)
+    assert found is not None
+    assert replace(found, finished="") == replace(record, calibration=with_folders(record.calibration))
+
+
+def test_relative_files_are_recorded_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    entries = [{"source": name, "weight": 0.5} for name in ("a.txt", "allenai/c4")]
+    found = with_folders({"source": "a.txt + allenai/c4", "sources": entries, "seed": 3})
+    assert found == {
+        "source": f"{tmp_path}/a.txt + allenai/c4",
+        "sources": [{"source": f"{tmp_path}/a.txt", "weight": 0.5}, {"source": "allenai/c4", "weight": 0.5}],
+        "seed": 3,
+    }
+    assert json.loads(json.dumps(found)) == found
