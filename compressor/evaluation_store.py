@@ -45,6 +45,20 @@ def identity(source: ModelSource) -> dict[str, Any]:
     }
 
 
+def judged_identity(source: ModelSource) -> dict[str, Any]:
+    """The same with the SHA-256 of a folder's weight files, by which a copy is known for the model that was judged."""
+    found = identity(source)
+    if source.revision is not None:
+        return found
+    return {**found, "digests": {str(entry[0]): file_digest(source.folder / entry[0]) for entry in found["weights"]}}
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file of any size."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class ResultStore:
     """A folder with a JSON file for each model, task and set of options."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from compressor.errors import CompressionError
 from compressor.evaluating import evaluate_stored
 from compressor.evaluation_options import EvaluationOptions
-from compressor.evaluation_store import ResultStore, default_folder, identity
+from compressor.evaluation_store import ResultStore, default_folder, identity, judged_identity
 from compressor.gate import GateResult
 from compressor.gate_statistics import compare_items, judge, overall
 from compressor.progress import Progress
@@ -69,7 +69,7 @@ def run_gate(
         tasks=judged,
         options=wanted.options.facts(),
         base_identity=identity(base),
-        compressed_identity=identity(compressed),
+        compressed_identity=judged_identity(compressed),
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,

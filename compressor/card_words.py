@@ -1,0 +1,77 @@
+"""Words of a model card: names shown as they are written, without folders or tokens, and short lists of experts."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from compressor.errors import without_tokens
+from compressor.gate_markdown import named
+
+MOST_LETTERS = 300  # of a name; what is longer is no name
+FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
+FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
+STEP = r"[^=,:/\\]*[/\\]"  # a folder within a path
+PATH = re.compile(  # of an argument, up to the last name: a path from somewhere, or one that ends like a text file
+    rf"(?<![^=,:])(?:(?:~[^=,:/\\]*|\.{{1,2}}|[A-Za-z]:|file:)?[/\\](?:{STEP})*"
+    rf"|(?:{STEP})+(?=[^=,:/\\]+\.(?:txt|jsonl?)\b))"
+)
+
+
+def one_line(text: str, most: int | None = MOST_LETTERS) -> str:
+    """Text on one line, of printable characters, without tokens; cut off where it is too long for a name."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in without_tokens(text))
+    line = " ".join(printable.split())
+    return line if most is None or len(line) <= most else f"{line[:most]} ..."
+
+
+def label(name: str) -> str:
+    """A model, a data set or a file by its name, without the folders of a machine; a Hub id stays whole."""
+    line = one_line(name)
+    parts = [part for part in re.split(r"[/\\]", line) if part]
+    return parts[-1] if parts and (FOLDER.match(line) or FILE.fullmatch(parts[-1])) else line
+
+
+def without_paths(command: str) -> str:
+    """Command lines in which paths are names: './data/a.txt' and '/home/me/a.txt' become 'a.txt'."""
+    return "\n".join(map(_without_paths, command.replace("\\\n", " ").splitlines()))
+
+
+def _without_paths(line: str) -> str:
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quotation without an end
+        words = line.split()
+    return shlex.join(PATH.sub("", one_line(word, None)) for word in words)
+
+
+def shown(value: Any) -> str:
+    """A name or a sentence in Markdown, also within HTML, that means nothing there but itself."""
+    return named(one_line(str(value)))
+
+
+def fenced(text: str, language: str = "") -> list[str]:
+    """A block of code that none of its own backticks can end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}{language}", text, fence, ""]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'; '-' for none."""
+    ordered = sorted(numbers)
+    starts = [*ordered[:1], *(after for before, after in pairwise(ordered) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(ordered) if after != before + 1), *ordered[-1:]]
+    runs = zip(starts, ends, strict=True)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "-"
+
+
+def counted(count: int, thing: str) -> str:
+    """1, 'layer' -> '1 layer'; 2000, 'layer' -> '2,000 layers'."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """['a', 'b', 'c'] -> 'a, b and c'."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
