@@ -1,0 +1,133 @@
+"""Data of reports made up for the tests of what shows them."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+from compressor.report_data import LayerReport, ReportData
+from tests.gates import mixed
+
+HOSTILE = "<script>alert(1)</script> & \"q\" 'a' $x_1$ \x00\x1b \ud800 \u202e ]]> --> </style></svg>"
+VOID = {"meta", "br", "img", "hr", "link", "input"}
+
+
+def shares(made: random.Random, count: int) -> tuple[float, ...]:
+    """Shares that sum to about 1."""
+    sizes = [made.expovariate(1) + 0.05 for _ in range(count)]
+    return tuple(round(size / sum(sizes), 4) for size in sizes)
+
+
+def layer(number: int, experts: int = 16, kept: int = 12, gone: int = 1, **others: Any) -> LayerReport:
+    """The last experts are dropped, those before them merged into the first slots by turns."""
+    made = random.Random(number)
+    grouped = experts - gone
+    groups = tuple(tuple(range(slot, grouped, kept)) for slot in range(kept))
+    matrix = [[1.0] * experts for _ in range(experts)]
+    for row in range(experts):
+        for column in range(row):
+            alike = row % kept == column % kept and row < grouped
+            matrix[row][column] = matrix[column][row] = round(made.uniform(0.5, 0.9) if alike else made.random() / 2, 4)
+    fields: dict[str, Any] = {
+        "module": f"model.layers.{number}.mlp.experts", "layer": number, "experts": experts, "kept": kept,
+        "groups": groups, "dropped": tuple(range(grouped, experts)), "protected": (kept - 1,) if number == 1 else (),
+        "decided_by": "mean outputs, average linkage", "similarity": tuple(map(tuple, matrix)),
+        "similarity_label": "linear CKA of expert outputs, 256 tokens", "visits_before": shares(made, experts),
+        "visits_after": shares(made, kept), "error": round(0.002 * (number + 1) + made.random() / 100, 6),
+        "cosine": round(0.9 + made.random() / 20, 4), "heldout_error_before": round(0.11 + 0.001 * number, 4),
+        "heldout_error_after": round(0.02 + 0.001 * number, 4), "figures": {"largest_group": 2, "cost": {"a_b": 1.5}},
+        "stream_error": round(0.01 * (number + 1), 4), "stream_cosine": 0.97,
+    }  # fmt: skip
+    return LayerReport(**{**fields, **others})
+
+
+def report(depth: int = 4, experts: int = 16, kept: int = 12, **others: Any) -> ReportData:
+    """Everything known, of so many layers."""
+    hub = {"module": "model.layers.1.mlp.experts", "layer": 1, "expert": kept - 1, "influence": 3.21, "aarv": 40.1,
+           "influence_score": 7.2, "aarv_score": 5.5, "share": 0.31}  # fmt: skip
+    fields: dict[str, Any] = {
+        "title": "smaller-model", "source": "org/some-moe-model", "revision": "c0ffee123", "strategy": "hc-smoe",
+        "options": {"linkage": "average"}, "correction": {"method": "tune", "steps": 300}, "sequential": False,
+        "experts_before": experts, "experts_after": kept, "top_k": 2, "parameters": (2_991_616, 2_301_440),
+        "nbytes": (5_983_232, 4_602_880), "plan_digest": "4e6a8df76ca5f3beb6dfc095cdb8d8fcdad8b0f75a32f4da2744f2342172",
+        "calibration": {"source": "texts.jsonl", "samples": 128, "sequence_length": 512, "sha256": "bcd778843d96ce6f",
+                        "sources": [{"source": "a.jsonl", "weight": 0.25}, {"source": "b.jsonl", "weight": 0.75}]},
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "layers": tuple(layer(number, experts, kept) for number in range(depth)),
+        "seconds": {"calibrating": 22.41, "planning": 1.2, "correcting": 40.7}, "peak_memory": 812_345_678,
+        "command": ("moe-compress", "compress", "org/some-moe-model", "-o", "smaller model"), "gate": mixed(),
+        "hubs": (hub,),
+        "missing": ("No second opinion was asked for; give --opinion.",), "left_out": ("mtp.layers.0",),
+        "zeroed_fields": ("num_nextn",), "measured_tokens": 16_384, "measured_text": "texts.jsonl",
+    }  # fmt: skip
+    return ReportData(**{**fields, **others})
+
+
+def bare() -> ReportData:
+    """What a plan without data, record, measurement and gate leaves."""
+    unknown: dict[str, Any] = dict.fromkeys(
+        ("similarity", "visits_before", "visits_after", "error", "cosine", "heldout_error_before",
+         "heldout_error_after", "stream_error", "stream_cosine")
+    )  # fmt: skip
+    layers = tuple(layer(number, similarity_label="", **unknown) for number in range(2))
+    return replace(
+        report(), layers=tuple(replace(each, protected=(), figures={}) for each in layers), revision=None, options={},
+        correction=None, calibration=None, seconds={}, peak_memory=None, command=None, gate=None, hubs=(),
+        missing=("The source was not found; name it with --model.",), measured_tokens=0, measured_text=None,
+    )  # fmt: skip
+
+
+def hostile() -> ReportData:
+    """Names that would do harm wherever a name can stand."""
+    gate = mixed()
+    tasks = tuple(replace(each, task=HOSTILE + each.task, metric=HOSTILE) for each in gate.tasks)
+    layers = tuple(
+        layer(0, module=f"{HOSTILE}{number}", decided_by=HOSTILE, similarity_label=HOSTILE, figures={HOSTILE: HOSTILE})
+        for number in range(2)
+    )
+    return report(
+        title=HOSTILE, source=HOSTILE, revision=HOSTILE, strategy=HOSTILE, options={HOSTILE: HOSTILE},
+        correction={HOSTILE: [HOSTILE]}, calibration={"source": HOSTILE, "sha256": HOSTILE, HOSTILE: HOSTILE},
+        versions={HOSTILE: HOSTILE}, plan_digest=HOSTILE, layers=layers, seconds={HOSTILE: 1.0}, command=(HOSTILE,),
+        gate=replace(gate, base=HOSTILE, compressed=HOSTILE, tasks=tasks, options={HOSTILE: HOSTILE}),
+        hubs=({"module": HOSTILE, "expert": HOSTILE, "layer": HOSTILE, "influence": HOSTILE},), missing=(HOSTILE,),
+        left_out=(HOSTILE,), zeroed_fields=(HOSTILE,), measured_text=HOSTILE,
+    )  # fmt: skip
+
+
+class Tree(HTMLParser):
+    """A page's elements in order, each with its attributes, its ancestors and the text in it; refuses wrong nesting."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str], list[str]]] = []
+        self.ancestors: list[list[str]] = []
+        self._open: list[int] = []
+        self.feed(page)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names))
+        self.ancestors.append([self.elements[place][0] for place in self._open])
+        self.elements.append((tag, {name: value or "" for name, value in attrs}, []))
+        if tag not in VOID:
+            self._open.append(len(self.elements) - 1)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.elements[self._open.pop()][0] == tag
+
+    def handle_data(self, data: str) -> None:
+        for place in self._open:
+            self.elements[place][2].append(data)
+
+    def named(self, *tags: str) -> Iterator[tuple[dict[str, str], str]]:
+        """Attributes and text of each element of these names."""
+        return ((attributes, "".join(text)) for tag, attributes, text in self.elements if tag in tags)

@@ -1,0 +1,96 @@
+"""`moe-compress report` through the command line, from nothing but what `compress` left."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compressor.report_data import ReportData
+from compressor.report_page import SECTIONS
+from tests import small
+from tests.command_line import Run, captured, names, refused
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    small.save(folder / "model")
+    (folder / "text.txt").write_text("\n\n".join(f"Document {number} of a text." for number in range(400)))
+    ask = ("--calibration", folder / "text.txt", "--samples", 8, "--sequence-length", 32)
+    result = captured("compress", folder / "model", "-o", folder / "out", "--experts", 4, "--strategy", "hc-smoe", *ask)
+    assert result.status == 0, result
+    return folder / "out"
+
+
+def test_the_folder_alone_gives_a_whole_page(run: Run, out: Path, tmp_path: Path) -> None:
+    before = small.tree(out)
+    result = run("report", out, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
+    assert result.status == 0, result
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for name, heading, *_ in SECTIONS:
+        assert f'id="{name}"' in page and heading in page
+    assert "moe-compress compress" in page and "hc-smoe" in page
+    assert names(tmp_path / "figures") == ["errors.png", "similarity.png", "sizes.png", "times.png", "visits.png"]
+    assert names(tmp_path) == ["figures", "report.html"]
+    assert small.tree(out) == before
+    refused(run("report", out, "-o", tmp_path / "report.html"), "exists already")
+    assert run("report", out, "-o", tmp_path / "report.html", "--overwrite").status == 0
+
+
+def test_json_holds_what_the_page_shows(run: Run, out: Path, tmp_path: Path) -> None:
+    result = run("report", out, "-o", tmp_path / "report.html", "--json")
+    assert result.status == 0, result
+    data = ReportData.from_json(result.out)
+    assert not data.missing and data.measured_tokens == 8 * 32
+    assert set(data.seconds) >= {"open", "plan", "write"} and data.peak_memory
+    for layer in data.layers:
+        assert layer.similarity is not None and len(layer.similarity) == layer.experts
+        assert layer.visits_before is not None and len(layer.visits_before) == layer.experts
+        assert layer.visits_after is not None and len(layer.visits_after) == layer.kept == 4
+        assert layer.error is not None and layer.error > 0
+
+
+def test_a_folder_from_another_machine_says_what_is_missing(
+    run: Run, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(out, tmp_path / "out")
+    result = run("report", tmp_path / "out", "-o", tmp_path / "report.html", "--json")
+    assert result.status == 0, result
+    said = " ".join(json.loads(result.out)["missing"])
+    assert "--model" in said and "--calibration" in said and "no record of the run" in said
+    sources = ("--model", out.parent / "model", "--calibration", out.parent / "text.txt", "--sequence-length", 32)
+    result = run("report", tmp_path / "out", "-o", tmp_path / "whole.html", "--json", *sources)
+    assert result.status == 0, result
+    assert json.loads(result.out)["layers"][0]["visits_after"] is not None
+
+
+def test_without_measuring_nothing_runs(run: Run, out: Path, tmp_path: Path) -> None:
+    result = run("report", out, "-o", tmp_path / "report.html", "--no-measure", "--json")
+    assert result.status == 0, result
+    assert all(layer["error"] is None for layer in json.loads(result.out)["layers"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing",), "is not a folder"),
+        (("model",), "compression.json cannot be read"),
+        (("out", "--hubs", "missing.json"), "missing.json cannot be read"),
+        (("out", "--model", "out"), "is not the model"),
+    ],
+)
+def test_bad_input_leaves_no_page(
+    run: Run, out: Path, tmp_path: Path, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(out.parent)
+    refused(run("report", *arguments, "-o", tmp_path / "report.html"), message)
+    assert names(tmp_path) == []
+
+
+def test_a_page_in_no_folder_is_refused(run: Run, out: Path, tmp_path: Path) -> None:
+    refused(run("report", out, "-o", tmp_path / "missing" / "report.html"), "is not a folder that can be written to")
+    refused(run("report", out, "-o", tmp_path), "is a folder; name a file")
