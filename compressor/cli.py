@@ -9,8 +9,8 @@ from typing import Any, NoReturn, cast
 
 import typer
 
-from compressor.commands import exporting, gating, generating, making, measuring, showing
-from compressor.errors import CompressionError
+from compressor.commands import exporting, gating, generating, making, measuring, publishing, reporting, showing
+from compressor.errors import CompressionError, without_tokens
 from compressor.memory import limit_caches
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ def _own_warnings() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"Error: {' '.join(message.splitlines())}", file=sys.stderr)
+    print(f"Error: {without_tokens(' '.join(message.splitlines()))}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -85,6 +85,8 @@ for command in (
     gating.gate,
     exporting.export,
     generating.generate,
+    reporting.report,
+    publishing.push,
     showing.strategies,
     showing.demo,
 ):

@@ -13,6 +13,7 @@ from compressor.tables import PIPED_WIDTH, console, print_json, print_table
 
 if TYPE_CHECKING:
     from compressor.gated import Gated
+    from compressor.pushing import PushSummary
 
 WIDE = 150  # columns of a terminal that shows all of the table's
 MIDDLE = tuple(column for column in COLUMNS if column not in ("metric", "detectable"))
@@ -34,8 +35,11 @@ def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -
     _show_lines([f"Written: {', '.join(map(str, written))}"] if written else [])
 
 
-def show_gated(found: "Gated", as_json: bool, written: Sequence[Path] = ()) -> None:
+def show_gated(
+    found: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
+) -> None:
     """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
+    from compressor.push_table import push_dict
     from compressor.rendering import show_summary, summary_dict
 
     result = found.decisive.result
@@ -43,7 +47,8 @@ def show_gated(found: "Gated", as_json: bool, written: Sequence[Path] = ()) -> N
         tried = [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in found.attempts]
         summary = None if found.summary is None else summary_dict(found.summary)
         report = {**full_content(result), "written": [str(path) for path in written]}
-        print_json({**report, "attempts": tried, "compression": summary})
+        published = {} if pushed is None else {"push": push_dict(pushed)}
+        print_json({**report, "attempts": tried, "compression": summary, **published})
         return
     if len(found.attempts) > 1:
         rows = [(str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in found.attempts]
@@ -53,7 +58,7 @@ def show_gated(found: "Gated", as_json: bool, written: Sequence[Path] = ()) -> N
     if found.summary is None:
         _show_lines([f"{result.compressed} was not written."])
     else:
-        show_summary(found.summary, as_json=False)
+        show_summary(found.summary, False, pushed)
 
 
 def _show_tasks(result: GateResult) -> None:

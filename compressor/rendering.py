@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -13,6 +13,9 @@ from compressor.api import Summary
 from compressor.inspection import Inspection
 from compressor.plan import CompressionPlan
 from compressor.tables import human_bytes, human_count, print_json, print_table, share
+
+if TYPE_CHECKING:
+    from compressor.pushing import PushSummary
 
 
 class Bars:
@@ -46,8 +49,8 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._console.is_terminal:
-            self._bars.live.transient = True  # in a log, the error stands alone
+        if self._task is None or (error is not None and not self._console.is_terminal):
+            self._bars.live.transient = True  # no bars, no empty line; in a log, an error stands alone
             self._bars.live.stop()
         else:
             self._bars.stop()
@@ -147,10 +150,12 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def show_summary(summary: Summary, as_json: bool) -> None:
-    """What a compression did."""
+def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" = None) -> None:
+    """What a compression did, and where it was published."""
+    from compressor.push_table import push_dict, show_push
+
     if as_json:
-        print_json(summary_dict(summary))
+        print_json({**summary_dict(summary), **({} if pushed is None else {"push": push_dict(pushed)})})
         return
     before, after = summary.before, summary.after
     rows = [
@@ -174,6 +179,8 @@ def show_summary(summary: Summary, as_json: bool) -> None:
         names = _short(summary.left_out, 4)
         lines.print(f"left out, as stock transformers does not load them: {names}{fields}", highlight=False)
     print(f"Written to {summary.out}")
+    if pushed is not None:
+        show_push(pushed, as_json=False)
 
 
 def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:

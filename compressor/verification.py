@@ -17,14 +17,23 @@ def verify_output(folder: Path, count_field: str, experts: int) -> None:
 
     Raises `CompressionError` naming the tensor or field that is wrong.
     """
-    checkpoint, config = Checkpoint(folder), load_config(folder)
+    config = load_config(folder)
     if int(get_field(config, count_field)) != experts:
         raise CompressionError(
             f"the written config says {count_field} {get_field(config, count_field)} instead of {experts}; "
             "please report this model"
         )
+    verify_checkpoint(folder, experts)
+
+
+def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
+    """Check every file and tensor of any checkpoint against the stock model, which should have that many `experts`.
+
+    Returns the checkpoint; raises `CompressionError` naming the file, tensor or field that is wrong.
+    """
+    checkpoint, config = Checkpoint(folder), load_config(folder)
     model = build_meta(config)
-    for name, module in experts_modules(model):
+    for name, module in experts_modules(model) if experts is not None else ():
         if int(module.num_experts) != experts:  # type: ignore[arg-type]
             raise CompressionError(
                 f"the written config builds {name} with {module.num_experts} experts instead of {experts}"
@@ -33,6 +42,7 @@ def verify_output(folder: Path, count_field: str, experts: int) -> None:
         _verify_quantized(checkpoint, config)
     else:
         _verify_plain(checkpoint, model)
+    return checkpoint
 
 
 def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
@@ -43,6 +53,8 @@ def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
 
     state = {}
     for name, info in checkpoint.tensors.items():
+        if info.dtype not in TORCH_DTYPES:
+            raise CompressionError(f"the written tensor {name!r} is {info.dtype}, which stock loaders do not read")
         state[name] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
     wanted = {key: value.dtype for key, value in model.state_dict().items()}
     conversions = get_model_conversion_mapping(model)

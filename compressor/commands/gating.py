@@ -28,6 +28,7 @@ from compressor.arguments import (
 )
 from compressor.commands.bars import progress_bars
 from compressor.commands.exporting import onnx_beside
+from compressor.commands.publishing import push_made
 from compressor.errors import CompressionError
 from compressor.gate import EXIT_STATUS, GateResult, Verdict
 from compressor.progress import Progress
@@ -98,8 +99,10 @@ def compress_under_gate(
     as_json: bool,
     formats: tuple[str, ...],
     request: dict[str, Any],
+    push_to_hub: str | None = None,
+    private: bool = False,
 ) -> NoReturn:
-    """Compress, gate, show both; the exit status is the gate's."""
+    """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
     from compressor.gate_report import check_folder, write_gate
     from compressor.gate_table import show_gated
     from compressor.gated import compress_gated
@@ -116,8 +119,13 @@ def compress_under_gate(
         result = found.decisive.result
         written = write_gate(result, reports, overwrite=True)
     summarise(result)
-    show_gated(found, as_json, written)
-    raise typer.Exit(EXIT_STATUS[decided if result.verdict == "inconclusive" else result.verdict])
+    status = EXIT_STATUS[decided if result.verdict == "inconclusive" else result.verdict]
+    pushed = None
+    if push_to_hub is not None and found.summary is not None and status == EXIT_STATUS["pass"]:
+        report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
+        pushed = push_made(output, push_to_hub, private, report, as_json)
+    show_gated(found, as_json, written, pushed)
+    raise typer.Exit(status)
 
 
 @contextmanager

@@ -44,6 +44,8 @@ from compressor.arguments import (
 from compressor.commands.bars import progress_bars
 from compressor.commands.exporting import onnx_alone, onnx_beside, read_formats
 from compressor.commands.gating import MAX_DROP, compress_under_gate
+from compressor.commands.invocation import command_line
+from compressor.commands.publishing import check_access, push_made
 from compressor.errors import CompressionError
 
 
@@ -116,7 +118,9 @@ def apply(
     from compressor import api, rendering
 
     with progress_bars(as_json) as progress:
-        summary = api.apply(plan_file, output, model=model, overwrite=overwrite, progress=progress)
+        summary = api.apply(
+            plan_file, output, model=model, overwrite=overwrite, progress=progress, command=command_line()
+        )
     rendering.show_summary(summary, as_json)
 
 
@@ -157,6 +161,10 @@ def compress(
     format: Annotated[
         str, typer.Option("--format", help="safetensors, onnx, or both: safetensors,onnx (in the subfolder onnx).")
     ] = "safetensors",
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="REPO_ID", help="Publish the output there; with --gate only if it passes.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push-to-hub: to a private repository.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     revision: Revision = None,
@@ -184,8 +192,13 @@ def compress(
         "seed": seed,
         "device": device,
         "dtype": dtype,
+        "command": command_line(),
     }
     formats = read_formats(format)
+    if push_to_hub is not None:
+        check_access(push_to_hub, private)
+    elif private:
+        raise CompressionError("--private goes with --push-to-hub; name the repository")
     if gate is not None:
         names = listed(gate, "--gate") or ()
         wanted = gate_request(
@@ -199,7 +212,9 @@ def compress(
             "auto",
         )
         decided = treat_inconclusive(inconclusive)
-        compress_under_gate(model, output, wanted, decided, keep_failed, search, as_json, formats, request)
+        compress_under_gate(
+            model, output, wanted, decided, keep_failed, search, as_json, formats, request, push_to_hub, private
+        )
     if keep_failed or search:
         raise CompressionError("--keep-failed and --search go with --gate; name the tasks to pass")
     with progress_bars(as_json) as progress:
@@ -208,4 +223,5 @@ def compress(
                 summary = api.compress(model, between, progress=progress, **{**request, "overwrite": True})
         else:
             summary = api.compress(model, output, progress=progress, accept=onnx_beside(formats, progress), **request)
-    rendering.show_summary(replace(summary, out=str(output)), as_json)
+    pushed = None if push_to_hub is None else push_made(output, push_to_hub, private, None, as_json)
+    rendering.show_summary(replace(summary, out=str(output)), as_json, pushed)
