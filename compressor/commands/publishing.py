@@ -11,6 +11,7 @@ import typer
 
 from compressor.arguments import AsJson
 from compressor.errors import CompressionError
+from compressor.push_faults import AGAIN
 
 if TYPE_CHECKING:
     from compressor.pushing import PushSummary
@@ -62,11 +63,13 @@ def push_made(output: Path, repo_id: str, private: bool, require_gate: Path | No
         with hub_bars(as_json or not sys.stderr.isatty()):
             return publish(output, repo_id, private=private, require_gate=require_gate)
     except CompressionError as error:
-        options = " --private" if private else ""
-        raise CompressionError(
-            f"{output} is made and whole, but was not pushed: {error} (or only: moe-compress push {output} "
-            f"{repo_id}{options})"
-        ) from None
+        alone = f"moe-compress push {output} {repo_id}{' --private' if private else ''}"
+        said = str(error)
+        if AGAIN in said:
+            said = said.replace(AGAIN, f"then run {alone}, which goes on where it stopped")
+        else:
+            said = f"{said} (then: {alone})"
+        raise CompressionError(f"{output} is made and whole, but was not pushed: {said}") from None
 
 
 @contextmanager
