@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from huggingface_hub.cli.hf import app as hub_app
 
 from compressor import cli
 
@@ -21,7 +20,7 @@ VALUES = {
     "model": "org/model", "experts": "48", "repository": "org/smaller", "base": "org/model",
     "compressed": "./a folder", "tasks": "boolq,rte", "limit": "100",
 }  # fmt: skip
-PROGRAMS: dict[str, Any] = {"moe-compress": cli.app, "hf": hub_app}
+PROGRAMS: dict[str, Any] = {"moe-compress": cli.app}
 STUB = """#!/bin/bash
 printf '%s\\0' "$(basename "$0")" "$@" >> "$CALLS"
 printf '\\n' >> "$CALLS"
@@ -130,12 +129,12 @@ def test_scripts_are_bash_that_calls_programs_as_they_are(step: Any, inputs: Any
 
 def test_each_program_is_called() -> None:
     scripts = "\n".join(step["run"] for file in (WORKFLOW, ACTION) for _, step in steps_of(read(file)) if "run" in step)
-    for line in ("moe-compress compress", "moe-compress gate", "hf upload"):
+    for line in ("moe-compress compress", "moe-compress gate", "moe-compress push"):
         assert line in scripts
 
 
 def test_a_command_line_that_is_wrong_would_be_found() -> None:
-    for wrong in ("moe-compress gate a b --no-such-option", "moe-compress compress a", "hf upload a --wrong"):
+    for wrong in ("moe-compress gate a b --no-such-option", "moe-compress compress a", "moe-compress push a b --wrong"):
         with pytest.raises(Exception, match=r"[Nn]o such option|Missing"):
             parse(shlex.split(wrong))
 
@@ -205,13 +204,17 @@ def test_only_what_passed_is_published_and_only_that_job_has_a_token() -> None:
     content = read(WORKFLOW)
     publish = content["jobs"]["publish"]
     assert publish["needs"] == "gate" and publish["if"] == "${{ needs.gate.outputs.verdict == 'pass' }}"
-    assert content["permissions"] == publish["permissions"] == {}
-    assert content["jobs"]["gate"]["permissions"] == {"contents": "read"}
+    assert content["permissions"] == {}
+    assert content["jobs"]["gate"]["permissions"] == publish["permissions"] == {"contents": "read"}
     for name, job in content["jobs"].items():
         text = " ".join(texts(job))
-        assert ("secrets." in text) == ("hf upload" in text) == (name == "publish")
+        assert ("secrets." in text) == ("moe-compress push" in text) == (name == "publish")
+    (call,) = [step["run"] for step in publish["steps"] if "push" in step.get("run", "")]
+    assert str(parse(shlex.split(call))["require_gate"]) == "gate-report/gate.json"
     handed = {
-        step["with"]["name"]: step.get("if") for _, step in steps_of(content) if "artifact" in step.get("uses", "")
+        step["with"]["name"]: step.get("if")
+        for _, step in steps_of(content)
+        if "upload-artifact" in step.get("uses", "")
     }
     assert handed["gate-report"] == "${{ !cancelled() && steps.gate.outputs.report }}"
 
@@ -236,7 +239,7 @@ def test_results_of_the_gate_are_cached_where_it_keeps_them(monkeypatch: pytest.
 
 
 def test_commands_of_the_readme_are_accepted() -> None:
-    lines = re.findall(r"^(?:moe-compress|hf) .*$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(r"^moe-compress .*$", README.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(lines) == 2
     assert parse(shlex.split(lines[0]))["max_drop"] == 0.01
     assert parse(shlex.split(lines[1]))["gate"] == "boolq,openbookqa,rte"
