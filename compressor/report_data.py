@@ -188,14 +188,8 @@ def rounded(value: float) -> float:
 
 def read_compression(folder: Path) -> tuple[Mapping[str, Any], CompressionPlan]:
     """An output's compression.json and the plan in it; raises `CompressionError` if there is none or it is damaged."""
-    path = folder / RECORD
-    remedy = "name a folder that moe-compress has written"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CompressionError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
+    path, remedy = folder / RECORD, "name a folder that moe-compress has written"
+    content = _read(path, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
         raise CompressionError(f"{path} holds no plan; {remedy}")
     return content, CompressionPlan.from_dict(content["plan"], f"{path}: plan")
@@ -206,15 +200,19 @@ def read_hubs(path: Path | None) -> tuple[Mapping[str, Any], ...]:
     if path is None:
         return ()
     remedy = "name a hubs.json that moe-compress attribute has written"
+    content = _read(path, remedy)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
+        raise CompressionError(f"{path} should hold a list of experts; {remedy}")
+    return tuple(content)
+
+
+def _read(path: Path, remedy: str) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
     except (ValueError, RecursionError) as error:
         raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
-    if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
-        raise CompressionError(f"{path} should hold a list of experts; {remedy}")
-    return tuple(content)
 
 
 def report_data(

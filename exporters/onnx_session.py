@@ -22,7 +22,7 @@ def runtime_reason(error: Exception) -> str:
     """What ONNX Runtime says about a node that failed, without its codes and source files."""
     text = " ".join(str(error).split())
     node = re.search(r"running (\w+) node\b", text)
-    plain = re.split(r"Status Message: | : [A-Z_]+ : |\w\(.*?\) (?=\w)", text)[-1]
+    plain = re.split(r"Status Message: | : [A-Z_]+ : |\w\([^()]*\) (?=\S)", text)[-1]
     return reason_of(type(error)(f"{node[1]}: {plain}" if node else plain))
 
 

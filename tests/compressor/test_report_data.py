@@ -94,14 +94,20 @@ def test_what_was_measured_goes_to_its_layer(out: Path, cached: None) -> None:
 
 
 def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None:
-    (out / "gate.json").write_text(gate_json(gates.mixed()))
+    of_these = {"weights": [["model.safetensors", (out / "model.safetensors").stat().st_size, 0]], "files": {}}
+    gate = replace(gates.mixed(), compressed_identity=of_these)
+    (out / "gate.json").write_text(gate_json(gate))
     hubs = tmp_path / "hubs.json"
     hubs.write_text('[{"module": "m", "layer": 1, "expert": 6, "influence": 2.5}]')
     try:
         data = report_data(out, MEASURED, hubs)
-        assert data.gate == gates.mixed()
+        assert data.gate == gate
         assert data.hubs == ({"module": "m", "layer": 1, "expert": 6, "influence": 2.5},)
         assert ReportData.from_json(data.to_json()) == data
+        (out / "gate.json").write_text(gate_json(gates.mixed()))  # which judged files of other sizes
+        assert report_data(out, MEASURED).gate is None
+        with pytest.raises(CompressionError, match="is of another model"):
+            report_data(out, MEASURED, gate=out / "gate.json")
     finally:
         (out / "gate.json").unlink()
     for content in ('{"a": 1}', "[1]", "nonsense", '[{"layer": 1}]'):

@@ -189,5 +189,8 @@ def test_what_onnx_runtime_says_is_told_without_its_source_files() -> None:
     where = "Status Message: /source/reshape_helper.h:91 onnxruntime::Helper::Helper(const Shape&, bool)"
     error = RuntimeError(f"{begin} {where} size was false. The tensor {{2,3}} cannot be reshaped\n")
     assert runtime_reason(error) == "Reshape: size was false. The tensor {2,3} cannot be reshaped"
+    inner = "[ONNXRuntimeError] : 1 : FAIL : Shape mismatch. {1} != {3}. Validate dim_value (above 0) and dim_param"
+    error = RuntimeError(f"{begin} Status Message: /source/kernel.cc:87 Value* Context::Out(int, const S&) {inner}")
+    assert runtime_reason(error) == f"Reshape: {inner.rpartition(' : ')[2]}"
     plain = RuntimeError("[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Got invalid dimensions for input: x")
     assert runtime_reason(plain) == "Got invalid dimensions for input: x"
