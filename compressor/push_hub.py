@@ -31,7 +31,7 @@ class Remote:
     """A repository before anything is sent to it."""
 
     exists: bool
-    private: bool = False
+    private: bool | None = None  # None where the Hub does not say
     branches: Mapping[str, str] = field(default_factory=dict)  # to their commits
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ def look_up(api: Any, repo_id: str) -> Remote:
     refs = api.list_repo_refs(repo_id)
     return Remote(
         exists=True,
-        private=bool(info.private),
+        private=info.private,
         branches={ref.name: ref.target_commit for ref in refs.branches},
         tags={ref.name: ref.target_commit for ref in refs.tags},
     )
@@ -98,7 +98,7 @@ def _blob_id(content: str | bytes) -> str:
 
 def refuse_public(repo_id: str, remote: Remote, private: bool) -> None:
     """Never publish by mistake what was meant to be private."""
-    if private and remote.exists and not remote.private:
+    if private and remote.exists and remote.private is False:
         raise CompressionError(
             f"{repo_id} exists on the Hub and is public, so nothing was pushed; make it private in its settings, or "
             "name another repository"

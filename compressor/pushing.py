@@ -13,7 +13,7 @@ from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation_store import REPORT
 from compressor.gate import GateResult
 from compressor.push_check import RECORD, VerifiedFolder, default_message, require_pass, verify_folder
-from compressor.push_faults import asked
+from compressor.push_faults import asked, hub_fault, status_of
 from compressor.push_files import CARD, Content, refuse_tokens, superseded
 from compressor.push_hub import (
     DEFAULT_BRANCH,
@@ -35,6 +35,7 @@ from compressor.push_hub import (
 
 logger = logging.getLogger(__name__)
 
+HUGGING_FACE = "https://huggingface.co"
 TAG = "moe-compressor"  # of the cards that we write
 
 
@@ -166,10 +167,29 @@ def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message
 
 
 def check_access(repo_id: str, private: bool) -> None:
-    """Refuse a Hub where nobody is logged in, and a public repository that was meant to be private."""
+    """Refuse a login that the Hub does not accept, and a public repository where a private one is meant.
+
+    A Hub of one's own may want no login; huggingface.co always does.
+    """
+    from huggingface_hub import get_token
+
     api = open_api()
-    asked(repo_id, api.whoami)
+    if get_token() is not None:
+        _check_login(api, repo_id)
+    elif api.endpoint == HUGGING_FACE:
+        raise CompressionError(f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first")
     refuse_public(repo_id, asked(repo_id, look_up, api, repo_id), private)
+
+
+def _check_login(api: Any, repo_id: str) -> None:
+    fault: CompressionError | None = None
+    try:
+        api.whoami()
+    except Exception as error:
+        if status_of(error) in (401, 403):  # anything else says nothing about the login
+            fault = hub_fault(repo_id, error)
+    if fault is not None:
+        raise fault  # out here, so that it does not refer to an exception that may hold a token
 
 
 def _staged(

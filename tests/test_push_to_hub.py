@@ -109,12 +109,30 @@ def test_what_could_not_be_pushed_is_refused_before_any_work(
         assert names(tmp_path / "work") == [] and writes(hub) == []
 
 
-def test_nobody_logged_in_is_told_before_any_work(
+def test_a_login_that_is_not_accepted_is_told_before_any_work(
+    run: Run, model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY[:-1] + "X")
+    refused(run(*ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)), "hf auth login")
+    assert names(tmp_path / "work") == [] and hub.repositories == {}
+
+
+def test_on_hugging_face_somebody_has_to_be_logged_in(
     run: Run, model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    refused(run(*ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)), "hf auth login")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://huggingface.co")
+    refused(run(*ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)), "nobody is logged in")
     assert names(tmp_path / "work") == []
+
+
+def test_a_hub_of_ones_own_may_want_no_login(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with logged_in(tokens=False) as hub:
+        monkeypatch.delenv("HF_TOKEN")
+        assert run(*ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)).status == 0
+        assert "config.json" in hub.repositories[REPOSITORY].files()
 
 
 def test_a_push_that_fails_leaves_the_output_and_says_how_to_go_on(
