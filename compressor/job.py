@@ -38,7 +38,14 @@ NOT_CARRIED = (
     ".md",
     ".index.json",
 )
-NOT_CARRIED_NAMES = {"config.json", "compression.json", ".gitattributes", ".gitignore"}
+NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
+    "config.json",
+    "compression.json",
+    "gate.json",
+    "onnx_export.json",
+    ".gitattributes",
+    ".gitignore",
+}
 CARRIED_FOLDERS = ("additional_chat_templates",)
 
 

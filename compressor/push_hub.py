@@ -62,11 +62,17 @@ def look_up(api: Any, repo_id: str) -> Remote:
 
 
 def list_files(api: Any, repo_id: str, commit: str | None) -> dict[str, RemoteFile]:
-    """Every file of a commit by its path; none without a commit."""
+    """Every file of a commit by its path; none without a commit, or where the Hub shows none."""
     if commit is None:
         return {}
+    try:
+        entries = list(api.list_repo_tree(repo_id, recursive=True, revision=commit))
+    except Exception as error:
+        if status_of(error) != 404:
+            raise
+        entries = []
     found = {}
-    for entry in api.list_repo_tree(repo_id, recursive=True, revision=commit):
+    for entry in entries:
         if hasattr(entry, "blob_id"):  # no folder
             large = entry.lfs is not None
             found[entry.path] = RemoteFile(entry.size, entry.lfs.sha256 if large else entry.blob_id, large)
