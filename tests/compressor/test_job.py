@@ -6,8 +6,8 @@ from compressor.job import carried_files
 
 TRAVEL = ("generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "spiece.model", "vocab.txt")
 STAY = (
-    "config.json", "compression.json", "gate.json", "onnx_export.json", "README.md", "modeling_own.py", ".gitattributes",
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.onnx",
+    "config.json", "compression.json", "gate.json", "onnx_export.json", "README.md", "modeling_own.py",
+    ".gitattributes", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.onnx",
 )  # fmt: skip
 
 
