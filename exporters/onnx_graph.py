@@ -23,6 +23,8 @@ from exporters.onnx_norms import divide_by_roots
 CACHE = "past_key_values"
 SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shapes are compared; none is 0 or 1
 SAMPLE_LENGTH = 3
+CHUNKS = 2.5  # of a layer that works in chunks; from one or fewer, a trace would learn that there is one
+LARGEST_CHUNK = 1024  # of a recurrent layer; longer ones are windows of attention
 RENAMED = {"keys": "key", "values": "value"}
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 STOCK = "transformers.models."
@@ -111,18 +113,30 @@ def _axes(path: str, one: Tensor, two: Tensor) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+def sample_length(config: Any) -> int:
+    """How many tokens to trace with: a few, or enough for several chunks of recurrent layers."""
+    fields = vars(config.get_text_config(decoder=True)).items()
+    chunks = [value for name, value in fields if name.endswith("chunk_size") and isinstance(value, int)]
+    return max([SAMPLE_LENGTH, *(int(CHUNKS * size) for size in chunks if size <= LARGEST_CHUNK)])
+
+
+def _sample_tokens(rows: int, length: int) -> Tensor:
+    """Small token ids [B, S], which every vocabulary has."""
+    return torch.arange(rows * length).view(rows, length) % 30 + 1
+
+
 @torch.no_grad()
 def trace_inputs(model: Any, past: bool) -> TraceInputs:
     """Example inputs in the model's own dtype; of the cache, the shapes at two sizes tell which axes are dynamic.
 
     Must be called while the model still computes, that is before its experts are brought into a node's layout.
     """
+    new = sample_length(model.config)
     if not past:
-        tokens = torch.arange(SAMPLES[0][0] * SAMPLE_LENGTH).view(SAMPLES[0][0], SAMPLE_LENGTH) + 1
-        return TraceInputs(model_inputs(model, tokens), ())
+        return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), ())
     caches, samples = [], []
     for batch, length in SAMPLES:
-        tokens = torch.arange(batch * (length + SAMPLE_LENGTH)).view(batch, -1) + 1
+        tokens = _sample_tokens(batch, length + new)
         cache = fresh_cache(model)
         try:
             model(**model_inputs(model, tokens[:, :length]), use_cache=True, past_key_values=cache)

@@ -6,14 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
 from exporters import onnx_experts, onnx_graph
+from exporters.onnx import ExportOptions, export
 from exporters.onnx_graph import CacheTensor, graph_name, model_inputs
 from tests import zoo
 
@@ -147,3 +150,30 @@ def test_a_minimum_of_a_length_stays_in_the_graph(monkeypatch: pytest.MonkeyPatc
         program = torch.export.export(Slots(), example, dynamic_shapes=shapes).module()
     assert not hasattr(module, "min")
     assert [program(torch.zeros(2, length)).shape[1] for length in (2, 4, 9)] == [2, 4, 4]
+
+
+def test_several_chunks_are_traced_where_layers_work_in_chunks() -> None:
+    assert onnx_graph.sample_length(zoo.build("mixtral").config) == onnx_graph.SAMPLE_LENGTH
+    assert onnx_graph.sample_length(zoo.build("granitemoehybrid", mamba_chunk_size=16).config) == 40
+    text = SimpleNamespace(attention_chunk_size=8192, chunk_size=None)
+    config: Any = SimpleNamespace(get_text_config=lambda decoder: text)
+    assert onnx_graph.sample_length(config) == onnx_graph.SAMPLE_LENGTH  # no recurrence
+
+
+def test_a_recurrent_hybrid_is_right_for_one_chunk_and_for_many(tmp_path: Path) -> None:
+    model = zoo.build("granitemoehybrid", mamba_chunk_size=8)
+    model.save_pretrained(tmp_path / "model")
+    found = export(tmp_path / "model", tmp_path / "graph", ExportOptions(tokens=10)).verification
+    assert {(1, 1), (3, 5), (2, 33)} <= set(found.shapes) and found.largest_difference < found.tolerance
+    session = onnxruntime.InferenceSession(str(tmp_path / "graph" / "model.onnx"), providers=["CPUExecutionProvider"])
+    tokens = torch.arange(1, 14)[None]
+    sizes = {"batch": 1, "past": 0}
+    feed = {
+        entry.name: np.zeros([sizes.get(side, side) for side in entry.shape], np.float32)
+        for entry in session.get_inputs()
+        if entry.name.startswith("past_key_values")
+    }
+    given = {name: value.numpy() for name, value in model_inputs(model, tokens).items()}
+    with torch.no_grad():
+        stock = model(tokens).logits
+    assert torch.allclose(torch.from_numpy(session.run(["logits"], {**given, **feed})[0]), stock, atol=1e-4)
