@@ -163,14 +163,17 @@ def _attribution(opened: OpenModel) -> str:
 def _for_graph(name: str, place: Path, scratch: Path) -> Path:
     """The model whose graph is made: the one at `place`, or one with more index heads."""
     model = zoo.build(name)
-    if getattr(model.config.get_text_config(), "index_n_heads", INDEX_HEADS) >= INDEX_HEADS:
+    text = model.config.get_text_config()
+    if getattr(text, "index_n_heads", INDEX_HEADS) >= INDEX_HEADS:
         return place
+    text.index_n_heads = INDEX_HEADS
+    wider: Any = type(model)(model.config)
+    zoo.randomise(wider.eval(), torch.Generator().manual_seed(0))
     try:
-        wider = zoo.build(name, index_n_heads=INDEX_HEADS)
         zoo.logits(wider, zoo.tokens(wider))
-    except (RuntimeError, TypeError, ValueError):  # they go with other sizes, or the field lies elsewhere
+        wider.save_pretrained(scratch)
+    except RuntimeError:  # so many do not go with its other sizes
         return place
-    wider.save_pretrained(scratch)
     return scratch
 
 
