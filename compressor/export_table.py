@@ -23,6 +23,8 @@ def show_export(summary: Any, as_json: bool) -> None:
         ("compared with", checked.reference),
         ("greedy tokens", f"{checked.tokens_equal} of {checked.tokens_compared} the same"),
     ]
+    if checked.ties:
+        rows.append(("near ties of routers", f"{checked.ties} of {checked.tokens} tokens got another expert"))
     if cost is not None:
         rows.append(
             (

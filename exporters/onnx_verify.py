@@ -28,10 +28,19 @@ TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far logits may be off: this much, and this much of the largest logit if that is more."""
+    """How far logits may be off: this much, and this much of the largest logit if that is more.
+
+    In rounded arithmetic a router's near tie may be broken differently, and the token gets another expert: such tokens
+    may lie beyond, up to a `share` of those compared.
+    """
 
     absolute: float
     relative: float
+    share: float = 0.0
+
+    def ties(self, tokens: int) -> int:
+        """How many of so many tokens may lie beyond."""
+        return int(self.share * tokens + 0.5)
 
     def of(self, largest: float) -> float:
         """The bound for logits whose largest absolute value is this."""
@@ -39,7 +48,7 @@ class Tolerance:
 
 
 EXACT = Tolerance(1e-4, 1e-5)
-HALF = Tolerance(1e-2, 1e-2)  # a tie in a router may still be broken differently, and is then told
+HALF = Tolerance(1e-2, 1e-2, share=0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class Reference:
 class Verification:
     """How well a graph agreed with the stock model."""
 
-    largest_difference: float  # of any logit in any case
+    largest_difference: float  # of any logit in any case, but for the ties
     tolerance: float
     largest_logit: float
     shapes: tuple[tuple[int, int], ...]
@@ -82,6 +91,8 @@ class Verification:
     tokens_compared: int
     tokens_equal: int
     reference: str = "the stock model in float32"
+    ties: int = 0  # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
+    tokens: int = 0  # whose logits were compared
 
 
 def special_tokens(config: Any) -> frozenset[int]:
@@ -173,30 +184,41 @@ def run_greedy(session: Session, reference: Reference) -> Tensor:
     return torch.stack(found) if found else torch.zeros(0, 1)
 
 
-def _difference(one: Tensor, two: Tensor) -> float:
-    """The largest absolute difference; infinite if any value is not a number."""
-    if one.shape != two.shape or not bool(torch.isfinite(one).all()):
-        return float("inf")
-    return float((one - two).abs().max()) if one.numel() else 0.0
+def _gaps(one: Tensor, two: Tensor) -> Tensor:
+    """The largest absolute difference of each token's logits, [T, V] twice -> [T]; infinite without a number."""
+    if one.shape != two.shape:
+        return torch.full((len(two),), torch.inf)
+    return (one - two).abs().amax(-1).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _checked(session: Session, case: Case, model: str, bound: float) -> float:
-    """The largest difference of a case; raises `CompressionError` if it is too large, or the graph fails."""
-    real = case.mask.bool()
-    size = _difference(run_case(session, case)[real], case.logits[real])
-    if not size <= bound:
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """How well one case's tokens agree."""
+
+    name: str
+    largest: float  # within the bound
+    ties: int  # beyond it
+    tokens: int
+
+
+def _agreement(name: str, gaps: Tensor, tolerance: Tolerance, bound: float, model: str, where: str) -> _Agreement:
+    """What the gaps [T] of one case come to; raises `CompressionError` if too many are too large."""
+    beyond = ~(gaps <= bound)
+    count = int(beyond.sum())
+    if count > tolerance.ties(len(gaps)) or bool(gaps.isinf().any()):
         raise CompressionError(
-            f"the ONNX graph of {model} is wrong in the case {case.name!r}: its logits differ from the stock model's "
-            f"by {size:.2g}, more than {bound:.2g}"
+            f"the ONNX graph of {model} is wrong in {where}: its logits differ from the stock model's by "
+            f"{float(gaps.max()):.2g}, more than {bound:.2g}"
         )
-    return size
+    within = gaps[~beyond]
+    return _Agreement(name, float(within.max()) if len(within) else 0.0, count, len(gaps))
 
 
-def _where_right(case: Case, right: Sequence[tuple[str, float]], failed: bool) -> str:
+def _where_right(case: Case, right: Sequence[_Agreement], failed: bool) -> str:
     """For which shapes the graph is right, and what it means that others fail."""
     if not (right and case.name.startswith(PREFILL)):
         return ""
-    shapes = ", ".join(name.removeprefix(f"{PREFILL} ") for name, _ in right)
+    shapes = ", ".join(entry.name.removeprefix(f"{PREFILL} ") for entry in right)
     fixed = "; the stock code's loop over tokens or chunks is traced for some lengths only" if failed else ""
     return f" (it is right for {shapes}{fixed})"
 
@@ -209,43 +231,46 @@ def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str |
     """
     session = Session(path)
     bound = tolerance.of(reference.largest)
-    sizes: list[tuple[str, float]] = []
+    found: list[_Agreement] = []
     for case in reference.cases:
+        real = case.mask.bool()
         try:
-            sizes.append((case.name, _checked(session, case, reference.model, bound)))
+            gaps = _gaps(run_case(session, case)[real], case.logits[real])
+            where = f"the case {case.name!r}"
+            found.append(_agreement(case.name, gaps, tolerance, bound, reference.model, where))
         except CompressionError as error:
             failed = error.__cause__ is not None  # in ONNX Runtime, rather than giving other logits
-            raise CompressionError(f"{error}{_where_right(case, sizes, failed)}; nothing was written") from error
+            raise CompressionError(f"{error}{_where_right(case, found, failed)}; nothing was written") from error
     equal = 0
     if len(reference.greedy):
         logits = run_greedy(session, reference)
-        size = _difference(logits, reference.greedy_logits)
-        sizes.append(("greedy", size))
-        equal = _equal_tokens(logits, reference, bound)
-        if not size <= bound:
-            raise CompressionError(
-                f"the ONNX graph of {reference.model} is wrong in greedy generation: its logits differ from the stock "
-                f"model's by {size:.2g}, more than {bound:.2g}; nothing was written"
-            )
-    shapes = tuple((case.tokens.shape[0], case.tokens.shape[1]) for case in reference.cases)
-    found = Verification(
-        largest_difference=max(size for _, size in sizes),
+        gaps = _gaps(logits, reference.greedy_logits)
+        equal = _equal_tokens(logits, reference, bound, tolerance.ties(len(gaps)))
+        try:
+            found.append(_agreement("greedy", gaps, tolerance, bound, reference.model, "greedy generation"))
+        except CompressionError as error:
+            raise CompressionError(f"{error}; nothing was written") from error
+    verified = Verification(
+        largest_difference=max(entry.largest for entry in found),
         tolerance=bound,
         largest_logit=reference.largest,
-        shapes=shapes,
-        cases=tuple(sizes),
+        shapes=tuple((case.tokens.shape[0], case.tokens.shape[1]) for case in reference.cases),
+        cases=tuple((entry.name, entry.largest) for entry in found),
         tokens_compared=len(reference.greedy),
         tokens_equal=equal,
+        ties=sum(entry.ties for entry in found),
+        tokens=sum(entry.tokens for entry in found),
     )
-    return found if label is None else replace(found, reference=label)
+    return verified if label is None else replace(verified, reference=label)
 
 
-def _equal_tokens(logits: Tensor, reference: Reference, bound: float) -> int:
-    """How many greedy tokens are the same; raises `CompressionError` for one that the stock model clearly refuses."""
-    chosen = logits.argmax(-1)
+def _equal_tokens(logits: Tensor, reference: Reference, bound: float, ties: int = 0) -> int:
+    """How many greedy tokens are the same; raises `CompressionError` at one too many that the stock model refuses."""
+    chosen, refused = logits.argmax(-1), 0
     for number, (mine, theirs) in enumerate(zip(chosen.tolist(), reference.greedy.tolist(), strict=True)):
         margin = float(reference.greedy_logits[number, theirs] - reference.greedy_logits[number, mine])
-        if margin > 2 * bound:
+        refused += margin > 2 * bound
+        if refused > ties:
             raise CompressionError(
                 f"the ONNX graph of {reference.model} generates token {mine} instead of {theirs} at step {number}; "
                 "nothing was written"

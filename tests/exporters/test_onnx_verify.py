@@ -11,7 +11,7 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from exporters import onnx_verify
 from exporters.onnx_session import runtime_reason
-from exporters.onnx_verify import EXACT, Case, Reference, Tolerance
+from exporters.onnx_verify import EXACT, HALF, Case, Reference, Tolerance
 from tests import zoo
 
 
@@ -43,7 +43,9 @@ class Echo:
         return logits if self.wrong is None else self.wrong(self.case, logits)
 
 
-def compared(reference: Reference, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> onnx_verify.Verification:
+def compared(
+    reference: Reference, wrong: Any, monkeypatch: pytest.MonkeyPatch, tolerance: Tolerance = EXACT
+) -> onnx_verify.Verification:
     """Compare with a session that is wrong in this way."""
     session = Echo(reference, wrong)
     run_case = onnx_verify.run_case
@@ -56,7 +58,7 @@ def compared(reference: Reference, wrong: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(onnx_verify, "Session", lambda path: session)
     monkeypatch.setattr(onnx_verify, "run_case", told)
-    return onnx_verify.compare(None, reference, EXACT)  # type: ignore[arg-type]
+    return onnx_verify.compare(None, reference, tolerance)  # type: ignore[arg-type]
 
 
 def test_every_required_case_is_asked(reference: Reference) -> None:
@@ -194,3 +196,30 @@ def test_what_onnx_runtime_says_is_told_without_its_source_files() -> None:
     assert runtime_reason(error) == f"Reshape: {inner.rpartition(' : ')[2]}"
     plain = RuntimeError("[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Got invalid dimensions for input: x")
     assert runtime_reason(plain) == "Got invalid dimensions for input: x"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "value", "passes"),
+    [
+        ("prefill 2 x 33", 1, 5.0, True),
+        ("prefill 2 x 33", 2, 5.0, False),
+        ("prefill 2 x 33", 1, float("nan"), False),
+        ("prefill 1 x 1", 1, 5.0, False),
+        ("left padding", 2, 5.0, False),
+    ],
+)
+def test_in_half_precision_a_router_may_break_a_near_tie_of_few_tokens(
+    name: str, tokens: int, value: float, passes: bool, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(case: Case | None, logits: Tensor) -> Tensor:
+        if case is not None and case.name == name:
+            logits[-1, -tokens:] += value
+        return logits
+
+    if passes:
+        found = compared(reference, wrong, monkeypatch, HALF)
+        assert (found.ties, found.largest_difference) == (tokens, 0)
+        assert found.tokens == sum(int(case.mask.sum()) for case in reference.cases) + len(reference.greedy)
+    else:
+        with pytest.raises(CompressionError, match=f"case {name!r}"):
+            compared(reference, wrong, monkeypatch, HALF)
