@@ -2,18 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from compressor.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, Size, read_json
 from compressor.errors import CompressionError
-from compressor.evaluation_store import REPORT
+from compressor.evaluation_store import REPORT, file_digest
 from compressor.gate import GateResult
 from compressor.gate_report import read_gate
 from compressor.plan import CompressionPlan
+from compressor.run_record import COMPRESSION
 
-RECORD = "compression.json"
 GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
 ONNX_FOLDER = "onnx"
 
@@ -64,15 +63,15 @@ class Facts:
 
 def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
     """Everything that a card says, from the files in `folder`; raises `CompressionError` where they disagree."""
-    if not (folder / RECORD).is_file():
+    if not (folder / COMPRESSION).is_file():
         raise CompressionError(
-            f"{folder} has no {RECORD}, so nothing is known about how it was made; name an output of moe-compress, or "
-            "write its README.md by hand"
+            f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
+            "moe-compress, or write its README.md by hand"
         )
-    record = read_json(folder / RECORD)
-    plan = CompressionPlan.from_dict(_part(record, "plan", folder), f"{folder / RECORD}, plan")
+    record = read_json(folder / COMPRESSION)
+    plan = CompressionPlan.from_dict(_part(record, "plan", folder), f"{folder / COMPRESSION}, plan")
     if record.get("plan_digest") != plan.digest():
-        raise CompressionError(f"{folder / RECORD}: its plan_digest is not its plan's; restore the file")
+        raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
     before, after = (_size(record, when, folder) for when in ("before", "after"))
     graph, has_weights = find_graph(folder), any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if not has_weights and (graph is None or graph.place):
@@ -97,14 +96,14 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
 def _part(record: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
     part = record.get(name)
     if not isinstance(part, Mapping):
-        raise CompressionError(f"{folder / RECORD} has no {name!r}; restore the file or compress again")
+        raise CompressionError(f"{folder / COMPRESSION} has no {name!r}; restore the file or compress again")
     return part
 
 
 def _size(record: Mapping[str, Any], when: str, folder: Path) -> Size:
     parameters, nbytes = (_part(record, name, folder).get(when) for name in ("parameters", "bytes"))
     if not (isinstance(parameters, int) and isinstance(nbytes, int) and parameters > 0 and nbytes > 0):
-        raise CompressionError(f"{folder / RECORD} has no sizes {when!r}; restore the file or compress again")
+        raise CompressionError(f"{folder / COMPRESSION} has no sizes {when!r}; restore the file or compress again")
     return Size(parameters, nbytes)
 
 
@@ -114,8 +113,8 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
     counted = Size.of(tensors)
     if counted != recorded:
         raise CompressionError(
-            f"the weights in {folder} hold {counted.parameters} parameters in {counted.bytes} bytes, its {RECORD} says "
-            f"{recorded.parameters} in {recorded.bytes}; they do not belong together, compress again"
+            f"the weights in {folder} hold {counted.parameters} parameters in {counted.bytes} bytes, its "
+            f"{COMPRESSION} says {recorded.parameters} in {recorded.bytes}; they do not belong together, compress again"
         )
     dtypes: dict[str, int] = {}
     for tensor in tensors:
@@ -197,7 +196,7 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
         if not _inside(folder, name) or (folder / name).stat().st_size != size:
             return name
     for name, digest in files.items() if isinstance(files, Mapping) else ():
-        if not _inside(folder, name) or sha256((folder / name).read_bytes()).hexdigest() != digest:
+        if not _inside(folder, name) or file_digest(folder / name) != digest:
             return str(name)
     return None
 

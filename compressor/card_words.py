@@ -60,11 +60,15 @@ def fenced(text: str, language: str = "") -> list[str]:
 
 def ranges(numbers: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> '0-2,5'; '-' for none."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers)) or "-"
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each run: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
     ordered = sorted(numbers)
     starts = [*ordered[:1], *(after for before, after in pairwise(ordered) if after != before + 1)]
     ends = [*(before for before, after in pairwise(ordered) if after != before + 1), *ordered[-1:]]
-    runs = zip(starts, ends, strict=True)
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "-"
+    return list(zip(starts, ends, strict=True))
 
 
 def counted(count: int, thing: str) -> str:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from compressor.gate import ItemScores
 from compressor.lm_eval_tasks import EvaluationTask
 from compressor.source import ModelSource
 from compressor.versions import versions
+from compressor.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def identity(source: ModelSource) -> dict[str, Any]:
     others = sorted(path for path in beside if path.is_file())
     return {
         "weights": [list(entry) for entry in Checkpoint(source.folder).stamp()],
-        "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in others},
+        "files": {path.name: file_digest(path) for path in others},
     }
 
 
@@ -99,14 +99,7 @@ class ResultStore:
         """Store a result; the file is there whole or not at all. Where that fails, the run goes on with a warning."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, fresh = tempfile.mkstemp(prefix=".", suffix=".json", dir=self.folder)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    json.dump({"key": key, "scores": asdict(scores)}, stream)
-                os.replace(fresh, self.path(key))
-            except BaseException:
-                os.unlink(fresh)
-                raise
+            write_whole(self.path(key), json.dumps({"key": key, "scores": asdict(scores)}))
         except OSError as error:
             logger.warning("the results on %s could not be stored in %s: %s", scores.task, self.folder, error)
 

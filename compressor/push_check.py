@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.card_facts import GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.checkpoint import INDEX_NAME, SINGLE_NAME, read_json
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation_store import file_digest, identity
@@ -14,12 +15,9 @@ from compressor.gate import GateResult
 from compressor.gate_report import read_gate
 from compressor.push_files import belonging, left_out
 from compressor.registry import load_exporter
+from compressor.run_record import COMPRESSION
 from compressor.source import ModelSource
 from compressor.verification import verify_checkpoint
-
-RECORD = "compression.json"
-GRAPH, GRAPH_RECORD = "model.onnx", "onnx_export.json"
-GRAPH_FOLDER = "onnx"  # of a checkpoint that is exported, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +36,34 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     if not folder.is_dir():
         raise CompressionError(f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export")
     has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
-    if (folder / GRAPH_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights):
+    if (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights):
         weights = _verify_graph(folder)
         files = belonging(folder, weights)
         return VerifiedFolder(folder, True, files, left_out(folder, files), weights)
     if not (has_weights or (folder / "config.json").exists()):
         raise CompressionError(
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or {INDEX_NAME}) nor an "
-            f"ONNX export ({GRAPH} with {GRAPH_RECORD}), so nothing was pushed; name the folder of one"
+            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of one"
         )
     checkpoint = verify_checkpoint(folder, _recorded_experts(folder))
     weights = frozenset(info.file for info in checkpoint.tensors.values())
     files = belonging(folder, weights)
-    graph = folder / GRAPH_FOLDER
+    graph = folder / ONNX_FOLDER
     if graph.is_dir():
         inner = belonging(graph, _verify_graph(graph))
-        files |= {f"{GRAPH_FOLDER}/{name}": path for name, path in inner.items()}
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in inner.items()}
     return VerifiedFolder(folder, False, files, left_out(folder, files), weights)
 
 
 def _recorded_experts(folder: Path) -> int | None:
     """The experts per layer that compression.json says an output of ours has; None for any other checkpoint."""
-    if not (folder / RECORD).is_file():
+    if not (folder / COMPRESSION).is_file():
         return None
-    plan = read_json(folder / RECORD).get("plan")
+    plan = read_json(folder / COMPRESSION).get("plan")
     experts = plan.get("experts") if isinstance(plan, dict) else None
     if isinstance(experts, bool) or not isinstance(experts, int):
         raise CompressionError(
-            f"{folder / RECORD} does not say how many experts were kept; restore the file from its source"
+            f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
         )
     return experts
 
@@ -73,11 +71,11 @@ def _recorded_experts(folder: Path) -> int | None:
 def _verify_graph(folder: Path) -> frozenset[str]:
     """Check an ONNX export against its record, and that its weights are all there; returns the names of its files."""
     path, again = folder / GRAPH, "export the checkpoint again with moe-compress export"
-    for name in (GRAPH, GRAPH_RECORD):
+    for name in (GRAPH, ONNX_RECORD):
         if not (folder / name).is_file():
             raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {again}")
-    record = read_json(folder / GRAPH_RECORD)
-    _check_record(folder / GRAPH_RECORD, record)
+    record = read_json(folder / ONNX_RECORD)
+    _check_record(folder / ONNX_RECORD, record)
     load_exporter("onnx").require_packages()
     import onnx
 
@@ -92,7 +90,7 @@ def _verify_graph(folder: Path) -> frozenset[str]:
         raise CompressionError(f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {again}") from error
     for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         if [value.name for value in values] != record.get(kind):
-            raise CompressionError(f"{path} does not have the {kind} that {GRAPH_RECORD} names; {again}")
+            raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {again}")
     return frozenset({GRAPH, *files})
 
 
@@ -198,7 +196,7 @@ def default_message(found: VerifiedFolder) -> str:
     """What a commit is called: how the model was made, as far as compression.json tells."""
     suffix = " as ONNX" if found.is_graph else ""
     try:
-        plan = read_json(found.folder / RECORD)["plan"]
+        plan = read_json(found.folder / COMPRESSION)["plan"]
         base, strategy, kept = plan["source"]["model"], plan["strategy"], plan["experts"]
         counts = {layer["experts"] for layer in plan["layers"]}
         return f"Compressed from {base} by {strategy}, {kept} of {max(counts)} experts{suffix}"

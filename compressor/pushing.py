@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.card_metadata import is_hub_id
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation_store import REPORT
 from compressor.gate import GateResult
-from compressor.push_check import RECORD, VerifiedFolder, default_message, require_pass, verify_folder
+from compressor.push_check import VerifiedFolder, default_message, require_pass, verify_folder
 from compressor.push_faults import asked, hub_fault, status_of
 from compressor.push_files import CARD, Content, refuse_tokens, superseded
 from compressor.push_hub import (
@@ -32,6 +33,7 @@ from compressor.push_hub import (
     refuse_tag,
     state_of,
 )
+from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
 
@@ -145,16 +147,7 @@ def push(
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
     """Refuse what cannot be meant, before anything is read."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
-        valid = False
-    else:
-        valid = repo_id.count("/") == 1
-    if not valid:
+    if not is_hub_id(repo_id) or repo_id.count("/") != 1:
         raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as org/model")
     if create_pr and tag is not None:
         raise CompressionError("--tag marks a commit of a branch and --create-pr makes none; tag it once it is merged")
@@ -202,7 +195,7 @@ def _staged(
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
     if CARD in found.files:
         _look_at_card(found)
-    elif RECORD in found.files:  # else nothing is known of how it was made
+    elif COMPRESSION in found.files:  # else nothing is known of how it was made
         from compressor.card import card_text
         from compressor.report_store import for_card
 
@@ -219,7 +212,7 @@ def _look_at_card(found: VerifiedFolder) -> None:
         tags = (metadata_load(found.files[CARD]) or {}).get("tags")
     except Exception:  # no YAML: the Hub will say what is wrong
         tags = None
-    if RECORD in found.files and not (isinstance(tags, list) and TAG in tags):
+    if COMPRESSION in found.files and not (isinstance(tags, list) and TAG in tags):
         logger.warning(
             "%s is pushed as it is; its metadata do not have the tag %s, nor perhaps the base model (without a card "
             "of your own one is written)",

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from compressor.card_layers import correction_of
 from compressor.errors import CompressionError
 from compressor.gate import GateResult
 from compressor.gate_content import gate_content, gate_from_content, plain_json
 from compressor.layer_plan import LayerPlan
 from compressor.plan import CompressionPlan
-from compressor.run_record import read_record
+from compressor.run_record import COMPRESSION, read_record
 
 FORMAT = "moe-compressor-report/1"
-RECORD = "compression.json"
 DIGITS = 4  # of a matrix's entries
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -188,7 +188,7 @@ def rounded(value: float) -> float:
 
 def read_compression(folder: Path) -> tuple[Mapping[str, Any], CompressionPlan]:
     """An output's compression.json and the plan in it; raises `CompressionError` if there is none or it is damaged."""
-    path, remedy = folder / RECORD, "name a folder that moe-compress has written"
+    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
     content = _read(path, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
         raise CompressionError(f"{path} holds no plan; {remedy}")
@@ -258,7 +258,7 @@ def report_data(
             measured_text=measured.text if measured else None,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise CompressionError(f"{folder / RECORD} is damaged ({error!r}); compress again") from error
+        raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
 
 def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
@@ -266,8 +266,7 @@ def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> LayerReport:
-    correction = layer.figures.get("correction")
-    corrected: Mapping[str, Any] = correction if isinstance(correction, Mapping) else {}
+    corrected = correction_of(layer)
     return LayerReport(
         module=layer.module,
         layer=layer.layer,

@@ -8,11 +8,10 @@ from compressor.gate import GateResult
 from compressor.gate_markdown import COLUMNS, TEXTS, advice, cells, method, verdict_line
 from compressor.report_bars import left, phases, size_rows
 from compressor.report_data import ReportData
+from compressor.report_dots import MARKS
 from compressor.report_html import Html, bullets, command, facts, folded, joined, paragraph, table, tag
 from compressor.report_layers import counted
 from compressor.tables import human_bytes
-
-SIGNS = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
 
 
 def shown(value: object) -> str:
@@ -114,7 +113,7 @@ def gate(data: ReportData) -> Html:
 
 def sign(name: str) -> Html:
     """A verdict's sign, which its word repeats."""
-    return tag("span", SIGNS[name], aria_hidden="true", class_=f"sign {name}")
+    return tag("span", MARKS[name][2], aria_hidden="true", class_=f"sign {name}")
 
 
 def verdict(name: str) -> Html:

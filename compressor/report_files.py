@@ -1,7 +1,6 @@
 """A report's files: the page, and its figures as PNG; each appears complete or not at all."""
 
 import os
-import tempfile
 from pathlib import Path
 
 from compressor import reports
@@ -9,6 +8,7 @@ from compressor.errors import CompressionError
 from compressor.report_data import ReportData
 from compressor.report_figures import NAMES, pictures, png
 from compressor.report_page import page
+from compressor.whole_files import write_whole
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 
@@ -37,18 +37,5 @@ def write_report(data: ReportData, page_file: Path, figures: Path | None = None,
             for picture in drawn:
                 (made / f"{picture.name}.png").write_bytes(png(picture))
                 written.append(figures / f"{picture.name}.png")
-    _replace(page_file, text)
+    write_whole(Path(os.path.abspath(page_file)), text, 0o644, "backslashreplace")
     return written
-
-
-def _replace(file: Path, text: str) -> None:
-    target = Path(os.path.abspath(file))
-    handle, fresh = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
-        os.chmod(fresh, 0o644)
-        os.replace(fresh, target)
-    except BaseException:
-        os.unlink(fresh)
-        raise

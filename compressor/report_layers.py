@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 
+from compressor.card_words import counted as counted
+from compressor.card_words import runs
 from compressor.report_data import LayerReport
 
 
@@ -52,21 +54,10 @@ def mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def counted(number: int, one: str, several: str = "") -> str:
-    """1 -> '1 expert', 2 -> '2 experts'."""
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
-
-
 def listed(numbers: Sequence[int]) -> str:
     """0, 1, 2, 7 -> '0-2, 7'; 'none' for no number."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
     parts = [f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
-             for first, last in runs]  # fmt: skip
+             for first, last in runs(numbers)]  # fmt: skip
     return ", ".join(parts) or "none"
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import without_tokens
+from compressor.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -117,14 +117,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a private file of the cache, whole or not at all; where that fails, nothing is kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(prefix=".", suffix=".json", dir=path.parent)  # for its owner alone
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
-                json.dump(content, stream)
-            os.replace(fresh, path)
-        except BaseException:
-            os.unlink(fresh)
-            raise
+        write_whole(path, json.dumps(content), errors="backslashreplace")
     except (OSError, ValueError) as error:
         logger.debug("%s could not be written: %s", path, error)
 
