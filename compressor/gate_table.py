@@ -39,16 +39,14 @@ def show_gated(
     found: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
 ) -> None:
     """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
-    from compressor.push_table import push_dict
-    from compressor.rendering import show_summary, summary_dict
+    from compressor.rendering import published, show_summary, summary_dict
 
     result = found.decisive.result
     if as_json:
         tried = [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in found.attempts]
         summary = None if found.summary is None else summary_dict(found.summary)
         report = {**full_content(result), "written": [str(path) for path in written]}
-        published = {} if pushed is None else {"push": push_dict(pushed)}
-        print_json({**report, "attempts": tried, "compression": summary, **published})
+        print_json({**report, "attempts": tried, "compression": summary, **published(pushed)})
         return
     if len(found.attempts) > 1:
         rows = [(str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in found.attempts]

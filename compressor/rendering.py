@@ -152,10 +152,8 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
 
 def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a compression did, and where it was published."""
-    from compressor.push_table import push_dict, show_push
-
     if as_json:
-        print_json({**summary_dict(summary), **({} if pushed is None else {"push": push_dict(pushed)})})
+        print_json({**summary_dict(summary), **published(pushed)})
         return
     before, after = summary.before, summary.after
     rows = [
@@ -180,7 +178,18 @@ def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" =
         lines.print(f"left out, as stock transformers does not load them: {names}{fields}", highlight=False)
     print(f"Written to {summary.out}")
     if pushed is not None:
+        from compressor.push_table import show_push
+
         show_push(pushed, as_json=False)
+
+
+def published(pushed: "PushSummary | None") -> dict[str, Any]:
+    """What --json adds of a push; nothing without one."""
+    if pushed is None:
+        return {}
+    from compressor.push_table import push_dict
+
+    return {"push": push_dict(pushed)}
 
 
 def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:

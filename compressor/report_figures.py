@@ -1,6 +1,6 @@
 """The figures of a report: the same drawings for the page, as SVG, and for a model card, as PNG."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from compressor.report_bars import size_parts, time_parts, visit_parts
 from compressor.report_data import ReportData
@@ -23,17 +23,19 @@ TITLES = {
 }
 
 
-def pictures(data: ReportData) -> tuple[Picture, ...]:
-    """All figures that the data gives, in the order of the page."""
-    drawn = {
-        SIZES: size_parts(data),
-        SIMILARITY: similarity_parts(data),
-        VISITS: visit_parts(data),
-        ERRORS: error_parts(data),
-        GATE: gate_parts(data),
-        TIMES: time_parts(data),
-    }
-    return tuple(_picture(name, parts, data) for name, parts in drawn.items() if parts)
+PARTS: Mapping[str, Callable[[ReportData], tuple[Part, ...]]] = {
+    SIZES: size_parts,
+    SIMILARITY: similarity_parts,
+    VISITS: visit_parts,
+    ERRORS: error_parts,
+    GATE: gate_parts,
+    TIMES: time_parts,
+}
+
+
+def pictures(data: ReportData, names: Sequence[str] = NAMES) -> tuple[Picture, ...]:
+    """The figures of these names that the data gives, by default all in the order of the page."""
+    return tuple(_picture(name, parts, data) for name in names if (parts := PARTS[name](data)))
 
 
 def _picture(name: str, parts: Sequence[Part], data: ReportData) -> Picture:

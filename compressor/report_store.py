@@ -51,9 +51,8 @@ def _figures(folder: Path) -> dict[str, tuple[bytes, str]]:
     measured = kept_measures(folder)
     if measured is None:
         return {}
-    drawn = {picture.name: picture for picture in pictures(report_data(folder, measured))}
-    wanted = [drawn[name] for name in (SIMILARITY, VISITS, ERRORS) if name in drawn]
-    return {f"images/{picture.name}.png": (png(picture), picture.alt) for picture in wanted}
+    drawn = pictures(report_data(folder, measured), (SIMILARITY, VISITS, ERRORS))
+    return {f"images/{picture.name}.png": (png(picture), picture.alt) for picture in drawn}
 
 
 def _path(key: str) -> Path:
