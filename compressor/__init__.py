@@ -1,9 +1,13 @@
 """moe-compressor: smaller Mixture-of-Experts checkpoints that every stock loader still loads."""
 
-from compressor.api import Summary, apply, compress, plan, plan_per_source
-from compressor.errors import CompressionError
-from compressor.measuring import attribute, compare, gate, inspect
-from compressor.request import Request
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
+    from compressor.api.measuring import attribute, compare, gate, inspect
+    from compressor.errors import CompressionError
+    from compressor.planning.request import Request
 
 __all__ = [
     "CompressionError",
@@ -18,3 +22,18 @@ __all__ = [
     "plan",
     "plan_per_source",
 ]
+
+_HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
+    "CompressionError": "errors",
+    "Request": "planning.request",
+    **dict.fromkeys(("Summary", "apply", "compress", "plan", "plan_per_source"), "api.compressing"),
+    **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public name, loaded on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

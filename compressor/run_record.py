@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import without_tokens
-from compressor.whole_files import write_whole
+from compressor.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RunRecord:
 
 def cache_folder(name: str) -> Path:
     """A folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored evaluations."""
-    from compressor.evaluation_store import default_folder
+    from compressor.files import default_folder
 
     own = os.environ.get("MOE_COMPRESSOR_CACHE")
     try:

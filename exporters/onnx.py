@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.architecture import experts_modules
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
-from compressor.job import carried_files
-from compressor.loading import PartialModel
-from compressor.model import OpenModel, open_model
+from compressor.model.architecture import experts_modules
+from compressor.model.loading import PartialModel
+from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
-from compressor.source import locate
+from compressor.surgery.job import carried_files
 from compressor.versions import versions
 from exporters import safetensors as publishing
 from exporters.onnx_experts import FALLBACKS, LayerRoute, WeightFormat, use_nodes

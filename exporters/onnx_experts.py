@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.architecture import experts_modules
 from compressor.errors import CompressionError
-from compressor.experts import parameter_names
+from compressor.model.architecture import experts_modules
+from compressor.model.experts import parameter_names
 from exporters.onnx_activation import Activation, activation, supported
 
 IMPLEMENTATION = "moe_compressor_onnx"  # the name under which transformers knows `experts_forward`

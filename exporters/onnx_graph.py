@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.loading import quiet_transformers
+from compressor.model.loading import quiet_transformers
 from exporters.onnx_norms import divide_by_roots
 
 CACHE = "past_key_values"

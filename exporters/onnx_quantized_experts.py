@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.errors import CompressionError
-from compressor.experts import parameter_names
+from compressor.model.experts import parameter_names
 from exporters.onnx_activation import Activation, supported
 from exporters.onnx_experts import PLAIN, MoeNode, WeightFormat, first_rows, moe_node, node_tensors
 from exporters.onnx_quantize import SCHEMES, Scheme, codes, pack, rounded

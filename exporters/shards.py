@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from compressor.checkpoint import DTYPE_BITS
-from compressor.output import OutputJob
-from compressor.surgery import OutputTensor
+from compressor.checkpoint.reader import DTYPE_BITS
+from compressor.surgery.output import OutputJob
+from compressor.surgery.tensors import OutputTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def watch(command: list[str], limit: int | None = None) -> dict[str, float]:
 def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
     """The command line that compresses to `KEEP` experts, in a process of its own."""
     arguments = ["compress", str(folder), "-o", str(out), "--experts", str(KEEP), "--strategy", strategy, "--json"]
-    return [sys.executable, "-m", "compressor.cli", *arguments]
+    return [sys.executable, "-m", "compressor", *arguments]
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -178,12 +178,12 @@ def calibration_report(folder: Path) -> None:
     """The streamed pass over stock forwards of the same batches on a model that is in memory already."""
     from transformers import AutoModelForCausalLM
 
-    from compressor.calibration import Calibration, cut
-    from compressor.loading import PartialModel, quiet_transformers
-    from compressor.model import open_model
-    from compressor.planning import collect
+    from compressor.calibration.batches import Calibration, cut
+    from compressor.checkpoint.source import locate
+    from compressor.model.loading import PartialModel, quiet_transformers
+    from compressor.model.opened import open_model
+    from compressor.planning.make import collect
     from compressor.progress import Silent
-    from compressor.source import locate
 
     ids = torch.randint(VOCABULARY, (16 * 256,), generator=torch.Generator().manual_seed(0))
     batches = cut(ids, 256, 8)
@@ -216,9 +216,9 @@ def calibration_report(folder: Path) -> None:
 def writing_report(folder: Path, scratch: Path) -> None:
     """A pure drop, and model-centric, over copying the same bytes."""
     import compressor
-    from compressor.model import open_model
-    from compressor.plan import CompressionPlan, LayerPlan, Source
-    from compressor.source import locate
+    from compressor.checkpoint.source import locate
+    from compressor.model.opened import open_model
+    from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.keep(layer, range(0, EXPERTS, 2)) for layer in model.architecture.layers)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from compressor.attributing import attribute
-from compressor.calibration import Calibration
+from compressor.attribution.measure import attribute
+from compressor.calibration.batches import Calibration
+from compressor.checkpoint.source import locate
 from compressor.memory import limit_caches
-from compressor.model import OpenModel, open_model
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.streaming import stream_layers
 from compressor.progress import Silent
-from compressor.source import locate
-from compressor.streaming import stream_layers
 from scripts.benchmark_correction import layer_bytes, measured
 
 BATCH = 8

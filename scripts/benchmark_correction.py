@@ -15,16 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compressor.calibration import Calibration, calibrate, load_tokenizer
-from compressor.correction import Correction
+from compressor.calibration.batches import Calibration, calibrate, load_tokenizer
+from compressor.checkpoint.source import locate
+from compressor.correction.in_order import compress_in_order
+from compressor.correction.refit import Correction
 from compressor.memory import PeakMemory, limit_caches
-from compressor.model import OpenModel, open_model
-from compressor.plan import CompressionPlan
-from compressor.planning import make_plan
+from compressor.model.opened import OpenModel, open_model
+from compressor.planning.make import make_plan
+from compressor.planning.registry import STRATEGIES, load_strategy, names
+from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
-from compressor.registry import STRATEGIES, load_strategy, names
-from compressor.sequence import compress_in_order
-from compressor.source import locate
 from scripts.benchmark import save_tokenizer, write_synthetic
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from compressor.architecture import build_meta, discover
-from compressor.experts import apply_expert, expert_parameters
-from compressor.reconstruction import RECONSTRUCTION
-from compressor.rerouting import SmallerRouter
-from compressor.statistics import Collector, LayerStatistics
+from compressor.calibration.statistics import Collector, LayerStatistics
+from compressor.grouping.reconstruction import RECONSTRUCTION
+from compressor.grouping.rerouting import SmallerRouter
+from compressor.model.architecture import build_meta, discover
+from compressor.model.experts import apply_expert, expert_parameters
 from strategies.enumerate_subsets import Options, plan
 
 HIDDEN, TOKENS, VOCABULARY = 1024, 512, 1000

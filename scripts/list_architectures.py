@@ -20,14 +20,14 @@ import torch
 import transformers
 
 import compressor
-from compressor.architecture import Architecture, discover, experts_modules
-from compressor.attributing import attribute
-from compressor.calibration import Calibration
-from compressor.configuration import EXTRA_HEAD
+from compressor.attribution.measure import attribute
+from compressor.calibration.batches import Calibration
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import OpenModel, open_model
+from compressor.model.architecture import Architecture, discover, experts_modules
+from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.source import locate
+from compressor.surgery.configuration import EXTRA_HEAD
 from exporters import onnx
 from tests import zoo
 

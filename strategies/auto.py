@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from compressor.calibration.statistics import HELDOUT, LayerStatistics
 from compressor.errors import CompressionError
-from compressor.plan import LayerPlan
-from compressor.reconstruction import relative_error
-from compressor.registry import Strategy, load_strategy
-from compressor.statistics import HELDOUT, LayerStatistics
+from compressor.grouping.reconstruction import relative_error
+from compressor.planning.registry import Strategy, load_strategy
+from compressor.plans.plan import LayerPlan
 
 CANDIDATES = "enumerate,gated-mass,count-guided,reap"
 CORRECTION = "tune"  # unless another is asked for

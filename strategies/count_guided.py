@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from compressor.merging import keep_best, kept_share
-from compressor.plan import LayerPlan
-from compressor.statistics import LayerStatistics
+from compressor.calibration.statistics import LayerStatistics
+from compressor.grouping.choose import keep_best, kept_share
+from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"routed_count"})
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
-from compressor.grouping import group_experts
-from compressor.merging import merge_groups, merge_needs, routing_blocks
-from compressor.plan import LayerPlan
-from compressor.similarity import linear_cka, mean_output_distances, rbf_cka
-from compressor.statistics import LayerStatistics
+from compressor.grouping.choose import merge_groups, merge_needs, routing_blocks
+from compressor.grouping.partition import group_experts
+from compressor.grouping.similarity import linear_cka, mean_output_distances, rbf_cka
+from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"mixed_outputs"})
 SIMILARITIES = ("linear-cka", "rbf-cka", "mean-output")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
-from compressor.limits import check_count
-from compressor.merging import competing
-from compressor.plan import LayerPlan
-from compressor.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
-from compressor.statistics import LayerStatistics
+from compressor.grouping.choose import competing
+from compressor.grouping.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
+from compressor.model.limits import check_count
+from compressor.plans.plan import LayerPlan
 
 NEEDS = RECONSTRUCTION
 SEARCHES = ("auto", "all", "greedy")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.architecture import MoeLayer
+from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
-from compressor.limits import check_count
-from compressor.merging import competing, merge_groups, merge_needs
-from compressor.plan import LayerPlan
-from compressor.similarity import mean_output_distances
-from compressor.statistics import LayerStatistics
+from compressor.grouping.choose import competing, merge_groups, merge_needs
+from compressor.grouping.similarity import mean_output_distances
+from compressor.model.architecture import MoeLayer
+from compressor.model.limits import check_count
+from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"expert_outputs"})
 LINKAGES = ("average", "complete", "single")

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from compressor.calibration.statistics import LayerStatistics, LayerWeights
 from compressor.errors import CompressionError
-from compressor.experts import projections
-from compressor.grouping import group_experts
-from compressor.merging import merge_groups, merge_needs, routing_blocks
-from compressor.plan import LayerPlan
-from compressor.similarity import fast_squared_distances
-from compressor.statistics import LayerStatistics, LayerWeights
+from compressor.grouping.choose import merge_groups, merge_needs, routing_blocks
+from compressor.grouping.partition import group_experts
+from compressor.grouping.similarity import fast_squared_distances
+from compressor.model.experts import projections
+from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"weights"})
 REPRESENTATIONS = ("surrogate", "vectorized")

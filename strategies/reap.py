@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
-from compressor.merging import keep_best, kept_share
-from compressor.plan import LayerPlan
-from compressor.statistics import LayerStatistics
+from compressor.grouping.choose import keep_best, kept_share
+from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"gated_norm_sum", "routed_count"})
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
-from compressor.merging import competing, keep_best, merge_groups, merge_needs
-from compressor.plan import LayerPlan
-from compressor.statistics import LayerStatistics
+from compressor.grouping.choose import competing, keep_best, merge_groups, merge_needs
+from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"routed_count", "router_logits"})
 

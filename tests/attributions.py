@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from compressor.attribution import Attribution, Output, Receiver, Sender
+from compressor.attribution.figures import Attribution, Output, Receiver, Sender
 
 Values = tuple[float | None, ...]
 

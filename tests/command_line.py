@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from compressor import cli
+from compressor.cli import main as cli
 
 FRESH = multiprocessing.get_context("forkserver")  # each process starts with the packages imported and nothing run
 FRESH.set_forkserver_preload(
-    ["compressor.cli", "compressor.api", "compressor.model", "compressor.rendering", "tests.zoo"]
+    ["compressor.cli.main", "compressor.api.compressing", "compressor.model.opened", "tests.zoo"]
 )
 
 

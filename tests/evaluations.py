@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from compressor.evaluating import evaluate
-from compressor.evaluation_options import EvaluationOptions
-from compressor.gate import ItemScores
+from compressor.evaluation.evaluate import evaluate
+from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.scores import ItemScores
 from compressor.progress import Silent
 
 CHOICE = """

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compressor.architecture import Architecture, MoeLayer
-from compressor.calibration import Calibration
-from compressor.collecting import collect
-from compressor.model import OpenModel, open_model
+from compressor.calibration.batches import Calibration
+from compressor.calibration.collecting import collect
+from compressor.calibration.statistics import LayerStatistics
+from compressor.checkpoint.source import locate
+from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.source import locate
-from compressor.statistics import LayerStatistics
 from tests import zoo
 
 

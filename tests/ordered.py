@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compressor import sequence
-from compressor.architecture import Architecture, MoeLayer
-from compressor.calibration import Calibration
-from compressor.correction import correct_layer
-from compressor.judging import Judge
-from compressor.model import OpenModel, open_model
-from compressor.plan import CompressionPlan, Group, LayerPlan, Source
+from compressor.calibration.batches import Calibration
+from compressor.calibration.heldout import Judge
+from compressor.checkpoint.source import locate
+from compressor.correction import in_order as sequence
+from compressor.correction.in_order import compress_in_order
+from compressor.correction.recording import Recording
+from compressor.correction.refit import correct_layer
+from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.opened import OpenModel, open_model
+from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
-from compressor.recording import Recording
-from compressor.sequence import compress_in_order
-from compressor.source import locate
 from tests import zoo
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any

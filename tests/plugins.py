@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from compressor import registry
+from compressor.planning import registry
 
 REAP = '''
 """REAP: keep the experts with the largest mean gated output (Lasby et al., ICLR 2026, arXiv:2510.13999)."""
 import torch
-from compressor.plan import LayerPlan
-from compressor.statistics import LayerStatistics
+from compressor.plans.plan import LayerPlan
+from compressor.calibration.statistics import LayerStatistics
 NEEDS = frozenset({"gated_norm_sum", "routed_count"})  # one streamed pass collects the union of all NEEDS
 def saliency(gated_norm_sum: torch.Tensor, routed_count: torch.Tensor) -> torch.Tensor:
     """Mean of gate * ||output|| over routed tokens: [E], [E] -> [E]; 0 for an expert no token reached."""

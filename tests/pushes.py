@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from compressor import compress
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation_store import identity
-from compressor.gate import GateResult
-from compressor.pushing import PushSummary, push
-from compressor.source import ModelSource
+from compressor.evaluation.store import identity
+from compressor.gates.verdict import GateResult
+from compressor.publishing.push import PushSummary, push
 from tests import gates, small
 from tests.hub import Hub, serve
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.architecture import MoeLayer, discover
-from compressor.plan import LayerPlan
-from compressor.recording import Recording
-from compressor.relayer import CutLayer
+from compressor.correction.cut_layer import CutLayer
+from compressor.correction.recording import Recording
+from compressor.model.architecture import MoeLayer, discover
+from compressor.plans.plan import LayerPlan
 from tests import zoo
 from tests.ordered import drops
 from tests.stock import stock_small

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compressor.architecture import MoeLayer
+from compressor.model.architecture import MoeLayer
 
 TOKEN = "token"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
-from compressor.report_data import LayerReport, ReportData
+from compressor.report.data import LayerReport, ReportData
 from tests.gates import mixed
 
 HOSTILE = "<script>alert(1)</script> & \"q\" 'a' $x_1$ \x00\x1b \ud800 \u202e ]]> --> </style></svg>"

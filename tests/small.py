@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from compressor.checkpoint import INDEX_NAME, SINGLE_NAME
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from tests import zoo
 
 SPECIAL = ("<pad>", "<s>", "</s>")

@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from compressor.architecture import MoeLayer
-from compressor.plan import LayerPlan
+from compressor.model.architecture import MoeLayer
+from compressor.plans.plan import LayerPlan
 from tests import zoo
 from tests.opened import Calls
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compressor
-from compressor import learned
-from compressor.calibration import Calibration
-from compressor.model import open_model
-from compressor.plan import CompressionPlan
-from compressor.planning import make_plan
+from compressor.calibration.batches import Calibration
+from compressor.checkpoint.source import locate
+from compressor.grouping import learned
+from compressor.model.opened import open_model
+from compressor.planning.make import make_plan
+from compressor.planning.registry import load_strategy
+from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
-from compressor.registry import load_strategy
-from compressor.source import locate
 from tests import zoo
 from tests.reference import cut, forced_logits, realign, stored_bytes
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from compressor import cli
+from compressor.cli import main as cli
 
 CI = Path(__file__).parent.parent / "examples" / "ci"
 WORKFLOW, ACTION, README = CI / "compress-gate-publish.yml", CI / "gate-action" / "action.yml", CI / "README.md"
@@ -226,7 +226,7 @@ def test_actions_are_pinned_by_major_version() -> None:
 
 
 def test_results_of_the_gate_are_cached_where_it_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compressor.evaluation_store import default_folder
+    from compressor.files import default_folder
 
     content = read(WORKFLOW)
     environment = content["jobs"]["gate"]["env"]

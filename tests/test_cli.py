@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import compressor
-from compressor import cli
+from compressor.cli import main as cli
 from exporters import safetensors as exporter
 from tests import small, zoo
 from tests.command_line import Result, Run, names, refused, run_killed
@@ -598,7 +598,7 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 MOMENTS = [
-    ("compressor.loading", "refuse_nan", 20),  # while planning
+    ("compressor.model.loading", "refuse_nan", 20),  # while planning
     ("pathlib", "Path.replace", 1),  # before the plan is kept
     ("os", "replace", 1),
     ("os", "replace", 3),
@@ -627,7 +627,7 @@ def test_killed_and_run_again(
 def test_what_was_planned_is_not_planned_again(
     run: Run, command: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compressor import planning
+    from compressor.planning import make as planning
 
     out = tmp_path / "out"
     assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
@@ -655,7 +655,7 @@ def test_the_console_script_killed_and_run_again(
     out = tmp_path / "out"
     work = exporter.work_folder(out)
     awaited = {"folder": work, "journal": work / exporter.MARKER, "delay": tmp_path / "never"}[sign]
-    code = "from compressor.cli import main; main()"
+    code = "from compressor.cli.main import main; main()"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command, "-o", str(out)], env=environment, cwd=Path(cli.__file__).parents[1],

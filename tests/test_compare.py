@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
-from compressor import comparison_report, registry
-from compressor.loading import PartialModel
+from compressor.comparison import report as comparison_report
+from compressor.model.loading import PartialModel
+from compressor.planning import registry
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
 from tests.plugins import REAP, install

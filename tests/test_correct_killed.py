@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressor import sequence
+from compressor.correction import in_order as sequence
 from tests import small
 from tests.command_line import Run, names, run_killed
 from tests.small import tree
@@ -42,10 +42,10 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 MOMENTS = [
-    ("compressor.sequence", "correct_layer", 1),
-    ("compressor.sequence", "correct_layer", 2),
+    ("compressor.correction.in_order", "correct_layer", 1),
+    ("compressor.correction.in_order", "correct_layer", 2),
     ("safetensors.torch", "save_file", 2),
-    ("compressor.cutfiles", "CutFiles.save", 2),
+    ("compressor.surgery.cut_files", "CutFiles.save", 2),
     ("exporters.safetensors", "_write_tensor", 20),
     ("os", "fsync", 2),
 ]
@@ -71,7 +71,8 @@ def test_a_corrected_layer_is_not_corrected_again(
         corrected.append(layer.name)
         return real(model, layer, *args)
 
-    assert run_killed([*command, "-o", str(out)], "compressor.sequence", "correct_layer", 2) == -signal.SIGKILL
+    place = ("compressor.correction.in_order", "correct_layer", 2)
+    assert run_killed([*command, "-o", str(out)], *place) == -signal.SIGKILL
     monkeypatch.setattr(sequence, "correct_layer", counting)
     assert run(*command, "-o", out).status == 0
     assert corrected == ["model.layers.1.mlp.experts"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressor import gated
-from compressor.demo.run import demo_checkpoint
-from compressor.gate_report import read_gate
+from compressor.api import searching as gated
+from compressor.demo.evaluation import demo_checkpoint
+from compressor.gates.report import read_gate
 from tests.command_line import Result, Run, captured, names, refused
 from tests.small import tree
 

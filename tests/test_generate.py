@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor import generating
-from compressor.commands.generating import collect
-from compressor.demo.run import demo_checkpoint
+from compressor.cli.commands.generating import collect
+from compressor.demo.evaluation import demo_checkpoint
+from compressor.generation import generate as generating
 from tests import small
 from tests.command_line import Run, refused
 

@@ -25,7 +25,7 @@ def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[st
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "compressor.cli", *arguments]
+    command = [sys.executable, "-m", "compressor", *arguments]
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=120)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import compressor
 from compressor import CompressionError
-from compressor.architecture import discover
+from compressor.model.architecture import discover
 from tests import zoo
 from tests.reference import cut, realign
 

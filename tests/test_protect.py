@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compressor import calibration, request
-from compressor.attribution import Attribution, Receiver, Sender
-from compressor.calibration import Calibration
-from compressor.model import open_model
-from compressor.source import locate
+from compressor.attribution.figures import Attribution, Receiver, Sender
+from compressor.calibration import batches as calibration
+from compressor.calibration.batches import Calibration
+from compressor.checkpoint.source import locate
+from compressor.model.opened import open_model
+from compressor.planning import request
 from exporters import safetensors as exporter
 from tests import small
 from tests.command_line import Run, names, refused
@@ -238,9 +239,9 @@ def attributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Sequence[
             senders = tuple(sender(layer, expert) for layer in (0, 1) for expert in range(8))
             return Attribution("model", (Receiver("head", 2, 1.0, 0.0),), senders, (), data.tokens)
 
-        module = ModuleType("compressor.attributing")
+        module = ModuleType("compressor.attribution.measure")
         module.attribute = attribute  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "compressor.attributing", module)
+        monkeypatch.setitem(sys.modules, "compressor.attribution.measure", module)
         return seen
 
     return install

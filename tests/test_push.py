@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compressor.gate_report import write_gate
+from compressor.gates.report import write_gate
 from tests import small
 from tests.command_line import Run, refused
 from tests.hub import Fault, Hub
@@ -91,7 +91,7 @@ def test_in_a_process_of_its_own(made: Path, hub: Hub, run: Run, tmp_path: Path)
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
     }  # fmt: skip
     hub.fail(Fault("POST", "/commit/", reset=True))
-    line = [sys.executable, "-m", "compressor.cli", "push", str(folder), REPOSITORY]
+    line = [sys.executable, "-m", "compressor", "push", str(folder), REPOSITORY]
     cut = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert (cut.returncode, cut.stdout, cut.stderr.count("\n")) == (2, "", 1)
     assert cut.stderr.startswith(f"Error: {REPOSITORY}: the connection to the Hub broke")

@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.quantization_config import Mxfp4Config
 
+from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales
 from compressor.errors import CompressionError
-from compressor.quantized import dequantizer, refuse_faults, refuse_unread_scales
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 
 Save = Callable[[Path], None]

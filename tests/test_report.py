@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compressor.report_data import ReportData
-from compressor.report_page import SECTIONS
+from compressor.report.data import ReportData
+from compressor.report.page import SECTIONS
 from tests import small
 from tests.command_line import Run, captured, names, refused
 

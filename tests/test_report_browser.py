@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from compressor.report_data import ReportData
-from compressor.report_figures import pictures
-from compressor.report_page import POLICY, page
+from compressor.report.data import ReportData
+from compressor.report.figures import pictures
+from compressor.report.page import POLICY, page
 from tests.reported import bare, hostile, report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,3 +108,10 @@ def _batches(rows: Sequence[ScoredRow]) -> Iterator[list[int]]:
         batch.append(index)
     if batch:
         yield batch
+
+
+@contextmanager
+def demo_checkpoint() -> Iterator[Path]:
+    """The folder of the embedded checkpoint."""
+    with as_file(files("compressor.demo") / "checkpoint") as folder:
+        yield folder

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressor.demo.evaluation import load_documents, load_items, skill_accuracy
 from compressor.demo.skills import SKILLS
-from compressor.evaluating import evaluate
-from compressor.evaluation_options import EvaluationOptions
-from compressor.gate import ItemScores
-from compressor.lm_eval_tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.evaluate import evaluate
+from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
 from compressor.progress import Silent
 from tests import small
 

@@ -322,7 +322,7 @@ def test_missing_packages_are_told(source: Path, tmp_path: Path, monkeypatch: py
 
 def test_the_package_imports_without_onnx() -> None:
     program = "import sys; sys.modules.update(onnx=None, onnxruntime=None, onnx_ir=None, onnxscript=None)\n"
-    subprocess.run([sys.executable, "-c", f"{program}import exporters.onnx, compressor.cli"], check=True)
+    subprocess.run([sys.executable, "-c", f"{program}import exporters.onnx, compressor.cli.main"], check=True)
 
 
 @pytest.mark.parametrize(

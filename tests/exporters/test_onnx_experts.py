@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from compressor.architecture import experts_modules
 from compressor.errors import CompressionError
+from compressor.model.architecture import experts_modules
 from exporters import onnx_activation, onnx_experts
 from exporters.onnx_activation import Activation, activation, supported
 from exporters.onnx_experts import LayerRoute

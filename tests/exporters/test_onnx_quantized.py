@@ -16,10 +16,10 @@ import transformers
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from compressor import api
-from compressor.architecture import experts_modules
-from compressor.demo.run import demo_checkpoint
+from compressor.api import compressing as api
+from compressor.demo.evaluation import demo_checkpoint
 from compressor.errors import CompressionError
+from compressor.model.architecture import experts_modules
 from exporters.onnx import ExportOptions, ExportSummary, export
 from exporters.onnx_quantize import SCHEMES, dequantise, unpack
 from exporters.onnx_quantized_experts import FORMATS, SCALES, qmoe_tensors, round_experts, rounding_cost

@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from compressor.checkpoint import DTYPE_BITS, TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
 from compressor.errors import CompressionError
-from compressor.output import OutputJob
-from compressor.surgery import FileRange, OutputTensor, Piece
+from compressor.surgery.output import OutputJob
+from compressor.surgery.tensors import FileRange, OutputTensor, Piece
 from exporters import safetensors as exporter
 from tests.small import tree
 

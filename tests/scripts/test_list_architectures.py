@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from compressor import CompressionError
-from compressor.architecture import discover
+from compressor.model.architecture import discover
 from scripts.list_architectures import PAGE, refused_families, refused_row, supported_row
 from tests import zoo
 

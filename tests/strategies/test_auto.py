@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.architecture import MoeLayer
-from compressor.calibration import Calibration
+from compressor.calibration.batches import Calibration
+from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
-from compressor.model import OpenModel
-from compressor.plan import CompressionPlan, LayerPlan
-from compressor.planning import make_plan
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.planning.make import make_plan
+from compressor.planning.registry import Strategy, load_strategy
+from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Silent
-from compressor.registry import Strategy, load_strategy
-from compressor.statistics import LayerStatistics
 from strategies import auto
 from strategies.auto import Options
 from tests import reference, zoo

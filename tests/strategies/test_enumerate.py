@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.collecting import collect
+from compressor.calibration.collecting import collect
+from compressor.calibration.statistics import LayerStatistics
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import open_model
-from compressor.plan import LayerPlan
-from compressor.planning import make_plan
+from compressor.grouping.reconstruction import KeptErrors, Routed, relative_error
+from compressor.model.opened import open_model
+from compressor.planning.make import make_plan
+from compressor.planning.registry import load_strategy
+from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
-from compressor.reconstruction import KeptErrors, Routed, relative_error
-from compressor.registry import load_strategy
-from compressor.source import locate
-from compressor.statistics import LayerStatistics
 from strategies import enumerate_subsets
 from strategies.enumerate_subsets import NEEDS, Options, _Block, _Greedy, _search, plan
 from tests import zoo

@@ -16,15 +16,15 @@ from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 
-from compressor.architecture import MoeLayer
-from compressor.collecting import collect
+from compressor.calibration.collecting import collect
+from compressor.calibration.statistics import LayerStatistics
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import open_model
-from compressor.planning import make_plan
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import open_model
+from compressor.planning.make import make_plan
+from compressor.planning.registry import load_strategy, option_fields
 from compressor.progress import Silent
-from compressor.registry import load_strategy, option_fields
-from compressor.source import locate
-from compressor.statistics import LayerStatistics
 from strategies.hc_smoe import LINKAGES, Options, cluster, distances, plan
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import compressor
-from compressor.architecture import MoeLayer
+from compressor.calibration.statistics import LayerStatistics
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import open_model
-from compressor.plan import Group
-from compressor.planning import make_plan
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import open_model
+from compressor.planning.make import make_plan
+from compressor.planning.registry import load_strategy
+from compressor.plans.plan import Group
 from compressor.progress import Silent
-from compressor.registry import load_strategy
-from compressor.source import locate
-from compressor.statistics import LayerStatistics
 from strategies import router_guided
 from strategies.router_guided import Options
 from tests import zoo

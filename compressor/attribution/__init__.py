@@ -1,0 +1,1 @@
+"""What steers the routers: which earlier component writes what into whose routing."""

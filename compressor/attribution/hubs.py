@@ -1,0 +1,148 @@
+"""Routing hubs: experts that steer later routers far more than the other experts of their layer do.
+
+Beside them the super experts, whose outputs are massive: Su et al. 2025, "Unveiling Super Experts in
+Mixture-of-Experts Large Language Models", arXiv:2507.23279. An expert can be either without the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from compressor.attribution.figures import Attribution, Output, Sender
+
+THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
+LEAST_SHARE = 1e-3  # of the variance of the later routers' logits, that a hub has
+_TO_DEVIATION = 0.6745  # a normal distribution's median absolute deviation, in standard deviations
+_MEAN_TO_DEVIATION = 0.7979  # its mean absolute deviation
+_LEAST_SPREAD = 0.05  # of the median: a layer of nearly equal experts has no outliers
+SUPER_QUANTILE, SUPER_SHARE = 0.995, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """An expert whose influence and AARV are both outliers of its layer."""
+
+    module: str
+    layer: int
+    expert: int
+    influence: float  # summed over the receivers
+    aarv: float  # summed over the receivers
+    influence_score: float  # modified z-score among the layer's experts
+    aarv_score: float
+    share: float  # of the tokens, those that visit it
+
+
+@dataclass(frozen=True, slots=True)
+class SuperExpert:
+    """An expert with massive activations among its outputs, before its gate weight."""
+
+    module: str
+    layer: int
+    expert: int
+    max_entry: float  # largest absolute entry of an output
+    max_norm: float  # L2
+    mean_norm: float  # over its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Which hubs are super experts, each part with the strongest first."""
+
+    both: tuple[Hub, ...]
+    only_hubs: tuple[Hub, ...]
+    only_supers: tuple[SuperExpert, ...]
+
+    @property
+    def jaccard(self) -> float | None:
+        """Experts that are both over experts that are either; None where there are none."""
+        either = len(self.both) + len(self.only_hubs) + len(self.only_supers)
+        return len(self.both) / either if either else None
+
+
+def outlier_scores(values: Sequence[float]) -> list[float]:
+    """Modified z-scores by the median absolute deviation (MAD): 0.6745 (x - median) / MAD.
+
+    A twentieth of the median stands in for a smaller deviation. Where both are zero, for most values are, the mean
+    absolute deviation serves instead, with its own factor; where that is zero too, all values are equal and score 0.
+    """
+    centre = median(values)
+    distances = [abs(value - centre) for value in values]
+    factor, spread = _TO_DEVIATION, max(median(distances), _LEAST_SPREAD * abs(centre))
+    if spread == 0:
+        factor, spread = _MEAN_TO_DEVIATION, fmean(distances)
+    return [factor * ((value - centre) / spread) if spread else 0.0 for value in values]
+
+
+def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[Hub, ...]:
+    """Experts whose influence is an outlier of their layer, and whose AARV confirms it; the strongest first.
+
+    Whatever stands out among noise is no hub: influence must reach a thousandth of the variance of the logits.
+    """
+    layers: dict[str, list[Sender]] = {}
+    for sender in attribution.of_kind("expert"):
+        layers.setdefault(sender.module, []).append(sender)
+    found = []
+    for experts in layers.values():
+        influence = outlier_scores([sender.total_influence for sender in experts])
+        aarv = outlier_scores([sender.total_rank_change for sender in experts])
+        for sender, first, second in zip(experts, influence, aarv, strict=True):
+            if min(first, second) > threshold and sender.total_influence >= LEAST_SHARE * _variance(
+                attribution, sender
+            ):
+                found.append(_hub(sender, first, second))
+    return tuple(sorted(found, key=lambda hub: (-hub.influence, hub.layer, hub.module, hub.expert)))
+
+
+def _variance(attribution: Attribution, sender: Sender) -> float:
+    """Variance of the logits of the routers that come after the sender, summed over them."""
+    reached = zip(attribution.receivers, sender.influence, strict=True)
+    return sum(receiver.variance for receiver, influence in reached if influence is not None)
+
+
+def _hub(sender: Sender, influence_score: float, aarv_score: float) -> Hub:
+    assert sender.layer is not None and sender.number is not None
+    return Hub(
+        sender.module, sender.layer, sender.number, sender.total_influence, sender.total_rank_change,
+        influence_score, aarv_score, sender.share,
+    )  # fmt: skip
+
+
+def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
+    """Experts of the model with massive activations; the strongest first.
+
+    The rule of the paper: the largest absolute entry is beyond the 99.5th percentile of all experts, and above a tenth
+    of the largest one. Some expert always meets that, so here the entry must be an outlier of the model's experts too.
+    Up to 200 experts the percentile leaves room for one alone. Experts that no token reached do not count.
+    """
+    import numpy as np
+
+    reached = [output for output in attribution.outputs if output.tokens > 0]
+    if not reached:
+        return ()
+    entries = [output.max_entry for output in reached]
+    # the next entry above the percentile, so that equal ones stand or fall together
+    least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
+    found = [
+        output
+        for output, score in zip(reached, outlier_scores(entries), strict=True)
+        if score > THRESHOLD and output.max_entry >= least and output.max_entry > SUPER_SHARE * max(entries)
+    ]
+    found.sort(key=lambda output: (-output.max_entry, output.layer, output.module, output.expert))
+    return tuple(_super_expert(output) for output in found)
+
+
+def _super_expert(output: Output) -> SuperExpert:
+    return SuperExpert(
+        output.module, output.layer, output.expert, output.max_entry, output.max_norm, output.mean_norm
+    )  # fmt: skip
+
+
+def overlap(hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> Overlap:
+    """Sort the experts into hubs that are super experts, hubs alone and super experts alone."""
+    massive = {(each.module, each.expert) for each in supers}
+    steering = {(each.module, each.expert) for each in hubs}
+    return Overlap(
+        both=tuple(each for each in hubs if (each.module, each.expert) in massive),
+        only_hubs=tuple(each for each in hubs if (each.module, each.expert) not in massive),
+        only_supers=tuple(each for each in supers if (each.module, each.expert) not in steering),
+    )

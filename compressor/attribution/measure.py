@@ -1,0 +1,158 @@
+"""Routing attribution in two streamed passes, exact, holding no component beyond its layer.
+
+Sub-scores are linear in the component until the receiver's norm divides them: the first pass keeps every router's
+logits and factors (`stream_maps`), the second projects each component onto all later routers as it appears
+(`projecting`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Output, Receiver, Sender
+from compressor.attribution.keys import key_influence
+from compressor.attribution.projecting import Projection, Tally
+from compressor.attribution.stream_maps import Routers, observe_routers, run_traced
+from compressor.attribution.unit_trace import parts_of
+from compressor.calibration.batches import Calibration, load_tokenizer
+from compressor.errors import CompressionError
+from compressor.model.architecture import layer_number, layers_by_unit
+from compressor.model.opened import OpenModel, shared_experts
+from compressor.progress import Progress
+from compressor.versions import versions
+
+logger = logging.getLogger(__name__)
+
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.25  # share of the largest logit that may stay unexplained
+
+
+def attribute(
+    model: OpenModel, calibration: Calibration, progress: Progress, seed: int = 0, keys: int = 0, top: int = 10
+) -> Attribution:
+    """Decompose every router's logits on the calibration tokens.
+
+    On the first `keys` sequences the `top` most influential heads are split by key token, too.
+    Raises `CompressionError` naming the layer and the reason if the architecture's logits are no sum over the
+    residual stream, or if sums miss the logits by more than rounding.
+    """
+    if shared := shared_experts(model):
+        raise CompressionError(
+            f"{shared} shares its experts with another layer, so no layer's routing can be attributed to them"
+        )
+    architecture = model.architecture
+    by_unit = layers_by_unit(architecture.layers)
+    meta = model.partial.model
+    parts = {unit: parts_of(unit, meta.get_submodule(unit), by_unit.get(unit, ())) for unit in architecture.units}
+    seconds = {}
+    with torch.random.fork_rng(devices=[]):
+        begin = time.perf_counter()
+        torch.manual_seed(seed)
+        routers = observe_routers(model, calibration.batches, progress)
+        _refuse_not_finite(routers)
+        seconds["routers"] = time.perf_counter() - begin
+        torch.manual_seed(seed)
+        projection = Projection(model, routers, parts)
+        run_traced(model, calibration.batches, projection.visit, progress, "attribution")
+        seconds["attribution"] = time.perf_counter() - begin - seconds["routers"]
+        receivers = _receivers(model, routers, projection)
+        senders = tuple(_senders(model, projection.tallies, calibration.tokens))
+        per_key = _by_key(model, calibration, senders, progress, keys, top) if keys else []
+    return Attribution(
+        model=model.source.label,
+        receivers=receivers,
+        senders=senders,
+        outputs=tuple(_outputs(model, projection.tallies)),
+        tokens=calibration.tokens,
+        calibration=calibration.identity,
+        versions=versions(),
+        seconds=seconds,
+        per_key=tuple(per_key),
+    )
+
+
+def _by_key(
+    model: OpenModel, calibration: Calibration, senders: Sequence[Sender], progress: Progress, keys: int, top: int
+) -> list[KeyInfluence]:
+    heads = [sender for sender in senders if sender.kind == "head"]
+    strongest = sorted(heads, key=lambda head: -head.total_influence)[:top]
+    rows = [row for batch in calibration.batches for row in batch.split(1)]
+    found = key_influence(model, rows[:keys], strongest, progress, _texts(model)) if strongest else []
+    if not found:
+        logger.warning("no head of %s can be split by key tokens", model.architecture.model_class)
+    return found
+
+
+def _texts(model: OpenModel) -> Callable[[Sequence[int]], tuple[str, ...]]:
+    """What token ids stand for, by the model's tokenizer; nothing if it has none."""
+    try:
+        tokenizer = load_tokenizer(model.source.folder)
+    except CompressionError:
+        return lambda tokens: ()
+    return lambda tokens: tuple(str(tokenizer.decode([token])) for token in tokens)
+
+
+def _refuse_not_finite(routers: Routers) -> None:
+    for number, layer in enumerate(routers.layers):
+        if not all(bool(torch.isfinite(logits[:, number]).all()) for logits in routers.logits):
+            raise CompressionError(
+                f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
+            )
+
+
+def _receivers(model: OpenModel, routers: Routers, projection: Projection) -> tuple[Receiver, ...]:
+    """The routers with what their sums leave unexplained; raises if that is more than rounding."""
+    tolerance = FLOAT32_TOLERANCE if model.partial.dtype == torch.float32 else HALF_TOLERANCE
+    tokens = sum(len(logits) for logits in routers.logits)
+    found = []
+    for number, layer in enumerate(routers.layers):
+        variance = sum(float(logits[:, number].var(-1, correction=0).sum()) for logits in routers.logits) / tokens
+        largest = float(routers.logits[0][:, number].abs().max())
+        missed = float(projection.remainder[:, number].abs().max()) / max(largest, torch.finfo(torch.float32).tiny)
+        if missed > tolerance:
+            raise CompressionError(
+                f"{layer.router}: the sub-scores miss its logits by {missed:.1%} of the largest; "
+                "try --dtype float32, or compress without attribution"
+            )
+        found.append(Receiver(layer.name, layer.index, variance, missed))
+    return tuple(found)
+
+
+def _senders(model: OpenModel, tallies: Mapping[str, Tally], tokens: int) -> list[Sender]:
+    order = {unit: number for number, unit in enumerate(model.architecture.units)}
+
+    def place(item: tuple[str, Tally]) -> tuple[int, int, int, str, int]:
+        tally = item[1]
+        first = tally.kind != "token"
+        return int(first), order[tally.unit], KINDS.index(tally.kind), tally.module, tally.number or 0
+
+    found = []
+    for name, tally in sorted(tallies.items(), key=place):
+        reached = tally.reaches.tolist()
+        rows = [
+            tuple(value if reaches else None for value, reaches in zip(row, reached, strict=True))
+            for row in (tally.sums / tokens).tolist()
+        ]
+        if tally.kind == "head":
+            rows[3] = (None,) * len(reached)
+        share = tally.tokens / tokens if tally.kind == "expert" else 1.0
+        layer = None if tally.kind == "token" else layer_number(tally.unit)
+        found.append(Sender(name, tally.kind, layer, tally.module, tally.number, share, *rows))
+    return found
+
+
+def _outputs(model: OpenModel, tallies: Mapping[str, Tally]) -> list[Output]:
+    found = [tally for tally in tallies.values() if tally.kind == "expert"]
+    return [
+        Output(
+            module=tally.module,
+            layer=layer_number(tally.unit),
+            expert=tally.number or 0,
+            tokens=tally.tokens,
+            mean_norm=tally.norm / max(1, tally.tokens),
+            max_norm=tally.max_norm,
+            max_entry=tally.max_entry,
+        )
+        for tally in found
+    ]

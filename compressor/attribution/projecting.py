@@ -1,0 +1,228 @@
+"""The second pass of routing attribution: each component's sub-scores for all later routers, as the component appears.
+
+T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compressor.attribution.influence import rank_change, signs, spread
+from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
+from compressor.attribution.stream_maps import LeafMap, Routers, leaf_map, refuse, router_rows
+from compressor.attribution.unit_trace import STREAM, Heads, Part, UnitTrace
+from compressor.model.opened import OpenModel
+
+OUTPUT = "output"  # of the layer, where later routers' rows are kept
+SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
+
+
+@dataclass(slots=True)
+class Tally:
+    """One sender's sums so far."""
+
+    kind: str
+    unit: str
+    module: str
+    number: int | None
+    sums: Tensor  # [4, R]: variance, positive and negative scores, change of rank
+    reaches: Tensor  # [R]: whether the sender comes before the router
+    tokens: int = 0
+    norm: float = 0.0
+    max_norm: float = 0.0
+    max_entry: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a component of width H' looks to neighbouring routers: their numbers, rows [r * E, H'], factors [T, r]."""
+
+    span: slice
+    rows: Tensor
+    scales: Tensor
+
+    def scores(self, values: Tensor, tokens: Tensor | None, experts: int) -> Tensor:
+        """Sub-scores [n, r, E] of values [n, H'] at these tokens (None: all)."""
+        scales = self.scales if tokens is None else self.scales[tokens]
+        return (values.float() @ self.rows.T).view(len(values), -1, experts) * scales[..., None]
+
+
+@dataclass(slots=True)
+class Projection:
+    """Projects what a layer's trace shows onto the routers, and adds up what that does to them."""
+
+    model: OpenModel
+    routers: Routers
+    parts: Mapping[str, tuple[Part, ...]]  # by decoder layer
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    remainder: Tensor = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
+    _unit: str = ""
+    _chains: dict[tuple[str, int, int], tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
+    _rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # as they look from them
+
+    def __post_init__(self) -> None:
+        self.remainder = self.routers.logits[0].clone()
+        for unit, parts in self.parts.items():
+            for part in parts:
+                for expert in range(self.experts if part.kind == "expert" else 0):
+                    made = self.tally(unit, f"{part.name} expert {expert}", "expert", part.name, expert)
+                    made.reaches[self.routers.later(unit)] = True
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.model.architecture.experts
+
+    def tally(self, unit: str, name: str, kind: str, module: str, number: int | None = None) -> Tally:
+        """The sums of the sender of this name."""
+        if name not in self.tallies:
+            count = len(self.routers.layers)
+            sums, reaches = torch.zeros(4, count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+            self.tallies[name] = Tally(kind, unit, module, number, sums, reaches)
+        return self.tallies[name]
+
+    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
+        """Measure everything that a layer wrote on one batch."""
+        if unit != self._unit:
+            self._unit = unit
+            self._chains.clear()
+            self._rows.clear()
+        for expert_module, found in trace.routed.items():
+            for routed in found:
+                self._note_size(f"{expert_module} expert {routed.expert}", routed.outputs)
+        for span in self._spans(self.routers.later(unit), trace.context.tokens):
+            self._measure_later(unit, batch, trace, span)
+        for number, layer in enumerate(self.routers.layers):
+            if layer.unit == unit and layer.name in trace.logits:
+                self._measure_own(unit, batch, trace, number)
+
+    def _note_size(self, name: str, outputs: Tensor) -> None:
+        tally, norms = self.tallies[name], outputs.float().norm(dim=-1)
+        tally.tokens += len(norms)
+        tally.norm += float(norms.sum(dtype=torch.float64))
+        tally.max_norm = max(tally.max_norm, float(norms.max()))
+        tally.max_entry = max(tally.max_entry, float(outputs.abs().max()))
+
+    def _spans(self, numbers: list[int], tokens: int) -> Iterator[slice]:
+        size = max(1, SCORES_AT_ONCE // (tokens * self.experts))
+        for start in range(0, len(numbers), size):
+            chosen = numbers[start : start + size]
+            yield slice(chosen[0], chosen[-1] + 1)
+
+    def _senders(self, unit: str, trace: UnitTrace) -> Iterator[tuple[str, Part]]:
+        """Leaf names of this layer that are components, with what they are."""
+        known = {part.name: part for part in self.parts[unit]}
+        for name in trace.context.leaves:
+            if name == STREAM:
+                if unit == self.model.architecture.units[0]:
+                    yield name, Part("token", "token")
+            else:
+                yield name, known.get(name, Part(f"{unit} {name}", "other"))
+
+    def _measure_later(self, unit: str, batch: int, trace: UnitTrace, span: slice) -> None:
+        """Sub-scores for routers of later layers, through what lies between."""
+        routers, tokens = self.routers, trace.context.tokens
+        numbers = range(span.start, span.stop)
+        passing = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
+        together: Tensor | None = None
+        for name, part in self._senders(unit, trace):
+            found = leaf_map(trace.terms, name)
+            if found is None:
+                continue
+            place = span.start, span.stop  # batches of other sizes have other spans
+            if (OUTPUT, *place) not in self._rows:
+                self._rows[OUTPUT, *place] = torch.cat([routers.rows_after(unit, number) for number in numbers])
+            base = self._rows[OUTPUT, *place]
+            view = View(span, self._seen(name, place, found, base), _times(passing, found.token))
+            for rows, scores in self._measured(unit, batch, trace, name, part, view):
+                if part.kind in ("expert", "shared"):
+                    if together is None:
+                        together = torch.zeros(tokens, len(numbers), self.experts, device=scores.device)
+                    together.index_add_(0, rows, scores) if rows is not None else together.add_(scores)
+        if together is not None:
+            self._add(self.tally(unit, f"{unit} MoE", "moe", unit), together, None, batch, span)
+
+    def _measure_own(self, unit: str, batch: int, trace: UnitTrace, number: int) -> None:
+        """Sub-scores for a router of the same layer, of the components that come before it."""
+        layer, span = self.routers.layers[number], slice(number, number + 1)
+        for name, part in self._senders(unit, trace):
+            found = leaf_map(trace.logits[layer.name].terms, name)
+            if found is not None:
+                base = router_rows(layer, [()], self.remainder.device)
+                ones = torch.ones(trace.context.tokens, 1, device=base.device)
+                view = View(span, self._seen(name, (-1, number), found, base), _times(ones, found.token))
+                for _ in self._measured(unit, batch, trace, name, part, view):
+                    pass
+
+    def _seen(self, name: str, place: tuple[int, int], found: LeafMap, base: Tensor) -> Tensor:
+        """The routers' rows `base` pulled back to the component; the same for all batches of the layer."""
+        key = name, *place
+        if key not in self._chains:
+            self._chains[key] = tuple(map(kept, found.chains))
+            self._rows[key] = base if found.is_identity else pull_sum(base, found.chains)
+        elif not same_chains(self._chains[key], found.chains):
+            raise refuse(self.model, self._unit, f"what it does to {name} differs between batches")
+        return self._rows[key]
+
+    def _measured(
+        self, unit: str, batch: int, trace: UnitTrace, name: str, part: Part, view: View
+    ) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Add up one component's sub-scores, an expert's or all at once; yields (tokens or None for all, scores)."""
+        if part.kind == "expert":
+            for routed in trace.routed[name]:
+                values = routed.outputs.float() * routed.weights.float()[:, None]
+                scores = view.scores(values, routed.rows, self.experts)
+                self._add(self.tallies[f"{name} expert {routed.expert}"], scores, routed.rows, batch, view.span)
+                self._explain(batch, view.span, scores, routed.rows)
+                yield routed.rows, scores
+            return
+        tokens = trace.context.tokens
+        values = trace.context.leaves[name].value
+        scores = view.scores(values.expand(tokens, -1), None, self.experts)
+        self._add(self.tally(unit, part.name, part.kind, part.name), scores, None, batch, view.span)
+        self._explain(batch, view.span, scores, None)
+        if name in trace.heads:
+            self._measure_heads(unit, part, trace.heads[name], view)
+        yield None, scores
+
+    def _measure_heads(self, unit: str, part: Part, heads: Heads, view: View) -> None:
+        """Variance and signs of each head's sub-scores, through its slice of the output projection."""
+        size, key = heads.inputs.shape[-1] // heads.heads, (f"{part.name} heads", view.span.start, view.span.stop)
+        if key not in self._rows:
+            self._rows[key] = view.rows @ heads.weight.float()
+        for head in range(heads.heads):
+            own = slice(head * size, (head + 1) * size)
+            seen = View(view.span, self._rows[key][:, own], view.scales)
+            tally = self.tally(unit, f"{part.name} head {head}", "head", part.name, head)
+            self._add(tally, seen.scores(heads.inputs[:, own], None, self.experts), None, None, view.span)
+
+    def _add(self, tally: Tally, scores: Tensor, tokens: Tensor | None, batch: int | None, span: slice) -> None:
+        """Add the effect of sub-scores [n, r, E]; ranks are left out where no batch is named."""
+        rows = slice(None) if tokens is None else tokens
+        positive, negative = signs(scores)
+        found = [spread(scores), positive, negative]
+        if batch is not None:
+            routers = self.routers
+            share = routers.valid[span] / routers.valid[span].sum(-1, keepdim=True)
+            found.append(
+                rank_change(
+                    routers.logits[batch][rows, span], scores, routers.chosen[batch][rows, span],
+                    routers.before[batch][rows, span], share, routers.selection, span,
+                )
+            )  # fmt: skip
+        tally.sums[: len(found), span] += torch.stack(found).cpu()
+        tally.reaches[span] = True
+
+    def _explain(self, batch: int, span: slice, scores: Tensor, tokens: Tensor | None) -> None:
+        if batch == 0:
+            if tokens is None:
+                self.remainder[:, span] -= scores
+            else:
+                self.remainder[:, span].index_add_(0, tokens, -scores)
+
+
+def _times(scales: Tensor, token: Tensor | None) -> Tensor:
+    """[T, r] factors times a component's own [T]."""
+    return scales if token is None else scales * token[:, None]

@@ -1,0 +1,223 @@
+"""The first pass of routing attribution: what each layer does to the residual stream, and every router's view of it.
+
+T tokens, H hidden, E experts, R routers, K top-k.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.attribution.influence import Selection, find_selection, ranks
+from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
+from compressor.attribution.tracing import Term
+from compressor.attribution.unit_trace import STREAM, UnitTrace, router_width, trace_unit
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.buffers import BUDGET, allocate
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import stream_layers
+from compressor.progress import Progress
+
+SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
+
+Visit = Callable[[str, int, UnitTrace], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMap:
+    """How a component enters a sum: token factor [T] (None: 1) times a sum of chains."""
+
+    token: Tensor | None
+    chains: tuple[Chain, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the component enters as it is, but for the token factor."""
+        return self.chains == ((),)
+
+
+def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
+    """How the component of this name enters; None if it does not. Terms of one component share their token factor."""
+    own = [term for term in terms if term.leaf.name == leaf]
+    if not own:
+        return None
+    first = own[0].token
+    for term in own[1:]:
+        both = term.token is not None and first is not None
+        if term.token is not first and not (both and torch.equal(term.token, first)):  # type: ignore[arg-type]
+            raise CompressionError(
+                f"{leaf} enters a sum twice with different factors; routing attribution does not support this model"
+            )
+    return LeafMap(first, tuple(term.chain for term in own))
+
+
+def run_traced(model: OpenModel, batches: Sequence[Tensor], visit: Visit, progress: Progress, phase: str) -> None:
+    """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch."""
+    by_unit = layers_by_unit(model.architecture.layers)
+    units = model.architecture.units
+    current = {"batch": 0}
+
+    def forward(unit: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, trace = trace_unit(model.partial.model, unit, by_unit.get(unit, ()), own, args, kwargs)
+        visit(unit, current["batch"], trace)
+        return output
+
+    stand_ins = {unit: partial(forward, unit, model.partial.model.get_submodule(unit).forward) for unit in units}
+    progress.start(phase, len(units))
+    passed = stream_layers(
+        model.partial, batches, units, by_unit,
+        entering=lambda batch: current.update(batch=batch), stand_ins=stand_ins,
+    )  # fmt: skip
+    try:
+        for unit in passed:
+            progress.advance(unit)
+    finally:
+        passed.close()
+
+
+@dataclass(slots=True)
+class Routers:
+    """What the first pass keeps: of every router its logits, choices and view of the stream; of every layer its map."""
+
+    layers: tuple[MoeLayer, ...]
+    order: Mapping[str, int]  # of the decoder layers
+    logits: list[Tensor] = field(default_factory=list)  # by batch, [T, R, E]
+    chosen: list[Tensor] = field(default_factory=list)  # by batch, [T, R, K]
+    before: list[Tensor] = field(default_factory=list)  # by batch, [T, R, K] ranks of the chosen
+    valid: Tensor = field(default_factory=lambda: torch.zeros(0))  # [R, K] slots that the router uses
+    rows: dict[str, Tensor] = field(default_factory=dict)  # by experts module, [E, H] on the layer's input
+    scales: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)  # [T] by experts module and batch
+    streams: dict[str, LeafMap] = field(default_factory=dict)  # by decoder layer
+    passing: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)  # [T] by decoder layer and batch
+    biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # [E] by name, then experts module
+    selection: Selection = field(default_factory=Selection)
+
+    def later(self, unit: str) -> list[int]:
+        """Numbers of the routers in layers after this one."""
+        return [number for number, layer in enumerate(self.layers) if self.order[layer.unit] > self.order[unit]]
+
+    def rows_after(self, unit: str, number: int) -> Tensor:
+        """[E, H]: a later router's rows on the output of a layer."""
+        layer = self.layers[number]
+        rows = self.rows[layer.name]
+        for between in self._between(unit, layer):
+            stream = self.streams[between]
+            rows = rows if stream.is_identity else pull_sum(rows, stream.chains)
+        return rows
+
+    def scale_after(self, unit: str, number: int, batch: int) -> Tensor:
+        """[T]: the factor of each token that goes with those rows."""
+        layer = self.layers[number]
+        factors = [self.scales[layer.name, batch], *(self.passing[name, batch] for name in self._between(unit, layer))]
+        known = [factor for factor in factors if factor is not None]
+        return torch.stack(known).prod(0) if known else torch.ones(len(self.logits[batch]))
+
+    def _between(self, unit: str, layer: MoeLayer) -> list[str]:
+        """Layers after `unit` and before the router's own, the last one first."""
+        first, last = self.order[unit], self.order[layer.unit]
+        return [name for name, place in reversed(list(self.order.items())) if first < place < last]
+
+
+def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
+    """The error for an architecture whose routers' logits cannot be taken apart."""
+    return CompressionError(
+        f"{model.architecture.model_class} cannot be attributed: {unit}: {why}; compress it without attribution "
+        "(--protect takes a list written by hand)"
+    )
+
+
+def _check(model: OpenModel, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) -> None:
+    """Refuse a layer whose output or router is no sum over the residual stream and the layer's components."""
+    if leaf_map(trace.terms, STREAM) is None:
+        raise refuse(model, unit, "its layers do not add to one residual stream")
+    for layer in layers:
+        if layer.name not in trace.logits or leaf_map(trace.logits[layer.name].terms, STREAM) is None:
+            raise refuse(model, unit, "its router's logits are not linear in the normalised residual stream")
+        if leaf_map(trace.terms, layer.name) is None:
+            raise refuse(model, unit, "its experts' outputs do not reach the residual stream token by token")
+
+
+def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> Routers:
+    """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
+    architecture = model.architecture
+    by_unit = layers_by_unit(architecture.layers)
+    experts, top_k = architecture.experts, max(layer.top_k for layer in architecture.layers)
+    found = Routers(architecture.layers, {unit: number for number, unit in enumerate(architecture.units)})
+    numbers = {layer.name: number for number, layer in enumerate(found.layers)}
+    device = model.partial.device
+    for batch in batches:
+        budget = BUDGET // len(batches)
+        shape = (batch.numel(), len(found.layers))
+        found.logits.append(allocate((*shape, experts), torch.float32, device, budget))
+        found.chosen.append(torch.zeros((*shape, top_k), dtype=torch.int64, device=device))
+    found.valid = torch.zeros((len(found.layers), top_k), dtype=torch.bool, device=device)
+
+    def visit(unit: str, batch: int, trace: UnitTrace) -> None:
+        layers = [layer for layer in by_unit.get(unit, ()) if layer.name in trace.called]
+        _check(model, unit, layers, trace)
+        stream = leaf_map(trace.terms, STREAM)
+        assert stream is not None
+        found.passing[unit, batch] = stream.token
+        known = found.streams.setdefault(unit, LeafMap(None, tuple(map(kept, stream.chains))))
+        if not same_chains(known.chains, stream.chains):
+            raise refuse(model, unit, "what it does to the residual stream differs between batches")
+        for layer in layers:
+            logits = trace.logits[layer.name]
+            view = leaf_map(logits.terms, STREAM)
+            assert view is not None
+            number, slots = numbers[layer.name], logits.chosen.shape[-1]
+            found.logits[batch][:, number] = logits.value
+            found.chosen[batch][:, number, :slots] = logits.chosen
+            found.valid[number, :slots] = True
+            found.scales[layer.name, batch] = view.token
+            if layer.name not in found.rows:
+                found.rows[layer.name] = router_rows(layer, view.chains, device)
+                _keep_biases(model, layer, found)
+
+    run_traced(model, batches, visit, progress, "routers")
+    _settle(found, [number for number, layer in enumerate(found.layers) if layer.name in found.rows])
+    return found
+
+
+def router_rows(layer: MoeLayer, chains: Sequence[Chain], device: torch.device) -> Tensor:
+    """[E, H]: the rows of a router on a component that reaches its logits by these chains."""
+    return pull_sum(torch.eye(router_width(layer), device=device)[: layer.experts], chains)
+
+
+def _keep_biases(model: OpenModel, layer: MoeLayer, found: Routers) -> None:
+    """Vectors with an entry for each expert, by which the router may correct its ranking."""
+    block = model.partial.model.get_submodule(layer.block)
+    own = dict((*block.named_parameters(), *block.named_buffers()))
+    for tensor in layer.tensors:
+        name = tensor.key.removeprefix(f"{layer.block}.")
+        if name in own and own[name].numel() == layer.experts and own[name].is_floating_point():
+            found.biases.setdefault(name, {})[layer.name] = own[name].detach().float().reshape(-1).clone()
+
+
+def _beginning(batches: Sequence[Tensor]) -> Tensor:
+    """The first tokens of all batches together, however they are cut."""
+    found: list[Tensor] = []
+    for batch in batches:
+        found.append(batch[: SELECTION_TOKENS - sum(map(len, found))])
+    return torch.cat(found)
+
+
+def _settle(found: Routers, seen: list[int]) -> None:
+    """Leave out routers that no token came to; find out what the others rank by, and the ranks of what they chose."""
+    if len(seen) < len(found.layers):
+        found.layers, found.valid = tuple(found.layers[number] for number in seen), found.valid[seen]
+        found.logits = [logits[:, seen] for logits in found.logits]
+        found.chosen = [chosen[:, seen] for chosen in found.chosen]
+    names = [layer.name for layer in found.layers]
+    common = [own for own in found.biases.values() if all(name in own for name in names)]
+    biases = [torch.stack([own[name] for name in names]) for own in common]
+    groups = [layer.routing_groups for layer in found.layers]
+    logits, chosen = _beginning(found.logits), _beginning(found.chosen)
+    found.selection = find_selection(logits, chosen, found.valid, biases, groups)
+    found.before = [
+        ranks(found.selection.scores(logits), chosen) for logits, chosen in zip(found.logits, found.chosen, strict=True)
+    ]

@@ -1,0 +1,256 @@
+"""Tensors that know what they are the sum of: the stock forward itself tells how components add up.
+
+A `Traced` tensor carries the terms of a sum: components (leaves), each scaled token by token and mapped linearly.
+Operations that are linear keep the terms. The result of any other operation is a plain tensor, a constant: so a
+norm's statistics are frozen at the values of the whole input, LN(c) = c * gamma / RMS(z), as in "Understanding
+Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026), and the terms stay an exact
+decomposition. T tokens, H width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from compressor.attribution.linear_maps import Centre, Chain, Matrix, Mean, Scale, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A component: its values [T, H], or [1, H] where they are the same for every token."""
+
+    name: str
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """One summand: token factor * chain(leaf)."""
+
+    leaf: Leaf
+    token: Tensor | None = None  # [T] factor of each token; None: 1
+    chain: Chain = ()
+
+    def then(self, step: Step) -> "Term":
+        return replace(self, chain=(*self.chain, step))
+
+    def times(self, factor: Tensor) -> "Term":
+        """Scale by a factor [T] for each token."""
+        return replace(self, token=factor if self.token is None else self.token * factor)
+
+
+def ignore(value: Tensor, terms: tuple[Term, ...]) -> None:
+    """Take no notice of a matrix product."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What all traced tensors of one run of a layer share."""
+
+    tokens: int
+    projected: Callable[[Tensor, tuple[Term, ...]], None] = ignore  # told of every matrix product
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+
+    def leaf(self, name: str, value: Tensor) -> Leaf:
+        """A new component; a second one of the same name is numbered."""
+        unique, number = name, 1
+        while unique in self.leaves:
+            number += 1
+            unique = f"{name} ({number})"
+        made = Leaf(unique, value.detach().reshape(-1, value.shape[-1]).clone())  # code may change its values in place
+        self.leaves[unique] = made
+        return made
+
+    def start(self, name: str, value: Tensor) -> "Traced":
+        """A component's own tensor, traced."""
+        return traced(value, (Term(self.leaf(name, value)),), self)
+
+    def fits(self, value: Any) -> bool:
+        """Whether a tensor [..., H] has a row for each token."""
+        return (
+            isinstance(value, Tensor)
+            and value.dim() > 1
+            and value.is_floating_point()
+            and value.shape[:-1].numel() == self.tokens
+        )
+
+
+class Traced(Tensor):
+    """A tensor [..., H] over the context's tokens with the terms that sum to it."""
+
+    terms: tuple[Term, ...]
+    context: Context
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            name, target = func.__name__, args[0] if args else None
+            seen = tuple(args)
+            if name in _IN_PLACE and isinstance(target, Tensor) and not isinstance(target, Traced):
+                seen = (target.clone(), *args[1:])  # what a plain tensor held before traced ones were added to it
+            result = func(*tree_map(plain, tuple(args)), **tree_map(plain, given))
+            terms = _terms(name, seen, given, result) if isinstance(result, Tensor) else None
+            if isinstance(target, Traced) and _changes(name):
+                rows = plain(target).reshape(target.context.tokens, -1)
+                target.terms = (Term(target.context.leaf("changed in place", rows)),) if terms is None else terms
+                return target if isinstance(result, Tensor) else result
+            if not isinstance(result, Tensor):
+                return result
+            context = next((arg.context for arg in (*args, *given.values()) if isinstance(arg, Traced)), None)
+            return result if terms is None or context is None else traced(result, terms, context)
+
+
+def traced(value: Tensor, terms: tuple[Term, ...], context: Context) -> Traced:
+    """The tensor with its terms; it shares the values."""
+    made = value.as_subclass(Traced)
+    made.terms, made.context = terms, context
+    return made
+
+
+def plain(value: Any) -> Any:
+    """A traced tensor without its terms; anything else as it is."""
+    if not isinstance(value, Traced):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
+
+
+def untraced(values: Any) -> Any:
+    """The same nest of tuples, lists and dicts with plain tensors."""
+    return tree_map(plain, values)
+
+
+def evaluate(terms: Sequence[Term]) -> Tensor:
+    """What the terms sum to, [T, H] or broadcastable to it, in float32."""
+    total = torch.zeros(())
+    for term in terms:
+        value = term.leaf.value.float()
+        for step in term.chain:
+            value = step.push(value)
+        total = total + (value if term.token is None else value * term.token[:, None])
+    return total
+
+
+_Terms = tuple[Term, ...] | None
+_CASTING = {"to", "float", "double", "half", "bfloat16", "type", "type_as"}
+_SHAPING = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
+_KEEPING = _CASTING | _SHAPING | {"contiguous", "clone", "detach", "dropout"}  # models are never in training mode
+_ADDING = {"add": 1.0, "__add__": 1.0, "__radd__": 1.0, "add_": 1.0, "__iadd__": 1.0,
+           "sub": -1.0, "__sub__": -1.0, "subtract": -1.0, "sub_": -1.0, "__isub__": -1.0}  # fmt: skip
+_MULTIPLYING = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
+_DIVIDING = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
+_PRODUCTS = {"matmul", "__matmul__", "mm"}
+_IN_PLACE = {"add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__", "div_", "__itruediv__"}
+
+
+def _changes(name: str) -> bool:
+    """Whether an operation changes its first argument in place."""
+    return name in _IN_PLACE or name in ("__setitem__", "__ipow__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _terms(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> _Terms:
+    """The terms of an operation's result; None if the operation is not linear or does not go token by token."""
+    first = args[0] if args else kwargs.get("input")
+    context = next((arg.context for arg in (first, *args[1:]) if isinstance(arg, Traced)), None)
+    if name in _KEEPING and isinstance(first, Traced) and result.numel() == first.numel():
+        return first.terms  # in whatever shape: the order of the entries is the same
+    if context is None or not context.fits(result):
+        return None
+    if name in _ADDING and len(args) == 2 and not kwargs:
+        return _added(first, args[1], _ADDING[name], result, context)
+    if name in ("rsub", "__rsub__") and len(args) == 2 and not kwargs:
+        return _added(args[1], first, -1.0, result, context)
+    if (name in _MULTIPLYING or name in _DIVIDING) and len(args) == 2 and not kwargs:
+        return _scaled(first, args[1], name in _DIVIDING, context)
+    if not isinstance(first, Traced):
+        return None
+    if name in ("neg", "__neg__"):
+        return tuple(term.then(Scale(-1.0)) for term in first.terms)
+    if name == "mean":
+        return _mean(first, result, args[1:], kwargs)
+    if name == "linear":
+        return _product(first, _argument(args, kwargs, 1, "weight"), _argument(args, kwargs, 2, "bias"), result)
+    if name in _PRODUCTS and len(args) == 2:
+        other = args[1]
+        return _product(first, other.T, None, result) if other.dim() == 2 and not isinstance(other, Traced) else None
+    if name in ("layer_norm", "rms_norm"):
+        return _normed(name, first, args, kwargs)
+    return None
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _added(first: Any, second: Any, sign: float, result: Tensor, context: Context) -> _Terms:
+    """first + sign * second; what has no terms yet is a component of its own, or a constant."""
+    found: list[Term] = []
+    for value, factor in ((first, 1.0), (second, sign)):
+        own = value.terms if isinstance(value, Traced) else _begun(value, result, context)
+        if own is None:
+            return None
+        found += own if factor == 1.0 else [term.then(Scale(factor)) for term in own]
+    return tuple(found)
+
+
+def _begun(value: Any, result: Tensor, context: Context) -> _Terms:
+    """A plain summand: a component of its own if it has a row for each token, a constant if it has one for all."""
+    number, width = torch.as_tensor(value, device=result.device).detach(), result.shape[-1]
+    if context.fits(number):
+        return (Term(context.leaf("other", number.expand(*number.shape[:-1], width))),)
+    if number.numel() > max(1, number.shape[-1] if number.dim() else 1):
+        return None
+    return (Term(context.leaf("constant", number.reshape(1, -1).expand(1, width))),)
+
+
+def _scaled(first: Any, second: Any, dividing: bool, context: Context) -> _Terms:
+    """Multiplied or divided by a number, a vector [H] or a factor for each token."""
+    if isinstance(second, Traced) and (dividing or isinstance(first, Traced)):
+        return None
+    held, factor = (first, second) if isinstance(first, Traced) else (second, first)
+    if not isinstance(factor, Tensor):
+        return tuple(term.then(Scale(1.0 / factor if dividing else float(factor))) for term in held.terms)
+    by = 1.0 / factor.detach().float() if dividing else factor.detach().float()
+    if by.dim() > 1 and by.shape[-1] == 1 and by.numel() == context.tokens:  # of one token too: batches differ in it
+        return tuple(term.times(by.reshape(-1)) for term in held.terms)
+    if by.numel() == 1:
+        return tuple(term.then(Scale(float(by))) for term in held.terms)
+    if by.shape[-1] == by.numel():
+        return tuple(term.then(Scale(by.reshape(-1))) for term in held.terms)
+    return None
+
+
+def _mean(value: Traced, result: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Terms:
+    over = _argument(args, kwargs, 0, "dim")
+    last = over in (-1, (-1,), [-1], value.dim() - 1)
+    return tuple(term.then(Mean()) for term in value.terms) if last and result.shape[-1] == 1 else None
+
+
+def _product(value: Traced, weight: Tensor, bias: Tensor | None, result: Tensor) -> _Terms:
+    terms = tuple(term.then(Matrix(weight.detach())) for term in value.terms)
+    if bias is not None:
+        terms = (*terms, Term(value.context.leaf("constant", bias)))
+    value.context.projected(result, terms)
+    return terms
+
+
+def _normed(name: str, value: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Terms:
+    """Functional layer or RMS norm over the last dimension, its statistics frozen."""
+    weight = _argument(args, kwargs, 2, "weight")
+    bias = _argument(args, kwargs, 3, "bias") if name == "layer_norm" else None
+    eps = _argument(args, kwargs, 4, "eps", 1e-5) if name == "layer_norm" else _argument(args, kwargs, 3, "eps")
+    inputs = plain(value).detach().float().reshape(value.context.tokens, -1)
+    centred = name == "layer_norm"
+    square = inputs.var(-1, correction=0) if centred else inputs.square().mean(-1)
+    factor = (square + (torch.finfo(value.dtype).eps if eps is None else eps)).rsqrt()
+    steps: list[Step] = [Centre()] if centred else []
+    if weight is not None:
+        steps.append(Scale(weight.detach().float().reshape(-1)))
+    terms = tuple(replace(term.times(factor), chain=(*term.chain, *steps)) for term in value.terms)
+    return terms if bias is None else (*terms, Term(value.context.leaf("constant", bias)))

@@ -1,0 +1,1 @@
+"""From text to batches to the statistics of a layer."""

@@ -1,0 +1,180 @@
+"""Collecting statistics: one pass over the layers measures what strategies need, each source's tokens apart."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from compressor.calibration.batches import Calibration, sample_positions
+from compressor.calibration.statistics import (
+    RECONSTRUCTION,
+    SAMPLE_TOKENS,
+    Collector,
+    LayerStatistics,
+    combined,
+    needs_data,
+    needs_heldout,
+)
+from compressor.errors import CompressionError
+from compressor.memory import give_back
+from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import stream_layers
+from compressor.progress import Progress
+
+_Part = tuple[int, bool]  # number of the source, whether held out
+
+
+class Routers:
+    """Router modules of the smaller models, built on meta when a strategy asks for one."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self.model, self.built = model, dict[int, Any]()
+
+    def get(self, layer: MoeLayer, count: int) -> Any:
+        """The router module of this layer in a model with `count` experts."""
+        if count not in self.built:
+            self.built[count] = build_meta(self.model.architecture.with_experts(count), torch.float32)
+        return self.built[count].get_submodule(layer.router)
+
+
+class Observers:
+    """One layer's collectors: one for each source's tokens, and one for those held out of each, where needed."""
+
+    def __init__(
+        self,
+        model: OpenModel,
+        layer: MoeLayer,
+        needs: frozenset[str],
+        calibration: Calibration,
+        routers: Routers,
+        seed: int,
+        per_source: bool = False,
+    ) -> None:
+        self.layer, self.routers, self.needs, self.per_source = layer, routers, needs, per_source
+        self.shares = calibration.weights
+        batches = range(len(calibration.batches))
+        parts = [(calibration.source_of(batch), batch in calibration.heldout) for batch in batches]
+        self.places: list[tuple[_Part, int]] = [(part, parts[:batch].count(part)) for batch, part in enumerate(parts)]
+        self.collectors: dict[_Part, Collector] = {}
+        for part in sorted(set(parts)):
+            source, heldout = part
+            sizes = [calibration.batches[batch].numel() for batch in batches if parts[batch] == part]
+            count = round(SAMPLE_TOKENS * self.shares[source])
+            positions = sample_positions(sum(sizes), count, seed)
+            wanted = RECONSTRUCTION if heldout else needs
+            self.collectors[part] = Collector(layer, model.partial.model, wanted, positions, sizes, seed)
+
+    def enter(self, batch: int) -> None:
+        """The batch of this number is about to run: observe it for its part."""
+        for collector in self.collectors.values():
+            collector.detach()
+        part, number = self.places[batch]
+        if not part[1] or needs_heldout(self.needs):
+            self.collectors[part].enter(number)
+
+    def detach(self) -> None:
+        """Stop observing."""
+        for collector in self.collectors.values():
+            collector.detach()
+
+    def finish(self) -> LayerStatistics:
+        """The statistics of the layer, with the held-out tokens' among them where they are needed."""
+        self.detach()
+
+        def smaller(count: int) -> Any:
+            return self.routers.get(self.layer, count)
+
+        def of(heldout: bool) -> dict[int, Collector]:
+            return {n: self.collectors[n, held] for n, held in sorted(self.collectors) if held is heldout}
+
+        def together(parts: dict[int, Collector]) -> Collector:
+            return combined(list(parts.values()), [self.shares[source] for source in parts])
+
+        judged, fit, held = needs_heldout(self.needs), of(False), of(True)
+        heldout = together(held).finish(smaller) if judged else None
+        whole = together(fit)
+        several = self.per_source and len(fit) > 1
+        own = {n: held[n].finish(smaller) for n in held} if several and judged and len(held) > 1 else {}
+        parts = tuple(fit[n].finish(smaller, own.get(n, heldout)) for n in fit) if several else ()
+        return whole.finish(smaller, heldout, parts)
+
+
+def collect(
+    model: OpenModel,
+    needs: frozenset[str],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    per_source: bool = False,
+) -> Iterator[LayerStatistics]:
+    """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
+
+    Needs that are met by weights alone load the experts and run nothing. `per_source` keeps each calibration source's
+    own statistics too.
+    """
+    routers = Routers(model)
+    if calibration is None:
+        if needs_data(needs):
+            raise CompressionError("this strategy needs calibration data; pass --calibration")
+        yield from _from_weights(model, needs, routers, progress, seed)
+        return
+    if needs_heldout(needs) and not calibration.heldout:
+        raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield from _from_data(model, needs, calibration, routers, progress, seed, per_source)
+
+
+def _from_weights(
+    model: OpenModel, needs: frozenset[str], routers: Routers, progress: Progress, seed: int
+) -> Iterator[LayerStatistics]:
+    layers, partial = model.architecture.layers, model.partial
+    progress.start("plan", len(layers))
+    for layer in layers:
+        partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
+        collector = Collector(layer, partial.model, needs, torch.zeros(0), [], seed)
+        try:
+            yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
+        finally:
+            partial.release(layer.block)
+            give_back()
+        progress.advance(layer.name)
+
+
+
+
+def _from_data(
+    model: OpenModel,
+    needs: frozenset[str],
+    calibration: Calibration,
+    routers: Routers,
+    progress: Progress,
+    seed: int,
+    per_source: bool,
+) -> Iterator[LayerStatistics]:
+    architecture, partial = model.architecture, model.partial
+    by_unit = layers_by_unit(architecture.layers)
+    active: list[Observers] = []
+
+    def before(unit: str) -> None:
+        active[:] = [
+            Observers(model, layer, needs, calibration, routers, seed, per_source) for layer in by_unit.get(unit, ())
+        ]
+
+    def entering(batch: int) -> None:
+        for observers in active:
+            observers.enter(batch)
+
+    progress.start("calibrate and plan", len(architecture.layers))
+    passed = stream_layers(partial, calibration.batches, architecture.units, by_unit, before=before, entering=entering)
+    try:
+        for _ in passed:
+            for observers in active:
+                yield observers.finish()
+                progress.advance(observers.layer.name)
+            active.clear()
+    finally:
+        for observers in active:
+            observers.detach()
+        passed.close()

@@ -1,0 +1,85 @@
+"""How far a model is from the original on held-out text: loss, and KL between next-token distributions, streamed.
+
+The original's last hidden states are kept (small), not its logits (large): each judged model's head is given both,
+so that one call computes both sets of logits with whatever the model does after its head.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import log_softmax
+
+from compressor.calibration.batches import EvaluationSet
+from compressor.errors import CompressionError
+
+LOGITS = 2**25  # logits computed at once: 128 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Sums over the predicted tokens of one evaluation set, in nats."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    kl: float = 0.0
+
+
+def evaluation_batches(sets: Sequence[EvaluationSet], vocabulary: int) -> list[tuple[int, torch.Tensor]]:
+    """(number of the set, token ids [B, L]) in batches so small that their logits are, too."""
+    found = []
+    for number, entry in enumerate(sets):
+        for batch in entry.batches:
+            rows = max(1, LOGITS // (batch.shape[1] * vocabulary))
+            found += [(number, part) for part in batch.split(rows)]
+    return found
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges models on the same batches; the first one judged is the original."""
+
+    batches: list[tuple[int, torch.Tensor]]
+    sets: int
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # the original's, by batch
+    found: list[Judgement] = field(default_factory=list)
+    _batch: int = 0
+
+    @property
+    def tokens(self) -> list[torch.Tensor]:
+        """The batches' token ids."""
+        return [tokens for _, tokens in self.batches]
+
+    def watch(self, model: Any) -> Callable[[], None]:
+        """Stand before the model's head; returns what ends that. Raises if the model has no head to stand before."""
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if head is None:
+            raise CompressionError(
+                f"{type(model).__name__} has no language-model head, so next-token losses cannot be compared"
+            )
+        self.found = [Judgement() for _ in range(self.sets)]
+        stop: Callable[[], None] = head.register_forward_pre_hook(self._before_head).remove
+        return stop
+
+    def entering(self, batch: int) -> None:
+        """Say which batch runs next."""
+        self._batch = batch
+
+    def _before_head(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = args[0]
+        if self._batch not in self.hidden:
+            self.hidden[self._batch] = hidden.detach().clone()
+        return (torch.cat([hidden, self.hidden[self._batch].to(hidden.device)]), *args[1:])
+
+    @torch.no_grad()
+    def finished(self, batch: int, output: Any) -> None:
+        """Add a batch's output, whose second half of rows is the original's."""
+        number, tokens = self.batches[batch]
+        logits = output.logits[:, :-1].float()
+        ours, original = (log_softmax(part, dim=-1) for part in logits.chunk(2))
+        targets = tokens[:, 1:, None].to(logits.device)
+        loss = -ours.gather(-1, targets).double().sum()
+        kl = (original.exp() * (original - ours)).sum(dtype=torch.float64)
+        old = self.found[number]
+        self.found[number] = Judgement(old.tokens + targets.numel(), old.loss + float(loss), old.kl + float(kl))

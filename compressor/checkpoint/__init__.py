@@ -1,0 +1,1 @@
+"""Checkpoint files on disk or on the Hub, read lazily."""

@@ -1,0 +1,264 @@
+"""Fetching a Hub model into the Hub's own cache: its small files first, then only the shards that its index names."""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from compressor.checkpoint.faults import hub_fault, is_refusal, told_reason
+from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_json
+from compressor.errors import CompressionError
+from compressor.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+Weights = Literal["safetensors", "any"]  # any: where there are no safetensors, an ONNX graph will do
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+TEMPLATES = "additional_chat_templates"
+COMPANIONS = (
+    *("*.json", "*.jinja", f"{TEMPLATES}/*"),
+    *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
+    *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"),
+)
+CARD = "README.md"  # which names the licence
+NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")
+STEP_BYTES = 10**6  # one step of the progress
+SPARE_BYTES = 2**26  # of the disk, for the cache's own folders and for whatever else is running
+TRIES = 3  # the Hub client itself goes on after most cuts, but not after a reset
+PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository; `tag` is the name of its bytes in the cache."""
+
+    name: str
+    size: int
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """What a model's repository holds at one commit: the files at its top, and its chat templates."""
+
+    model: str
+    commit: str
+    files: Mapping[str, RemoteFile]
+
+
+def download(model: str, revision: str | None, progress: Progress, weights: Weights = "safetensors") -> Path:
+    """Fetch what a model needs and return its folder in the cache, named after the commit.
+
+    Where the Hub cannot be asked, a cached copy will do if it is whole. Raises `CompressionError`.
+    """
+    found = find_repository(model, revision, weights)
+    if isinstance(found, Path):
+        return found
+    head = weights_file(model, found.files, weights)
+    folder = fetch_small(found, revision, companions(found.files) or [head])
+    wanted = [found.files[name] for name in shard_names(found, folder, head)]
+    missing = [file for file in wanted if _kept_size(folder, file) != file.size]
+    if missing:
+        check_room(model, sum(file.size for file in missing))
+        progress.start("download (MB)", sum(steps(file.size) for file in missing))
+    for file in missing:
+        _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)
+    for file in wanted:  # what the cache had for another commit takes its place in this one
+        _fetch(model, file.name, found.commit)
+    return folder
+
+
+def find_repository(model: str, revision: str | None, weights: Weights = "safetensors") -> Repository | Path:
+    """What the Hub holds; a whole copy in the cache, with a warning, where the Hub cannot be asked."""
+    try:
+        return list_repository(model, revision)
+    except Exception as error:
+        folder = None if is_refusal(error) else cached_folder(model, revision)
+        if folder is None:
+            raise hub_fault(model, revision, error) from error
+        if lost := _lost(folder, weights):
+            raise CompressionError(
+                f"{model}: {lost} is not in the cache, and the Hub could not be asked for it ({told_reason(error)}); "
+                "run the command again with a network"
+            ) from error
+        logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
+        return folder
+
+
+def list_repository(model: str, revision: str | None) -> Repository:
+    """Commit, names and sizes, by two or three small requests; raises what the Hub client raises."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    api = HfApi()
+    commit = api.model_info(model, revision=revision).sha or revision or "main"
+    entries = list(api.list_repo_tree(model, revision=commit))
+    if any(entry.path == TEMPLATES for entry in entries):
+        entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
+    files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    return Repository(
+        model,
+        commit,
+        {file.path: RemoteFile(file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files},
+    )
+
+
+def cached_folder(model: str, revision: str | None) -> Path | None:
+    """Where the cache has a revision as it was last seen; no request is made."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in (CONFIG, MODEL_NAME):
+        found = try_to_load_from_cache(model, name, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def weights_file(model: str, names: Collection[str], weights: Weights = "safetensors") -> str:
+    """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
+    found = next((name for name in (INDEX_NAME, SINGLE_NAME) if name in names), None)
+    if found is not None and CONFIG in names:
+        return found
+    if ADAPTER in names:
+        raise CompressionError(f"{model} is an adapter, not a model; merge it into its base model and save that first")
+    if found is None and weights == "any" and MODEL_NAME in names:
+        return MODEL_NAME
+    if CONFIG not in names:
+        raise CompressionError(f"{model} has no {CONFIG} on the Hub; name the repository of a transformers checkpoint")
+    stray = min((name for name in names if name.endswith(".safetensors")), default=None)
+    if stray is None and any(fnmatchcase(name, pattern) for name in names for pattern in PICKLE_PATTERNS):
+        raise CompressionError(
+            f"{model} has no safetensors weights on the Hub; pickle checkpoints are refused, convert it first"
+        )
+    raise CompressionError(
+        f"{model} has {stray or 'no weights'} on the Hub, but neither {SINGLE_NAME} nor {INDEX_NAME}; name the "
+        "repository of a safetensors checkpoint"
+    )
+
+
+def companions(names: Iterable[str]) -> list[str]:
+    """The small files that are read or travel with the weights, in the order in which they are fetched."""
+    found = [
+        name
+        for name in names
+        if name in (CARD, INDEX_NAME)
+        or (any(fnmatchcase(name, pattern) for pattern in COMPANIONS) and not name.endswith(NOT_COMPANIONS))
+    ]
+    return sorted(found, key=lambda name: (name != CONFIG, name != INDEX_NAME, name))
+
+
+def fetch_small(found: Repository, revision: str | None, names: Sequence[str]) -> Path:
+    """Fetch some files and return their folder; the cache notes which commit the revision was."""
+    if revision != found.commit:
+        _fetch(found.model, names[0], revision)
+    paths = [_fetch(found.model, name, found.commit) for name in names]
+    return paths[0].parents[names[0].count("/")]
+
+
+def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
+    """The weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
+    names = _placed(folder, head)
+    if head == MODEL_NAME:  # its weights may lie beside it, under a name that exporters choose
+        names += sorted(name for name in found.files if name.startswith((f"{head}.", f"{head}_")))
+    for name in names:
+        if name not in found.files:
+            raise CompressionError(
+                f"{found.model}: {INDEX_NAME} names the shard {name!r}, which is missing on the Hub; ask its owner to "
+                "upload it, or choose another --revision"
+            )
+    return names
+
+
+def _placed(folder: Path, head: str) -> list[str]:
+    """The shards of an index that has been fetched; a file that is no index stands for itself."""
+    if head != INDEX_NAME:
+        return [head]
+    places = read_json(folder / head).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CompressionError(f"{folder / head} has no weight_map; restore the file from its source")
+    return sorted({str(file) for file in places.values()})
+
+
+def _lost(folder: Path, weights: Weights) -> str | None:
+    """What a folder in the cache lacks of its weights; None if nothing."""
+    names = {path.name for path in folder.iterdir()}
+    heads = (INDEX_NAME, SINGLE_NAME, *((MODEL_NAME,) if weights == "any" else ()))
+    head = next((name for name in heads if name in names), SINGLE_NAME)
+    return next((name for name in _placed(folder, head) if name not in names), None)
+
+
+def _kept_size(folder: Path, file: RemoteFile) -> int | None:
+    """Bytes that the cache has of a file, for this commit or for another one with the same content."""
+    for path in (folder / file.name, folder.parent.parent / "blobs" / file.tag):
+        if path.is_file():
+            return path.stat().st_size
+    return None
+
+
+def check_room(model: str, nbytes: int) -> None:
+    """Refuse when the disk of the cache cannot hold what is still to be fetched."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
+    if free < nbytes + SPARE_BYTES:
+        raise CompressionError(
+            f"downloading {model} needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {cache} has {free / 1e9:.2f} GB free; "
+            "free some space, or set HF_HOME to a folder on a larger disk"
+        )
+
+
+def steps(nbytes: int) -> int:
+    """Steps that the progress is told of for a file."""
+    return max(1, -(-nbytes // STEP_BYTES))
+
+
+def _fetch_weights(found: Repository, file: RemoteFile, progress: Progress, damaged: bool) -> None:
+    told = 0
+
+    def reach(step: int) -> None:
+        nonlocal told
+        while told < step:
+            told += 1
+            progress.advance(file.name)
+
+    last = steps(file.size)
+    # the last step is told when the file is in place
+    _fetch(found.model, file.name, found.commit, lambda come: reach(min(come // STEP_BYTES, last - 1)), damaged)
+    reach(last)
+
+
+def _fetch(
+    model: str, name: str, revision: str | None, tell: Callable[[int], None] = lambda come: None, anew: bool = False
+) -> Path:
+    """One file's place in the cache, where it is brought if need be; `tell` hears how many bytes have come."""
+    from huggingface_hub import hf_hub_download
+
+    bar, left = _silent_bar(tell), TRIES
+    while True:
+        try:
+            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=bar, force_download=anew))
+        except Exception as error:
+            left -= 1
+            if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
+                raise hub_fault(model, revision, error, name) from error
+            time.sleep(PAUSE_SECONDS)
+
+
+def _silent_bar(tell: Callable[[int], None]) -> Any:
+    """A progress bar class for the Hub client that draws nothing; it may use several at once for one file."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            tell(int(self.n))
+
+    return Bar

@@ -1,0 +1,95 @@
+"""Where a model comes from: a local folder, or a Hub id that is downloaded (or of which only headers are)."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from compressor.checkpoint.download import (
+    CONFIG,
+    Weights,
+    download,
+    fetch_small,
+    find_repository,
+    shard_names,
+    weights_file,
+)
+from compressor.checkpoint.faults import hub_fault
+from compressor.checkpoint.reader import INDEX_NAME, Checkpoint, TensorInfo
+from compressor.errors import CompressionError
+from compressor.progress import Progress, Silent
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as the user named it, and where its files lie."""
+
+    name: str  # the Hub id, or the folder's absolute path
+    revision: str | None  # the commit for a Hub id; None for a folder
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        """The name without the machine's folders."""
+        return self.name if self.revision else self.folder.name
+
+
+def is_local(model: str) -> bool:
+    """Whether a model argument names something on this machine rather than on the Hub."""
+    return Path(model).exists() or HUB_ID.fullmatch(model) is None
+
+
+def locate(
+    model: str, revision: str | None = None, progress: Progress | None = None, weights: Weights = "safetensors"
+) -> ModelSource:
+    """Find a local folder, or download from the Hub what a model needs, shard by shard.
+
+    With "any" `weights` an ONNX graph will do where there are no safetensors.
+    """
+    if not model.strip():
+        raise CompressionError(
+            "the model's name is empty; name a local checkpoint folder or a Hub id such as org/model"
+        )
+    if is_local(model):
+        if revision is not None:
+            raise CompressionError(f"{model} is a local folder; --revision is for Hub ids only")
+        folder = Path(model)
+        if not folder.is_dir():
+            raise CompressionError(
+                f"{model} is not a folder; name a local checkpoint folder or a Hub id such as org/model"
+            )
+        return ModelSource(str(folder.resolve()), None, folder.resolve())
+    folder = download(model, revision, progress or Silent(), weights)
+    return ModelSource(model, folder.name, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class HubHeaders:
+    """A Hub model's config folder and tensor places; no weight was fetched."""
+
+    folder: Path
+    revision: str
+    tensors: dict[str, TensorInfo]
+
+
+def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
+    """config.json and the safetensors headers of a Hub model, by range requests; from the cache if need be."""
+    from huggingface_hub import HfApi
+
+    found = find_repository(model, revision)
+    if isinstance(found, Path):
+        return HubHeaders(found, found.name, Checkpoint(found).tensors)
+    head = weights_file(model, found.files)
+    folder = fetch_small(found, revision, [name for name in (CONFIG, INDEX_NAME) if name in found.files])
+    shard_names(found, folder, head)
+    try:
+        metadata = HfApi().get_safetensors_metadata(model, revision=found.commit)
+    except Exception as error:
+        raise hub_fault(model, revision, error) from error
+    tensors = {
+        name: TensorInfo(name, file, info.dtype, tuple(info.shape), *info.data_offsets)
+        for file, content in metadata.files_metadata.items()
+        for name, info in content.tensors.items()
+    }
+    return HubHeaders(folder, found.commit, tensors)

@@ -1,0 +1,84 @@
+"""`generate`: the command that shows at once what a model says."""
+
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from compressor.cli.commands.bars import progress_bars
+from compressor.cli.options import AsJson, Device, Dtype, Model, Revision
+
+INTERRUPTED = 130
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more samples.")] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the fewest tokens that hold this probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the chat template, as a user's message.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
+    from compressor.cli.tables import print_json
+    from compressor.generation.generate import prepare
+    from compressor.generation.options import GenerationOptions
+
+    options = GenerationOptions(
+        max_new_tokens, temperature, top_p, top_k, seed, chat, device=device, dtype=dtype, revision=revision
+    )
+    text = read_stdin() if prompt == "-" else prompt
+    with progress_bars(as_json) as progress:
+        running = prepare(model, text, options, progress)
+    pieces, interrupted = collect(running, show=not as_json)
+    if as_json:
+        print_json(
+            {
+                "prompt": text,
+                "text": "".join(pieces),
+                "prompt_tokens": len(running.prompt),
+                "tokens": len(running.tokens),
+                "stopped": running.stopped,
+                "seconds_to_first_token": rounded(running.first_seconds),
+                "tokens_per_second": rounded(running.tokens_per_second),
+            }
+        )
+    if interrupted:
+        raise SystemExit(INTERRUPTED)  # there is nothing to go on with, as main() would say of other commands
+
+
+def collect(running: Iterable[str], show: bool) -> tuple[list[str], bool]:
+    """The pieces, each printed as it comes if asked for; also whether Ctrl-C cut them short."""
+    pieces, interrupted = list[str](), False
+    try:
+        for piece in running:
+            pieces.append(piece)
+            if show:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        if show:
+            print(flush=True)
+    return pieces, interrupted
+
+
+def read_stdin() -> str:
+    """All of standard input but the line break that ends it."""
+    return sys.stdin.read().removesuffix("\n").removesuffix("\r")
+
+
+def rounded(value: Any) -> float | None:
+    """Three significant digits; None stays."""
+    return None if value is None else float(f"{value:.3g}")

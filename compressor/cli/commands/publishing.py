@@ -1,0 +1,92 @@
+"""`push`: a verified folder on the Hugging Face Hub."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compressor.cli.options import AsJson
+from compressor.errors import CompressionError
+from compressor.publishing.faults import AGAIN
+
+if TYPE_CHECKING:
+    from compressor.publishing.push import PushSummary
+
+
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")],
+    repo_id: Annotated[str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME; made if it is missing.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private; never use a public one.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to push to; made if missing.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
+    message: Annotated[str | None, typer.Option(help="Of the commit (default: how the model was made).")] = None,
+    tag: Annotated[str | None, typer.Option(help="A tag for the commit.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Verify and list what would be sent; send nothing.")
+    ] = False,
+    require_gate: Annotated[
+        Path | None, typer.Option(metavar="GATE.JSON", help="Push only what passed this gate, and as it was then.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
+    from compressor.cli.push_table import show_push
+    from compressor.publishing.push import push as publish
+
+    with hub_bars(as_json or not sys.stderr.isatty()):
+        summary = publish(
+            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, message=message, tag=tag,
+            dry_run=dry_run, require_gate=require_gate,
+        )  # fmt: skip
+    show_push(summary, as_json)
+
+
+def check_access(repo_id: str, private: bool) -> None:
+    """Refuse before hours of work what a push after them would be refused for: the name, the login, the repository."""
+    from compressor.publishing import push as pushing
+
+    pushing.check_arguments(repo_id, None, False, None, None)
+    pushing.check_access(repo_id, private)
+
+
+def push_made(output: Path, repo_id: str, private: bool, require_gate: Path | None, as_json: bool) -> "PushSummary":
+    """Push what was just made; a fault says that the output is whole and how to push it alone."""
+    from compressor.publishing.push import push as publish
+
+    try:
+        with hub_bars(as_json or not sys.stderr.isatty()):
+            return publish(output, repo_id, private=private, require_gate=require_gate)
+    except CompressionError as error:
+        alone = f"moe-compress push {output} {repo_id}{' --private' if private else ''}"
+        said = str(error)
+        if AGAIN in said:
+            said = said.replace(AGAIN, f"then run {alone}, which goes on where it stopped")
+        else:
+            said = f"{said} (then: {alone})"
+        raise CompressionError(f"{output} is made and whole, but was not pushed: {said}") from None
+
+
+@contextmanager
+def hub_bars(quiet: bool) -> Iterator[None]:
+    """The bars of the Hub's client, or none; transformers, which switches those on again, is asked too."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    own, shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where the environment decides
+        if quiet:
+            logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if quiet and own:
+            logging.enable_progress_bar()
+        elif quiet and shown:
+            enable_progress_bars()

@@ -1,0 +1,59 @@
+"""`report`: one page about a compressed checkpoint, to be read by people."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compressor.cli.commands.bars import progress_bars
+from compressor.cli.options import AsJson, Calibration, Device, Dtype, Overwrite, Revision
+from compressor.errors import CompressionError
+
+
+def report(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where it was.")] = None,
+    revision: Revision = None,
+    calibration: Calibration = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Sequences to measure on (default: as many as make 16,384 tokens).")
+    ] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens in each, of a text named here.")] = None,
+    hubs: Annotated[Path | None, typer.Option(help="A hubs.json made by `moe-compress attribute`.")] = None,
+    gate: Annotated[
+        Path | None, typer.Option(metavar="GATE.JSON", help="The gate's result (default: gate.json in the folder).")
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Run no text: show what the folder says of itself.")
+    ] = False,
+    figures: Annotated[Path | None, typer.Option(help="New folder for the page's figures as PNG.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained HTML page: what was done, sizes, similarities, visits, errors, hubs, gate, timings."""
+    from compressor.report.data import report_data
+    from compressor.report.files import check_report, write_report
+    from compressor.report.measuring import measure
+    from compressor.report.store import keep_measures
+
+    if not checkpoint.is_dir():
+        raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
+    check_report(output, figures, overwrite)
+    data = report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is told before anything runs
+    if not no_measure:
+        with progress_bars(as_json) as progress:
+            measured = measure(
+                checkpoint, model, revision, calibration or None, samples, sequence_length, progress, device, dtype
+            )
+        keep_measures(checkpoint, measured)
+        data = report_data(checkpoint, measured, hubs, gate)
+    written = write_report(data, output, figures, overwrite)
+    if as_json:
+        typer.echo(data.to_json())
+        return
+    for sentence in data.missing:
+        typer.echo(sentence, err=True)
+    typer.echo(f"Written to {output}" + (f", {len(written)} figures to {figures}" if figures else ""))

@@ -1,0 +1,77 @@
+"""The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.api.compressing import compress
+from compressor.api.measuring import inspect
+from compressor.checkpoint.reader import Checkpoint, Size
+from compressor.demo.evaluation import demo_checkpoint
+from compressor.errors import CompressionError
+from compressor.progress import Progress
+
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("count-guided", {}),
+    ("model-centric", {"merge": "learned"}),
+    ("data-centric", {"merge": "max"}),
+    ("auto", {}),
+)
+SAMPLES, LENGTH = 128, 128  # the demo model was trained on windows of 128 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """One model of the demo's table. Loss is in nats per held-out token."""
+
+    name: str
+    experts: int
+    parameters: int
+    bytes: int
+    loss: float
+    accuracy: dict[str, float]
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean over the skills."""
+        return sum(self.accuracy.values()) / len(self.accuracy)
+
+
+
+
+def measure(name: str, folder: Path, experts: int) -> DemoRow:
+    """Load a checkpoint with stock transformers and measure it on held-out text and questions."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from compressor.demo.evaluation import heldout_loss, load_documents, load_items, skill_accuracy
+    from compressor.model.loading import quiet_transformers
+
+    size = Size.of(Checkpoint(folder).tensors.values())
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")])
+    accuracy = skill_accuracy(model, tokenizer, load_items())
+    return DemoRow(name, experts, size.parameters, size.bytes, loss, accuracy)
+
+
+def run_demo(experts: int, output: Path | None, progress: Progress) -> list[DemoRow]:
+    """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models."""
+    if output is not None and output.exists():
+        raise CompressionError(f"{output} exists already; name a new folder")
+    with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
+        before = inspect(str(source)).experts
+        rows = [measure("original", source, before)]
+        folder = Path(scratch) if output is None else output
+        for strategy, options in STRATEGIES:
+            label = " ".join([strategy, *(f"({value})" for value in options.values())])
+            target = folder / strategy
+            target.parent.mkdir(parents=True, exist_ok=True)
+            compress(
+                str(source), target, experts=experts, strategy=strategy, options=options, calibration="demo",
+                samples=SAMPLES, sequence_length=LENGTH, progress=progress,
+            )  # fmt: skip
+            rows.append(measure(label, target, experts))
+    return rows

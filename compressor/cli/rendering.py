@@ -1,0 +1,242 @@
+"""What the commands print, and progress bars."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from compressor.api.compressing import Summary
+from compressor.cli.tables import print_json, print_table
+from compressor.model.inspection import Inspection
+from compressor.plans.plan import CompressionPlan
+from compressor.words import human_bytes, human_count, share
+
+if TYPE_CHECKING:
+    from compressor.publishing.push import PushSummary
+
+
+class Bars:
+    """One progress bar for each phase, on stderr, naming the layer that was finished last."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=self._console,
+        )
+        self._task: TaskID | None = None
+
+    def start(self, phase: str, total: int) -> None:
+        """Open a bar."""
+        self._task = self._bars.add_task(phase, total=total, detail="")
+
+    def advance(self, detail: str) -> None:
+        """Move the newest bar on."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=1, detail=detail)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is None or (error is not None and not self._console.is_terminal):
+            self._bars.live.transient = True  # no bars, no empty line; in a log, an error stands alone
+            self._bars.live.stop()
+        else:
+            self._bars.stop()
+
+
+def show_inspection(report: Inspection, as_json: bool) -> None:
+    """The report of `inspect`."""
+    if as_json:
+        print_json(asdict(report))
+        return
+    facts = [
+        ("architecture", f"{report.model_class} ({report.family})"),
+        ("MoE layers", f"{report.moe_layers} of {report.layers}"),
+        ("experts", f"{report.experts} in each, top-{report.top_k}"),
+        ("routing", report.routing),
+        ("quantization", report.quantization or "none"),
+        ("parameters", human_count(report.parameters)),
+        ("bytes", human_bytes(report.bytes)),
+        ("largest layer, loaded", human_bytes(report.largest_layer_bytes)),
+        ("peak memory to compress", f"at most {human_bytes(report.peak_memory)} and the calibration activations"),
+        ("peak memory to export to ONNX", f"the whole model in float32, {human_bytes(report.export_memory)}"),
+        ("bytes read, at most", human_bytes(report.bytes_read)),
+        (
+            "bytes written",
+            f"{human_bytes(report.bytes_written)} ({report.outcomes[0].experts} experts)" if report.outcomes else "-",
+        ),
+    ]
+    if report.left_out:
+        facts.append(("not loaded by stock transformers", f"{len(report.left_out)} tensors, {report.left_out[0]} ..."))
+    print_table(report.model, ("", ""), facts)
+    print_table(
+        "By part",
+        ("part", "parameters", "bytes", "share"),
+        [
+            (part.name, human_count(part.parameters), human_bytes(part.bytes), share(part.bytes, report.bytes))
+            for part in report.parts
+        ],
+    )
+    print_table(
+        "What would be left",
+        ("experts", "parameters", "bytes", "share"),
+        [
+            (str(o.experts), human_count(o.parameters), human_bytes(o.bytes), share(o.bytes, report.bytes))
+            for o in report.outcomes
+        ],
+    )
+
+
+def show_plans(plans: Sequence[CompressionPlan], paths: Sequence[Path], as_json: bool) -> None:
+    """One row a layer; as JSON the plan, or a list of several."""
+    if as_json:
+        content = [plan.to_dict() for plan in plans]
+        print_json(content if len(content) > 1 else content[0])
+        return
+    for plan, path in zip(plans, paths, strict=True):
+        _show_plan(plan, path)
+
+
+def _show_plan(plan: CompressionPlan, path: Path) -> None:
+    rows = []
+    for layer in plan.layers:
+        merged = [list(group.members) for group in layer.groups if len(group.members) > 1]
+        row = [layer.module, str(layer.experts), str(len(layer.groups)), _short(layer.dropped), _short(merged)]
+        rows.append([*row, _short(plan.protected.get(layer.module, ()))] if plan.protected else row)
+    data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
+    title = f"Plan by {plan.strategy}{data}, written to {path}"
+    columns = ["layer", "experts", "kept", "dropped", "merged"]
+    print_table(title, [*columns, "protected"] if plan.protected else columns, rows)
+    if plan.protected:
+        print(_protected_line(plan))
+
+
+def _protected_line(plan: CompressionPlan) -> str:
+    count = sum(map(len, plan.protected.values()))
+    return f"{count} protected expert{'s' if count > 1 else ''}, neither merged nor dropped"
+
+
+def _short(items: Sequence[Any], most: int = 12) -> str:
+    text = " ".join(str(item) for item in items[:most])
+    return text + (f" and {len(items) - most} more" if len(items) > most else "") or "-"
+
+
+def summary_dict(summary: Summary) -> dict[str, Any]:
+    """A summary as JSON types, without the plan's layers."""
+    return {
+        "output": summary.out,
+        "strategy": summary.strategy,
+        "experts": {"before": summary.experts_before, "after": summary.experts_after},
+        "parameters": {"before": summary.before.parameters, "after": summary.after.parameters},
+        "bytes": {"before": summary.before.bytes, "after": summary.after.bytes},
+        "seconds": {name: round(value, 3) for name, value in summary.seconds.items()},
+        "peak_memory_bytes": summary.peak_memory,
+        "left_out": list(summary.left_out),
+        "zeroed_fields": list(summary.zeroed_fields),
+        "protected_experts": sum(map(len, summary.plan.protected.values())),
+        "plan_digest": summary.plan.digest(),
+    }
+
+
+def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" = None) -> None:
+    """What a compression did, and where it was published."""
+    if as_json:
+        print_json({**summary_dict(summary), **published(pushed)})
+        return
+    before, after = summary.before, summary.after
+    rows = [
+        ("experts per layer", str(summary.experts_before), str(summary.experts_after), ""),
+        (
+            "parameters",
+            human_count(before.parameters),
+            human_count(after.parameters),
+            share(after.parameters, before.parameters),
+        ),
+        ("bytes", human_bytes(before.bytes), human_bytes(after.bytes), share(after.bytes, before.bytes)),
+    ]
+    print_table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows)
+    lines = Console()
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    lines.print(f"{phases}; peak memory {human_bytes(summary.peak_memory)}", highlight=False)
+    if summary.plan.protected:
+        print(_protected_line(summary.plan))
+    if summary.left_out:
+        fields = f"; set to zero in the config: {', '.join(summary.zeroed_fields)}" if summary.zeroed_fields else ""
+        names = _short(summary.left_out, 4)
+        lines.print(f"left out, as stock transformers does not load them: {names}{fields}", highlight=False)
+    print(f"Written to {summary.out}")
+    if pushed is not None:
+        from compressor.cli.push_table import show_push
+
+        show_push(pushed, as_json=False)
+
+
+def published(pushed: "PushSummary | None") -> dict[str, Any]:
+    """What --json adds of a push; nothing without one."""
+    if pushed is None:
+        return {}
+    from compressor.cli.push_table import push_dict
+
+    return {"push": push_dict(pushed)}
+
+
+def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
+    """Name, summary, needs and options of each strategy."""
+    entries = [
+        {
+            "name": s.name,
+            "summary": s.summary,
+            "needs": sorted(s.needs),
+            "options": asdict(s.options) if s.options else {},
+        }
+        for s in loaded
+    ]
+    if as_json:
+        print_json(entries)
+        return
+    rows = [
+        (e["name"], e["summary"], ", ".join(e["needs"]), ", ".join(f"{k}={v}" for k, v in e["options"].items()) or "-")
+        for e in entries
+    ]
+    print_table("Strategies", ("name", "what it does", "needs", "options"), rows, numbers=False)
+
+
+def show_demo(rows: Sequence[Any], as_json: bool) -> None:
+    """The demo's table: one row a model."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    print_table(
+        "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions",
+        ("model", "experts", "parameters", "bytes", "loss", "accuracy"),
+        [
+            (
+                row.name,
+                str(row.experts),
+                human_count(row.parameters),
+                human_bytes(row.bytes),
+                f"{row.loss:.3f}",
+                f"{row.mean_accuracy:.1%}",
+            )
+            for row in rows
+        ],
+    )
+    skills = list(rows[0].accuracy)
+    print_table(
+        "Accuracy by skill (chance is 25%)",
+        ("model", *skills),
+        [(row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows],
+    )

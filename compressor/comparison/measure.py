@@ -1,0 +1,196 @@
+"""Comparing: one calibration pass, many plans, and for each what the compressed model loses, all streamed."""
+
+import math
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compressor.calibration.batches import Calibration, EvaluationSet
+from compressor.calibration.heldout import Judge, Judgement, evaluation_batches
+from compressor.calibration.statistics import LayerStatistics, needs_data
+from compressor.comparison.rows import Comparison, Row
+from compressor.correction.in_order import compress_in_order
+from compressor.correction.refit import Correction
+from compressor.grouping.choose import keep_best
+from compressor.memory import PeakMemory
+from compressor.model.inspection import stored_with
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import stream_layers
+from compressor.planning.make import Planned, Wish, make_plans
+from compressor.planning.protecting import Protected, listed
+from compressor.planning.registry import Strategy, load_strategy, read_option
+from compressor.plans.plan import LayerPlan
+from compressor.progress import Progress
+from compressor.versions import versions
+
+RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A strategy with options, as it is named in the table."""
+
+    name: str
+    strategy: Strategy
+    options: Mapping[str, Any]
+    corrections: tuple[Correction, ...]
+    seed: int | None = None
+
+
+def random_drop(seed: int) -> Strategy:
+    """Drop experts at random, protected ones excepted; every layer draws anew."""
+
+    def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+        draw = random.Random(f"{seed} {stats.layer.name}")
+        scores = torch.tensor([draw.random() for _ in range(stats.layer.experts)])
+        return keep_best(stats, scores, keep, protected, decided_by="chance")
+
+    return Strategy(RANDOM, plan, frozenset())
+
+
+def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
+    """A strategy's name, or name:option=value:option=value; corrected by its own default as well, if it has one."""
+    name, *settings = text.split(":")
+    options = dict(
+        read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
+    )
+    strategy = load_strategy(name, options)
+    methods = dict.fromkeys(corrections or ("none", strategy.correction))
+    shown = " ".join([name, *(f"({setting})" for setting in settings)])
+    return Contender(shown, strategy, options, tuple(Correction(method) for method in methods))
+
+
+def _judge_original(model: OpenModel, judge: Judge, progress: Progress) -> None:
+    units = model.architecture.units
+    batches = judge.tokens
+    progress.start("original", len(units))
+    for unit in stream_layers(
+        model.partial, batches, units, units,
+        entering=judge.entering, finishing=range(len(batches)), finished=judge.finished,
+    ):  # fmt: skip
+        progress.advance(unit)
+
+
+def _mean(found: Iterable[Judgement]) -> Judgement:
+    """All sets together, each token counting alike."""
+    parts = list(found)
+    return Judgement(sum(p.tokens for p in parts), sum(p.loss for p in parts), sum(p.kl for p in parts))
+
+
+def _heldout(calibration: Calibration) -> Calibration:
+    """The held-out batches alone."""
+    numbers = sorted(calibration.heldout)
+    batches = tuple(calibration.batches[number] for number in numbers)
+    return Calibration(batches, calibration.identity, heldout=frozenset(range(len(batches))))
+
+
+def _layer_error(layers: Sequence[LayerPlan]) -> float | None:
+    errors = [layer.figures["correction"].get("heldout_error") for layer in layers]
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
+
+
+@dataclass(slots=True)
+class _Table:
+    """Rows in the making."""
+
+    model: OpenModel
+    judge: Judge
+    sets: Sequence[EvaluationSet]
+    progress: Progress
+    seed: int
+
+    def row(self, name: str, experts: int, seconds: float, peak: int, **more: Any) -> Row:
+        """A row of what the judge has just found."""
+        whole = _mean(self.judge.found)
+        size = stored_with(self.model.checkpoint.tensors, self.model.layout, self.model.architecture, experts)
+        loss = whole.loss / whole.tokens
+        return Row(
+            name=name,
+            experts=experts,
+            parameters=size.parameters,
+            bytes=size.bytes,
+            loss=loss,
+            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            kl=max(0.0, whole.kl / whole.tokens),
+            seconds=seconds,
+            peak_memory=peak,
+            loss_by_source={
+                entry.name: part.loss / part.tokens for entry, part in zip(self.sets, self.judge.found, strict=True)
+            },
+            **more,
+        )
+
+    def judged(self, planned: Planned, contender: Contender, correction: Correction, data: Calibration) -> Row:
+        """Carry a plan out layer by layer without writing it, and judge what comes out."""
+        plans = {layer.module: layer for layer in planned.plan.layers}
+        method = "" if correction.method == "none" else f" + {correction.method}"
+        begin = time.perf_counter()
+        with PeakMemory() as peak:
+            stop = self.judge.watch(self.model.partial.model)
+            try:
+                layers = compress_in_order(
+                    self.model, planned.plan.experts, data if correction.wanted else _heldout(data),
+                    lambda stats: plans[stats.layer.name], self.progress, correction=correction, measure=True,
+                    seed=self.seed, judge=self.judge, phase=f"{contender.name}{method}, {planned.plan.experts}",
+                )  # fmt: skip
+            finally:
+                stop()
+        spent = time.perf_counter() - begin if correction.wanted else 0.0
+        return self.row(
+            contender.name, planned.plan.experts, planned.seconds + spent, peak.anonymous,
+            strategy=planned.plan.strategy, correction=correction.method, error=_layer_error(layers),
+            source=planned.source, seed=contender.seed,
+        )  # fmt: skip
+
+
+def compare_models(
+    model: OpenModel,
+    contenders: Sequence[Contender],
+    counts: Sequence[int],
+    calibration: Calibration,
+    sets: Sequence[EvaluationSet],
+    progress: Progress,
+    seed: int = 0,
+    per_source: bool = False,
+    protected: Protected | None = None,
+) -> Comparison:
+    """Plan with every contender at every count from one pass, carry each plan out in memory, and judge all alike.
+
+    `protected` experts, by layer name, stay as they are in every plan, the random ones included.
+    """
+    judge = Judge(evaluation_batches(sets, model.vocabulary), len(sets))
+    table = _Table(model, judge, sets, progress, seed)
+    with PeakMemory() as peak:
+        stop = judge.watch(model.partial.model)
+        try:
+            _judge_original(model, judge, progress)
+        finally:
+            stop()
+    before = model.architecture.experts
+    rows = [table.row("original", before, 0.0, peak.anonymous, strategy="original", correction="none", error=0.0)]
+    wishes = [Wish(contender.strategy, count, contender.options) for count in counts for contender in contenders]
+    owners = [contender for _ in counts for contender in contenders]
+    begin = time.perf_counter()
+    made = make_plans(model, wishes, calibration, progress, seed, protected, per_source)
+    shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
+    for planned in made:
+        contender = owners[planned.wish]
+        data = planned.calibration or calibration
+        same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
+        tried = [correction for correction in contender.corrections if correction.wanted or not same]
+        rows += [table.judged(planned, contender, correction, data) for correction in tried]
+    return Comparison(
+        model=model.source.label,
+        rows=tuple(rows),
+        calibration=calibration.identity,
+        evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},
+        calibration_seconds=shared,
+        seed=seed,
+        versions=versions(),
+        protected=listed(protected),
+    )

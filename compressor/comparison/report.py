@@ -1,0 +1,118 @@
+"""A comparison as files: comparison.json, a table for GitHub in comparison.md, and a picture, comparison.png."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressor import folders
+from compressor.comparison.plot import plot_comparison
+from compressor.comparison.rows import Comparison, Row
+from compressor.comparison.series import best_rows, data_line, sort_key
+from compressor.folders import plain, table_line
+from compressor.words import human_bytes, human_count
+
+NAMES = ("comparison.json", "comparison.md", "comparison.png")
+
+
+def _name(row: Row) -> str:
+    return f"random, seed {row.seed}" if row.is_random and row.seed is not None else row.name
+
+
+def _decimals(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _columns(comparison: Comparison) -> list[str]:
+    planned = ["planned for"] if _any_planned_for_one(comparison) else []
+    sources = [f"loss on {plain(name)}" for name in _sources(comparison)]
+    first = ["model", "correction", *planned, "experts", "parameters", "loss", "increase", "perplexity", "KL"]
+    return [*first, *sources, "layer error", "seconds", "peak memory"]
+
+
+def _any_planned_for_one(comparison: Comparison) -> bool:
+    return any(row.source is not None for row in comparison.rows)
+
+
+def _sources(comparison: Comparison) -> list[str]:
+    """Evaluation sets that get a column each: none if there is one alone."""
+    return list(comparison.evaluation) if len(comparison.evaluation) > 1 else []
+
+
+def _cells(comparison: Comparison, row: Row) -> list[str]:
+    original = row is comparison.original
+    planned = ["-" if row.source is None else plain(row.source)] if _any_planned_for_one(comparison) else []
+    return [
+        plain(_name(row)),
+        "-" if original else row.correction,
+        *planned,
+        str(row.experts),
+        human_count(row.parameters),
+        _decimals(row.loss),
+        "-" if original else f"{comparison.increase(row):+.4f}",
+        f"{row.perplexity:.4g}",
+        _decimals(row.kl),
+        *(_decimals(row.loss_by_source.get(name)) for name in _sources(comparison)),
+        _decimals(row.error),
+        f"{row.seconds:.1f}",
+        human_bytes(row.peak_memory),
+    ]
+
+
+def _ordered(rows: Sequence[Row]) -> list[tuple[int, Row]]:
+    """Rows with their numbers: the original, then many experts first and the least loss first."""
+    first, *others = enumerate(rows)
+    return [first, *sorted(others, key=lambda each: (-each[1].experts, sort_key(each[1].loss)))]
+
+
+def markdown(comparison: Comparison) -> str:
+    """A heading, what was measured on what, and one row a model; the least loss of each expert count is in bold."""
+    columns, best = _columns(comparison), best_rows(comparison)
+    texts = {"model", "correction", "planned for"}
+    lines = [
+        f"# {plain(comparison.model)}: comparison",
+        "",
+        plain(data_line(comparison)),
+        *_protected_lines(comparison),
+        "",
+        table_line(columns),
+        table_line([":---" if column in texts else "---:" for column in columns]),
+    ]
+    for number, row in _ordered(comparison.rows):
+        cells = _cells(comparison, row)
+        lines.append(table_line([f"**{cell}**" for cell in cells] if number in best else cells))
+    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    return "\n".join([*lines, "", _legend(), *(["", f"Made with {plain(made_with)}."] if made_with else []), ""])
+
+
+def _protected_lines(comparison: Comparison) -> list[str]:
+    if not comparison.protected:
+        return []
+    layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
+    return ["", plain(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")]
+
+
+def _legend() -> str:
+    return (
+        "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is "
+        "the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. "
+        "Seconds are those of deciding, and correcting with the evaluation on the way, without the calibration pass. "
+        "Bold: the least loss of its number of experts."
+    )
+
+
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a comparison."""
+    folders.check_folder(folder, NAMES, overwrite)
+
+
+def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
+
+    With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
+    """
+    with folders.whole_folder(folder, NAMES, overwrite) as made:
+        content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
+        (made / NAMES[1]).write_text(markdown(comparison), encoding="utf-8")
+        plot_comparison(comparison, made / NAMES[2])
+    return [folder / name for name in NAMES]

@@ -1,0 +1,1 @@
+"""Refitting what is left until each layer puts out what it did before."""

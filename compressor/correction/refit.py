@@ -1,0 +1,188 @@
+"""Output-space correction of one cut layer: refit the survivors until the original layer's output comes back.
+
+`ridge` refits the down projections in closed form; `tune` goes on from there with optimiser steps on router, gate, up
+and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from compressor.correction.cut_layer import CutLayer
+from compressor.correction.recording import Recording
+from compressor.correction.ridge import refit_down
+from compressor.correction.tuning import STEPS, TOKENS, Schedule, tune
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.loading import parent_and_name, set_tensor
+
+METHODS = ("none", "ridge", "tune")
+RATE = 0.3  # of tuning, times the error that is left: see `compressor.correction.tuning.Schedule`
+MOST_RATE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What to refit after the plan is chosen, and all that decides the result."""
+
+    method: str = "none"
+    steps: int = STEPS
+    tokens: int = TOKENS
+    rate: float = RATE
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
+        if self.steps < 1 or self.tokens < 1 or not 0 < self.rate < 1:
+            raise CompressionError(
+                f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; "
+                "give at least 1 and 1, and a rate between 0 and 1"
+            )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is refitted."""
+        return self.method != "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; only what the method uses."""
+        return asdict(self) if self.method == "tune" else {"method": self.method}
+
+    @classmethod
+    def from_plan(cls, content: Mapping[str, Any] | None) -> Self:
+        """What a plan asks for; raises `CompressionError` for an unknown field or an impossible value."""
+        asked = {name: value for name, value in (content or {}).items() if name != "dtype"}
+        try:
+            return cls(**asked)
+        except TypeError as error:
+            raise CompressionError(f"the plan's correction {asked!r} is not understood; restore it") from error
+
+
+@contextmanager
+def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
+    """The smaller router in float32 while the block runs; yields its expert-sized tensors that may be tuned, by key.
+
+    Afterwards these are back in their own dtype with their new values, the others as they were.
+    """
+    block_keys = [f"{layer.block}.{argument.key}" for argument in recording.arguments if argument.key is not None]
+    state = model.get_submodule(layer.router).state_dict(prefix=f"{layer.router}.", keep_vars=True)
+    own = {key: getattr(*parent_and_name(model, key)) for key in block_keys}
+    before = {key: value for key, value in {**state, **own}.items() if value.is_floating_point()}
+    for key, value in before.items():
+        set_tensor(model, key, value.detach().to(torch.float32, copy=True))
+    sized = {tensor.key for tensor in layer.tensors}
+    tuned = {
+        key: getattr(*parent_and_name(model, key))
+        for key, value in before.items()
+        if key in sized and isinstance(value, torch.nn.Parameter)
+    }
+    try:
+        yield tuned
+    finally:
+        for key, value in before.items():
+            set_tensor(model, key, tuned[key].detach().to(value.dtype) if key in tuned else value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Rounds a value as writing will: what is computed in one dtype may be stored in another."""
+
+    computing: torch.dtype
+    writing: torch.dtype
+
+    def __call__(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
+
+
+class _Guard:
+    """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller model itself."""
+
+    def __init__(
+        self, cut: CutLayer, router: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], stored: _Stored
+    ) -> None:
+        self.cut, self.router, self.dtypes, self.stored = cut, router, dtypes, stored
+        self.rows = cut.recording.positions(heldout=True)
+        self.kept, self.best = "none", self._error()
+        self.routing = self._routing()
+
+    def _experts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each refitted tensor of each expert, and its place in the smaller model."""
+        for expert, parameters in enumerate(self.cut.parameters):
+            for name, value in parameters.items():
+                yield value, getattr(self.cut.experts, name)[expert]
+
+    def _routing(self) -> dict[str, torch.Tensor]:
+        return {key: self.stored(value.detach(), self.dtypes[key]).clone() for key, value in self.router.items()}
+
+    @torch.no_grad()
+    def _error(self) -> float:
+        """The error with all values rounded as they will be stored; they stay so."""
+        for value, place in self._experts():
+            value.copy_(self.stored(value, place.dtype))
+        for key, rounded in self._routing().items():
+            self.router[key].copy_(rounded)
+        return self.cut.error(self.rows)
+
+    @torch.no_grad()
+    def judge(self, name: str) -> float:
+        """Keep the present state if it is better than the best so far."""
+        error = self._error()
+        if error < self.best:
+            self.kept, self.best, self.routing = name, error, self._routing()
+            for value, place in self._experts():
+                place.copy_(value)
+        return error
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the best state."""
+        for value, place in self._experts():
+            value.copy_(place)
+        for key, rounded in self.routing.items():
+            self.router[key].copy_(rounded)
+
+
+def correct_layer(
+    model: Any,
+    layer: MoeLayer,
+    recording: Recording,
+    correction: Correction,
+    seed: int = 0,
+    writing: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
+
+    Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept.
+
+    Errors are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
+    (`CutLayer.error`). A layer that none reached stays as it is.
+    """
+    rows, judged = recording.positions(heldout=False), recording.positions(heldout=True)
+    if not len(judged):
+        return {"kept": "none", "reason": "no calibration token reached the layer"}
+    experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
+    dtypes = {key: value.dtype for key, value in model.state_dict().items()}
+    with _float_router(model, layer, recording) as router:
+        cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
+        computing = next(experts.parameters()).dtype
+        guard = _Guard(cut, router, dtypes, _Stored(computing, writing or computing))
+        errors = {"before": guard.best}
+        if correction.wanted and guard.best > 0 and len(rows):
+            refit_down(cut, rows, judged)
+            errors["ridge"] = guard.judge("ridge")
+            if correction.method == "tune":
+                guard.restore()
+                rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
+                tune(cut, rows, list(router.values()), Schedule(correction.steps, correction.tokens, rate, seed))
+                errors["tune"] = guard.judge("tune")
+            guard.restore()
+    return _figures(guard, errors)
+
+
+def _figures(guard: _Guard, errors: Mapping[str, float]) -> dict[str, Any]:
+    """What was kept, the error that is left, and the errors on the way there."""
+    tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
+    return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

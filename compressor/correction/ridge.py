@@ -1,0 +1,163 @@
+"""Ridge correction: down projections refitted in closed form, so that the cut layer's output comes back.
+
+With phi the gate-weighted intermediate activations of the kept experts, laid side by side, and r = y - y' what the cut
+layer misses, the change D of the down projections minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
+weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on what the
+others leave. The penalty is the one of least error on held-out tokens for the first block; a later block stays as it is
+where that penalty does not help it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compressor.correction.cut_layer import CHUNK, CutLayer, routed
+from compressor.model.experts import intermediate
+
+LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
+MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
+TOKENS = 32_768  # fitted on at most
+SWEEPS = 2  # over the blocks, where there are several
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neurons [begin, end) of one expert, at columns from `place` on of a block."""
+
+    expert: int
+    begin: int
+    end: int
+    place: int
+
+    @property
+    def columns(self) -> slice:
+        """Its columns of the block's features."""
+        return slice(self.place, self.place + self.end - self.begin)
+
+
+def block_width(layer_bytes: int) -> int:
+    """Neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
+    return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
+
+
+def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
+    """All neurons of all experts, in order, in blocks of at most `width`."""
+    found: list[list[Span]] = [[]]
+    place = 0
+    for expert in range(experts):
+        begin = 0
+        while begin < neurons:
+            if place == width:
+                found.append([])
+                place = 0
+            end = min(neurons, begin + width - place)
+            found[-1].append(Span(expert, begin, end, place))
+            place, begin = place + end - begin, end
+    return found
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Tokens to fit on or to judge by: positions [T], routing by chunk, and what the layer still misses [T, H]."""
+
+    rows: torch.Tensor
+    routes: list[tuple[torch.Tensor, torch.Tensor]]
+    residual: torch.Tensor
+    scales: torch.Tensor  # [T] square roots of the tokens' weights; residual and features are multiplied by them
+
+    @classmethod
+    def of(cls, layer: CutLayer, rows: torch.Tensor) -> "_Tokens":
+        found = [layer.token_weights(layer.targets(chunk)).sqrt() for chunk in rows.split(CHUNK)]
+        scales = torch.cat(found) if found else torch.zeros(0)
+        residual = layer.residual(rows) * scales[:, None]
+        return cls(rows, [layer.route(chunk) for chunk in rows.split(CHUNK)], residual, scales)
+
+
+def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
+    weights, index = tokens.routes[chunk]
+    wanted = {span.expert for span in block}
+    inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
+    reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
+    places = chunk * CHUNK + reached.cpu()
+    x = layer.inputs(tokens.rows[places])
+    phi = x.new_zeros(len(reached), block[-1].columns.stop)
+    for expert, rows, gates in routed(weights[reached], index[reached]):
+        if expert in wanted:
+            shares = gates * tokens.scales[places][rows]
+            active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
+            for span in block:
+                if span.expert == expert:
+                    phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
+    return places, phi
+
+
+def _change(
+    layer: CutLayer, fit: _Tokens, judge: _Tokens, block: list[Span], penalties: Sequence[float]
+) -> tuple[torch.Tensor, float] | None:
+    """The block's change of the down projections [D, H], and its penalty; None if none lowers the held-out error."""
+    width, device = block[-1].columns.stop, fit.residual.device
+    normal = torch.zeros(width, width, dtype=torch.float64, device=device)
+    right = torch.zeros(width, fit.residual.shape[1], dtype=torch.float64, device=device)
+    for chunk in range(len(fit.routes)):
+        places, phi = _features(layer, fit, chunk, block)
+        normal += phi.T @ phi
+        right += phi.T @ fit.residual[places]
+    scale = float(normal.diagonal().mean())
+    if scale == 0:
+        return None
+    shown = [_features(layer, judge, chunk, block) for chunk in range(len(judge.routes))]
+    best: tuple[torch.Tensor, float] | None = None
+    least = sum(float(judge.residual[places].square().sum()) for places, _ in shown)
+    for penalty in penalties:
+        regular = normal.clone()
+        regular.diagonal().add_(penalty * scale)
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        if failed:
+            continue  # rounding, or activations past float32's range
+        change = torch.cholesky_solve(right, factor).float()
+        off = sum(float((judge.residual[places] - phi @ change).square().sum()) for places, phi in shown)
+        if off < least:
+            best, least = (change, penalty), off
+    return best
+
+
+def _take(layer: CutLayer, tokens: _Tokens, block: list[Span], change: torch.Tensor) -> None:
+    """Subtract what the change brings back from the tokens' residual."""
+    for chunk in range(len(tokens.routes)):
+        places, phi = _features(layer, tokens, chunk, block)
+        tokens.residual[places] -= phi @ change
+
+
+@torch.no_grad()
+def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor) -> None:
+    """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, judged by those at `judge_rows`.
+
+    Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
+    """
+    if getattr(layer.experts, "has_post_expert_norm", False) or not len(fit_rows):
+        return
+    step = -(-len(fit_rows) // TOKENS)  # every step-th token
+    fit, judge = _Tokens.of(layer, fit_rows[::step]), _Tokens.of(layer, judge_rows)
+    first = layer.parameters[0]["down_proj"]
+    neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
+    nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
+    spans = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
+    penalties: Sequence[float] = PENALTIES
+    for _ in range(SWEEPS if len(spans) > 1 else 1):
+        for block in spans:
+            found = _change(layer, fit, judge, block, penalties)
+            if found is None:
+                continue
+            change, penalties = found[0], found[1:]
+            for tokens in (fit, judge):
+                _take(layer, tokens, block, change)
+            for span in block:
+                down, part = layer.parameters[span.expert]["down_proj"], change[span.columns]
+                if layer.experts.is_transposed:
+                    down[span.begin : span.end] += part
+                else:
+                    down[:, span.begin : span.end] += part.T

@@ -1,0 +1,77 @@
+"""Tuning a cut layer on its own reconstruction loss: router rows, gate, up and down; one layer, no other.
+
+The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor (Shazeer and Stern 2018,
+arXiv:1804.04235): its steps are relative to a tensor's own size, and its state is a row and a column of a matrix, so
+that one layer in float32 is about all the memory it takes. Each gradient is used and freed before the next one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compressor.correction.cut_layer import CutLayer
+
+STEPS, TOKENS = 300, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how boldly to tune. The rate is relative to each tensor's root mean square, falling to 0."""
+
+    steps: int = STEPS
+    tokens: int = TOKENS  # a step
+    rate: float = 0.01
+    seed: int = 0
+
+
+def _steps(rows: torch.Tensor, schedule: Schedule) -> "list[torch.Tensor]":
+    """Positions of each step's tokens: passes over shuffled tokens, without a remainder's short step."""
+    generator = torch.Generator().manual_seed(schedule.seed)
+    size, found = min(schedule.tokens, len(rows)), list[torch.Tensor]()
+    while len(found) < schedule.steps:
+        order = rows[torch.randperm(len(rows), generator=generator)]
+        found += [order[begin : begin + size] for begin in range(0, len(order) - size + 1, size)]
+    return found[: schedule.steps]
+
+
+@torch.enable_grad()
+def tune(
+    layer: CutLayer,
+    rows: torch.Tensor,
+    router: Sequence[torch.Tensor],
+    schedule: Schedule,
+    after: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Tune `layer.parameters` and the `router` tensors (leaves that the live router uses) in place.
+
+    `after` is called with the number of every finished step.
+    """
+    leaves = [*(value for parameters in layer.parameters for value in parameters.values()), *router]
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def update(leaf: torch.Tensor) -> None:
+        optimizers[leaf].step()
+        leaf.grad = None  # no two gradients need be in memory at once
+
+    hooks = []
+    for leaf in leaves:
+        leaf.requires_grad_()
+        optimizers[leaf] = torch.optim.Adafactor([leaf], lr=schedule.rate)
+        hooks.append(leaf.register_post_accumulate_grad_hook(update))
+    for step, chosen in enumerate(_steps(rows, schedule)):
+        rate = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["lr"] = rate
+        weights, index = layer.route(chosen)
+        target = layer.targets(chosen)
+        residual = target - layer.output(layer.inputs(chosen), weights, index)
+        loss = layer.token_weights(target) @ residual.square().sum(-1) / len(chosen)
+        if loss.requires_grad:  # not where every token of the step skips the experts
+            loss.backward()
+        after(step)
+    for leaf, hook in zip(leaves, hooks, strict=True):
+        hook.remove()
+        leaf.requires_grad_(False)
+        leaf.grad = None

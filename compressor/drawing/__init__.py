@@ -1,0 +1,1 @@
+"""One kit for every picture."""

@@ -1,0 +1,1 @@
+"""A model's answers to the items of lm-eval's tasks."""

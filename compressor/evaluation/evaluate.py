@@ -1,0 +1,112 @@
+"""Evaluates a model with lm-eval, item by item, and takes results from an earlier run where nothing has changed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import ModelSource, locate
+from compressor.errors import CompressionError, reason_of
+from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
+from compressor.evaluation.scores import ItemScores, item_scores
+from compressor.evaluation.store import ResultStore, identity
+from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.progress import Progress
+
+
+def evaluate(
+    model: str,
+    revision: str | None,
+    options: EvaluationOptions,
+    progress: Progress,
+    tasks: Sequence[EvaluationTask] | None = None,
+) -> dict[str, ItemScores]:
+    """A model's results by task; `tasks` are the options' own, resolved, if several models answer them."""
+    source = locate(model, revision, progress)
+    wanted = resolve_tasks(options) if tasks is None else tasks
+    return run_tasks(source, wanted, options, progress)
+
+
+def evaluate_stored(
+    source: ModelSource,
+    tasks: Sequence[EvaluationTask],
+    options: EvaluationOptions,
+    store: ResultStore,
+    progress: Progress,
+) -> tuple[dict[str, ItemScores], bool]:
+    """The same, asking the model only for what is not stored; also whether all of it was."""
+    model = identity(source)
+    keys = {task.name: store.key(model, task, options) for task in tasks}
+    known = {name: scores for name, key in keys.items() if (scores := store.load(key)) is not None}
+    missing = [task for task in tasks if task.name not in known]
+    # Each is stored at once, so that an interrupted run keeps what is done.
+    known |= run_tasks(source, missing, options, progress, lambda scores: store.save(keys[scores.task], scores))
+    return {task.name: known[task.name] for task in tasks}, not missing
+
+
+def run_tasks(
+    source: ModelSource,
+    tasks: Sequence[EvaluationTask],
+    options: EvaluationOptions,
+    progress: Progress,
+    keep: Callable[[ItemScores], None] = lambda scores: None,
+) -> dict[str, ItemScores]:
+    """Load the model once and answer task after task, handing each result to `keep`; for no tasks nothing is loaded."""
+    if not tasks:
+        return {}
+    require_lm_eval()
+    Checkpoint(source.folder)  # whose errors name the file that is wrong
+    found: dict[str, ItemScores] = {}
+    with quiet_lm_eval():
+        from compressor.evaluation.model import Watch, loaded_model
+
+        progress.start(f"Loading {source.label}", 1)
+        with _faults_told(source, "could not be loaded by lm-eval"), loaded_model(source.folder, options) as model:
+            progress.advance("")
+            for task in tasks:
+                with _faults_told(source, f"could not be evaluated on task {task.name!r}"):
+                    model.watch(Watch(source.label, task.name, progress))
+                    found[task.name] = item_scores(task, _samples(model, task, options))
+                keep(found[task.name])
+    return found
+
+
+def _samples(model: Any, task: EvaluationTask, options: EvaluationOptions) -> dict[str, list[dict[str, Any]]]:
+    """What lm-eval notes of every item, by part of the task."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    results = lm_eval.simple_evaluate(
+        model=model,
+        tasks=[task.loaded],
+        task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        bootstrap_iters=0,
+        log_samples=True,
+        random_seed=options.seed,
+        numpy_random_seed=options.seed % 2**32,
+        torch_random_seed=options.seed,
+        fewshot_random_seed=options.seed,
+    )
+    return dict(results["samples"])
+
+
+@contextmanager
+def _faults_told(source: ModelSource, what: str) -> Iterator[None]:
+    """Turn other libraries' exceptions into one sentence."""
+    try:
+        yield
+    except CompressionError:
+        raise
+    except OSError as error:
+        raise CompressionError(f"{source.label} {what}: {reason_of(error)}; check its files") from error
+    except Exception as error:
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+            raise CompressionError(
+                f"{source.label} {what}: memory ran out; pass a smaller --batch-size, or --device cpu"
+            ) from error
+        raise CompressionError(
+            f"{source.label} {what}: {reason_of(error)}; see whether lm-eval alone can do it"
+        ) from error

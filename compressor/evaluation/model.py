@@ -1,0 +1,127 @@
+"""lm-eval's transformers model, watched: it tells how far it is, and stops at the first number that is none.
+
+Importing this module imports lm-eval; only functions that evaluate do so.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
+
+from compressor.errors import CompressionError
+from compressor.evaluation.options import EvaluationOptions
+from compressor.model.opened import pick_device
+from compressor.progress import Progress
+
+CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
+
+
+class Watch:
+    """Takes each answer as lm-eval gets it: counts it, and refuses a log-likelihood that is not finite."""
+
+    def __init__(self, model: str, task: str, progress: Progress) -> None:
+        self.model, self.task, self.progress = model, task, progress
+
+    def start(self, total: int) -> None:
+        """So many requests come."""
+        self.progress.start(f"Evaluating {self.model} on {self.task}", total)
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        """One answer: (log-likelihood, is greedy), a log-likelihood, or text."""
+        if kind != "generate_until":
+            value = answer[0] if isinstance(answer, tuple) else answer
+            if not math.isfinite(value):
+                raise self.fault(f"a log-likelihood of {value}")
+        self.progress.advance("")
+
+    def check_logits(self, module: Any, inputs: Any, output: Any) -> None:
+        """Refuse NaN where the next token is chosen, which would choose one without a word: [B, S, V]."""
+        if not bool((output.logits[:, -1] < torch.inf).all()):
+            raise self.fault("logits that are NaN or infinite")
+
+    def fault(self, what: str) -> CompressionError:
+        """What is wrong with the model."""
+        return CompressionError(
+            f"{self.model} gives {what} on task {self.task!r}, so its results mean nothing; check its weights, or "
+            "pass --dtype float32 if they are sound"
+        )
+
+
+class _WholeModel:
+    """Loads a causal language model, refusing a checkpoint that lacks weights: they would be random."""
+
+    @staticmethod
+    def from_pretrained(folder: str, **settings: Any) -> Any:
+        """The model, as transformers loads it."""
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+        absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
+        if absent:
+            raise CompressionError(
+                f"{Path(folder).name} lacks {len(absent)} tensors that its config asks for, such as {absent[0]!r}; "
+                "download or write it again"
+            )
+        return model
+
+
+class WatchedModel(HFLM):
+    """A causal language model whose answers a `Watch` sees."""
+
+    AUTO_MODEL_CLASS = _WholeModel
+
+    def watch(self, watch: Watch) -> None:
+        """Who sees the next answers."""
+        self.watcher = watch
+        self.set_cache_hook(watch)
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        self.watcher.start(len(requests))
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        self.watcher.start(len(requests))
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        self.watcher.start(len(requests))
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def _model_generate(self, *arguments: Any, **named: Any) -> Any:
+        handle = self.model.register_forward_hook(self.watcher.check_logits)
+        try:
+            return super()._model_generate(*arguments, **named)
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def loaded_model(folder: Path, options: EvaluationOptions) -> Iterator[WatchedModel]:
+    """A model while it is needed; its memory is free again afterwards."""
+    import gc
+
+    device = pick_device(options.device)
+    batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
+    model = WatchedModel(
+        pretrained=str(folder.resolve()),  # an absolute path is never asked for on the Hub
+        device=str(device),
+        dtype=options.dtype,
+        batch_size=batch,
+        softmax_dtype="float32",  # sums in bfloat16 would round a perplexity by more than a compression costs
+    )
+    try:
+        if torch.device(model.device).type != device.type:
+            raise CompressionError(f"lm-eval cannot use device {options.device!r}; pass --device cpu or cuda")
+        yield model
+    finally:
+        model._model = None
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

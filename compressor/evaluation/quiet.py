@@ -1,0 +1,101 @@
+"""lm-eval without its noise: nothing on stdout, no bars of its own, its useful warnings once each."""
+
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any
+from unittest.mock import patch
+
+from compressor.errors import CompressionError
+from compressor.model.loading import quiet_transformers
+
+logger = logging.getLogger(__name__)
+
+
+def require_lm_eval() -> None:
+    """Refuse to go on without lm-eval, saying how to get it."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise CompressionError(
+            f'lm-eval cannot be imported ({error}); install it with `pip install "lm-eval[hf]"`'
+        ) from error
+
+
+class _Discard(io.TextIOBase):
+    """A stream that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class _Relay(logging.Handler):
+    """Hands on, once each, what lm-eval says of the models it runs; the rest is logged as debugging."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell of a record unless one that differs in numbers alone has been told."""
+        message = " ".join(record.getMessage().split())
+        of_models = record.levelno >= logging.WARNING and record.name.startswith("lm_eval.models")
+        shape = re.sub(r"\d+", "#", message)
+        if (of_models or record.levelno >= logging.ERROR) and shape not in self._told:
+            self._told.add(shape)
+            logger.warning("lm-eval: %s", message)
+        else:
+            logger.debug("lm-eval: %s", message)
+
+
+@contextmanager
+def _relayed() -> Iterator[None]:
+    source, relay = logging.getLogger("lm_eval"), _Relay()
+    level, propagate = source.level, source.propagate
+    source.addHandler(relay)
+    source.setLevel(logging.WARNING)
+    source.propagate = False
+    try:
+        yield
+    finally:
+        source.removeHandler(relay)
+        source.setLevel(level)
+        source.propagate = propagate
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    import datasets
+
+    disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            datasets.enable_progress_bars()
+
+
+def _without_bar(items: Any, **_: Any) -> Any:
+    return items
+
+
+@contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out."""
+    from lm_eval import evaluator
+    from lm_eval.api import task
+
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(_Discard()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for manager in (quiet_transformers(), _quiet_datasets(), _relayed()):
+            stack.enter_context(manager)
+        stack.enter_context(patch.object(task, "tqdm", _without_bar))
+        stack.enter_context(patch.object(evaluator, "get_git_commit_hash", lambda: None))
+        stack.enter_context(patch.object(evaluator, "add_env_info", lambda storage: None))
+        yield

@@ -1,0 +1,1 @@
+"""May it ship: paired tests of a compressed model against its original."""

@@ -1,0 +1,82 @@
+"""The gate's result as JUnit XML: the suite is the whole, each task a test case."""
+
+import re
+from collections.abc import Mapping
+from xml.etree import ElementTree as Xml
+
+from compressor.gates.markdown import advice, cells, margin, verdict_line
+from compressor.gates.verdict import EXIT_STATUS, GateResult, TaskGate
+
+NAME = "moe-compress gate"
+FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # by XML 1.0, even as a reference
+
+
+def junit(result: GateResult) -> bytes:
+    """A document for CI servers; failed tasks are failures, inconclusive ones are skipped."""
+    verdicts = [task.verdict for task in result.tasks]
+    counts = {
+        "tests": str(len(verdicts)),
+        "failures": str(verdicts.count("fail")),
+        "errors": "0",
+        "skipped": str(verdicts.count("inconclusive")),
+        "time": f"{sum(result.seconds.values()):.3f}",
+    }
+    root = _element("testsuites", {"name": NAME, **counts})
+    suite = _add(root, "testsuite", {"name": f"{NAME}: {result.base}, {result.compressed}", **counts})
+    _add_properties(suite, _facts(result))
+    for task in result.tasks:
+        _add_case(suite, result, task)
+    _add(suite, "system-out", {}, "\n".join([verdict_line(result), *advice(result)]))
+    Xml.indent(root)
+    found: bytes = Xml.tostring(root, encoding="utf-8", xml_declaration=True)
+    return found
+
+
+def _facts(result: GateResult) -> dict[str, object]:
+    return {
+        "verdict": result.verdict,
+        "exit-status": EXIT_STATUS[result.verdict],
+        "base": result.base,
+        "compressed": result.compressed,
+        "max-drop": result.max_drop,
+        "confidence": result.confidence,
+        "reused-base": str(result.reused_base).lower(),
+        **{f"option.{name}": value for name, value in result.options.items() if value is not None},
+        **{f"version.{name}": value for name, value in result.versions.items()},
+        **{f"seconds.{name}": value for name, value in result.seconds.items()},
+    }
+
+
+def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
+    timed = {"time": f"{result.seconds[task.task]:.3f}"} if task.task in result.seconds else {}
+    case = _add(suite, "testcase", {"classname": "moe-compress.gate", "name": task.task, **timed})
+    shown = cells(task)
+    message = (
+        f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
+        f"{margin(result, task)} is allowed"
+    )
+    if task.verdict == "fail":
+        _add(case, "failure", {"message": message, "type": "fail"}, message)
+    elif task.verdict == "inconclusive":
+        status = EXIT_STATUS[task.verdict]
+        _add(case, "skipped", {"message": f"inconclusive: {message}; alone this ends the gate with status {status}"})
+    figures = "\n".join(f"{name}: {value}" for name, value in shown.items())
+    _add(case, "system-out", {}, f"{figures}\nversion: {task.version}\np of pass: {task.p_pass:.4g}\n"
+         f"p of fail: {task.p_fail:.4g}")  # fmt: skip
+
+
+def _add_properties(parent: Xml.Element, facts: Mapping[str, object]) -> None:
+    made = _add(parent, "properties", {})
+    for name, value in facts.items():
+        _add(made, "property", {"name": name, "value": str(value)})
+
+
+def _element(tag: str, attributes: Mapping[str, str]) -> Xml.Element:
+    return Xml.Element(tag, {name: FORBIDDEN.sub("\ufffd", value) for name, value in attributes.items()})
+
+
+def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
+    made = _element(tag, attributes)
+    made.text = None if text is None else FORBIDDEN.sub("\ufffd", text)
+    parent.append(made)
+    return made

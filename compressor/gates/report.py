@@ -1,0 +1,110 @@
+"""The gate's result as files: gate.json, gate.xml for CI servers and gate.md for people; and as card metrics."""
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor import folders
+from compressor.errors import CompressionError
+from compressor.gates.content import gate_content, gate_from_content
+from compressor.gates.junit import junit
+from compressor.gates.markdown import change, level, markdown
+from compressor.gates.verdict import GateResult, TaskGate
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("gate.json", "gate.xml", "gate.md")
+LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
+
+
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a gate's."""
+    folders.check_folder(folder, NAMES, overwrite)
+
+
+def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, JUnit XML and Markdown into a new folder, all of them or, when anything fails, nothing.
+
+    With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
+    """
+    with folders.whole_folder(folder, NAMES, overwrite) as made:
+        (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        (made / NAMES[1]).write_bytes(junit(result))
+        (made / NAMES[2]).write_text(markdown(result), encoding="utf-8", errors=LONE_HALVES)
+    return [folder / name for name in NAMES]
+
+
+def full_content(result: GateResult) -> dict[str, Any]:
+    """What gate.json says: the result, and its metrics as a model card has them."""
+    return {**gate_content(result), "model_index": model_index(result)}
+
+
+def gate_json(result: GateResult) -> str:
+    """The text of gate.json."""
+    return json.dumps(full_content(result), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_gate(path: Path) -> GateResult:
+    """A result from its gate.json, or the folder that holds it."""
+    file = path / NAMES[0] if path.is_dir() else path
+    remedy = "name a gate.json that moe-compress gate has written"
+    try:
+        return gate_from_content(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise CompressionError(f"{file} cannot be read: {error.strerror or error}; {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise CompressionError(f"{file} is not JSON; {remedy}") from error
+    except CompressionError as error:
+        raise CompressionError(f"{file}: {error}; {remedy}") from error
+
+
+def append_summary(result: GateResult, path: Path) -> None:
+    """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning, no failed gate."""
+    try:
+        # Without O_CREAT: CI servers make the file, so one that is not there is a mistaken path.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        with open(descriptor, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
+            stream.write(f"\n{markdown(result)}\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        logger.warning("the gate's summary could not be appended to %s: %s", path, reason)
+
+
+def card_metrics(result: GateResult) -> "list[EvalResult]":
+    """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
+    from huggingface_hub import EvalResult
+
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_name=task.task,
+            dataset_type=task.task,
+            dataset_args={"version": task.version, "items": task.items},
+            metric_type=task.metric,
+            metric_name=f"{task.metric} ({_beside(result, task)})",
+            metric_value=float(f"{task.compressed:.6g}"),
+            verified=False,
+        )
+        for task in result.tasks
+        if math.isfinite(task.compressed)
+    ]
+
+
+def _beside(result: GateResult, task: TaskGate) -> str:
+    most = f"at most {change(task.upper, task.kind)} with confidence {100 * result.confidence:g}%"
+    return f"base {level(task.base)}, drop {change(task.drop, task.kind)}, {most}"
+
+
+def model_index(result: GateResult) -> list[dict[str, Any]]:
+    """The metrics as the metadata of a model card have them, under the model's name without its folders."""
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    name = Path(result.compressed).name or result.compressed
+    found: list[dict[str, Any]] = eval_results_to_model_index(name, card_metrics(result))
+    return found

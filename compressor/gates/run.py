@@ -1,0 +1,77 @@
+"""Running the gate: both models answer the same items, one after the other, and the paired test judges them."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import evaluate_stored
+from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.store import ResultStore, identity, judged_identity
+from compressor.files import default_folder
+from compressor.gates.statistics import compare_items, judge, overall
+from compressor.gates.verdict import GateResult
+from compressor.progress import Progress
+from compressor.versions import PACKAGES, versions
+
+if TYPE_CHECKING:
+    from compressor.evaluation.tasks import EvaluationTask
+
+DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
+DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
+
+
+@dataclass(frozen=True, slots=True)
+class GateRequest:
+    """What a compressed model has to show."""
+
+    options: EvaluationOptions
+    max_drop: float = 0.01  # of a score; of a perplexity, its relative rise
+    confidence: float = 0.95
+    cache: Path = field(default_factory=default_folder)  # where results of earlier runs lie
+
+    def __post_init__(self) -> None:
+        """Refuses a margin or a confidence that cannot be meant, before any model is read."""
+        if not (math.isfinite(self.max_drop) and self.max_drop >= 0):
+            raise CompressionError(f"--max-drop {self.max_drop} should be a number of 0 or more, such as 0.01")
+        if not 0.5 < self.confidence < 1:
+            raise CompressionError(f"--confidence {self.confidence} should lie between 0.5 and 1, such as 0.95")
+
+
+def run_gate(
+    base: ModelSource,
+    compressed: ModelSource,
+    tasks: "Sequence[EvaluationTask]",
+    wanted: GateRequest,
+    progress: Progress,
+    label: str | None = None,
+) -> GateResult:
+    """Evaluate what is not stored, pair the items and judge; `label` names the compressed model in the result.
+
+    Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
+    """
+    store, begin = ResultStore(wanted.cache), time.perf_counter()
+    before, reused = evaluate_stored(base, tasks, wanted.options, store, progress)
+    between = time.perf_counter()
+    after, _ = evaluate_stored(compressed, tasks, wanted.options, store, progress)
+    done = time.perf_counter()
+    pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
+    judged = judge(pairs, wanted.max_drop, wanted.confidence)
+    return GateResult(
+        verdict=overall(judged),
+        base=base.label,
+        compressed=label or compressed.label,
+        max_drop=wanted.max_drop,
+        confidence=wanted.confidence,
+        tasks=judged,
+        options=wanted.options.facts(),
+        base_identity=identity(base),
+        compressed_identity=judged_identity(compressed),
+        versions=versions((*PACKAGES, "lm-eval")),
+        seconds={"base": between - begin, "compressed": done - between},
+        reused_base=reused,
+    )

@@ -1,0 +1,61 @@
+"""The gate: item-level results of two models on the same items, and the verdict on what compression cost.
+
+n items of a task; both models answer each of them, so every test is paired.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["pass", "fail", "inconclusive"]
+EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
+
+
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGate:
+    """What the paired test says of one task. A drop is base less compressed, so worse is positive.
+
+    Of a likelihood task the drop is the relative rise of perplexity, and base and compressed are perplexities.
+    """
+
+    task: str
+    metric: str
+    version: str
+    kind: Literal["score", "likelihood"]
+    items: int
+    clusters: int  # 0 where items are independent
+    base: float
+    compressed: float
+    drop: float
+    standard_error: float
+    lower: float  # one-sided confidence bounds of the drop
+    upper: float
+    p_pass: float  # of a drop this small if the true one were the margin; corrected over tasks (Holm)
+    p_fail: float  # of a drop this large if the true one were the margin; corrected over tasks (Holm)
+    verdict: Verdict
+    lost: int  # items that the base got right and the compressed model wrong; changes for the worse of other scores
+    gained: int
+    mcnemar: float | None  # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
+    detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
+    unpaired_error: float | None  # the standard error that a comparison of two means would have
+    perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The whole gate."""
+
+    verdict: Verdict
+    base: str
+    compressed: str
+    max_drop: float
+    confidence: float
+    tasks: tuple[TaskGate, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)  # limit, batch size, few-shot examples, dtype, device
+    base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
+    compressed_identity: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    reused_base: bool = False  # the base's results were stored by an earlier run

@@ -1,0 +1,1 @@
+"""The next token, by stock transformers or by ONNX Runtime."""

@@ -1,0 +1,104 @@
+"""From a prompt to token ids, and from token ids back to text, piece by piece."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError, reason_of
+
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
+LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
+
+
+def text_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer; raises `CompressionError` if it has none."""
+    from transformers import AutoTokenizer
+
+    from compressor.model.loading import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # tokenizer classes raise what they like
+        raise CompressionError(
+            f"{folder} has no usable tokenizer ({reason_of(error)}); copy those of the original model there"
+        ) from error
+    return tokenizer
+
+
+def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
+    """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
+    if chat:
+        return _encode_chat(tokenizer, prompt)
+    ids = tuple(int(token) for token in tokenizer(prompt)["input_ids"])
+    if not ids and tokenizer.bos_token_id is not None:
+        return (int(tokenizer.bos_token_id),)
+    if not ids:
+        raise CompressionError(
+            "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
+        )
+    return ids
+
+
+def _encode_chat(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise CompressionError("the tokenizer has no chat template; leave out --chat to continue the prompt as it is")
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:  # templates are programs
+        raise CompressionError(f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat") from error
+    ids = tuple(int(token) for token in encoded["input_ids"])
+    if not ids:
+        raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
+    return ids
+
+
+class TextStream:
+    """Turns tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
+
+    Only tokens since the last whole character are decoded anew, after those of the piece before them: some
+    decoders drop the space that opens a text, and it must not be dropped at the seams.
+    """
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []
+        self._follow(list(before))
+
+    def _follow(self, context: list[int]) -> None:
+        self._context = context
+        self._opening = self._shown = self._decode(context)  # text of the context; with what is out of pending
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        decoded: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return decoded
+
+    def _text(self, final: bool) -> str:
+        """Context and pending decoded; of pending alone if the decoder takes back for good what is out."""
+        text = self._decode([*self._context, *self._pending])
+        if text.startswith(self._shown):
+            return text
+        # a decoder that judges a run of bytes as one may do so only for want of the next byte
+        if not final and text.endswith(UNFINISHED) and len(self._pending) <= LONGEST:
+            return self._shown
+        self._context, self._opening, self._shown = [], "", self._shown[len(self._opening) :]
+        return self._decode(self._pending)
+
+    def push(self, token: int) -> str:
+        """What this token adds to the text; '' while a character is incomplete."""
+        self._pending.append(token)
+        text = self._text(final=False)
+        marks = len(text) - len(text.rstrip(UNFINISHED))
+        piece = text[len(self._shown) : len(text) - min(marks, LONGEST)]
+        self._shown += piece
+        if piece and not marks:
+            done, self._pending = self._pending, []
+            self._follow(done)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back; a character that never became whole shows as a mark."""
+        return self._text(final=True)[len(self._shown) :]

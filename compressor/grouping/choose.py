@@ -1,0 +1,130 @@
+"""How a group of experts becomes one: max, uniform, by frequency, or learned.
+
+Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from compressor.calibration.statistics import LayerStatistics
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.limits import check_count
+from compressor.plans.plan import Group, LayerPlan
+
+METHODS = ("uniform", "max", "frequency", "learned")
+
+_NEEDS = {
+    "uniform": frozenset[str](),
+    "max": frozenset({"routed_count"}),
+    "frequency": frozenset({"routed_count"}),
+    "learned": frozenset({"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"}),
+}
+
+
+def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
+    """Statistics that a merging method needs beside those of the grouping."""
+    if method not in METHODS:
+        raise CompressionError(f"there is no merge {method!r}; known are {', '.join(METHODS)}")
+    return _NEEDS[method] | (frozenset() if merge_routers or method == "uniform" else frozenset({"routed_count"}))
+
+
+def _one_hot(members: Sequence[int], chosen: int) -> tuple[float, ...]:
+    return tuple(float(member == chosen) for member in members)
+
+
+def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | None) -> tuple[float, ...]:
+    """Coefficients of a group's members, summing to 1; `counts` [E] are visits.
+
+    With max, ties go to the lower expert; a group that no token reached is averaged uniformly.
+    """
+    if len(members) == 1:
+        return (1.0,)
+    if method == "uniform":
+        return _normalised([1.0] * len(members))
+    if counts is None:
+        raise CompressionError(f"merge {method!r} needs visit counts, which were not collected")
+    visits = [float(counts[member]) for member in members]
+    if method == "max":
+        return _one_hot(members, members[visits.index(max(visits))])
+    return _normalised(visits) if sum(visits) > 0 else _normalised([1.0] * len(members))
+
+
+def _representative(members: Sequence[int], stats: LayerStatistics) -> int:
+    """The expert that stands for its group: the most visited, if that is known, or the lowest."""
+    counts = stats.values.get("routed_count")
+    return members[0] if counts is None else max(members, key=lambda member: (float(counts[member]), -member))
+
+
+def merge_groups(
+    stats: LayerStatistics,
+    groups: Sequence[Sequence[int]],
+    method: str = "uniform",
+    merge_routers: bool = True,
+    align: bool = False,
+    **details: Any,
+) -> LayerPlan:
+    """The plan that merges these groups of experts; singletons stay bit for bit.
+
+    With `align`, the neurons of a group are matched to those of its most visited expert (its lowest, where visits are
+    not known) when the plan is carried out.
+    """
+    counts = stats.values.get("routed_count")
+    start = "uniform" if method == "learned" else method
+    merged = []
+    for members in (tuple(sorted(group)) for group in groups):
+        shares = coefficients(members, start, counts)
+        leading = _representative(members, stats)
+        router = shares if merge_routers else _one_hot(members, leading)
+        group = Group(members, shares, router, head=leading)
+        merged.append(group if align and group.aligned else replace(group, head=None))
+    plan = LayerPlan.of(stats.layer, merged, **details)
+    if method == "learned":
+        from compressor.grouping.learned import learn_coefficients
+
+        return learn_coefficients(stats, plan, merge_routers)
+    return plan
+
+
+def competing(layer: MoeLayer) -> list[list[int]]:
+    """Experts that compete for the same places: those of each routing group, or all."""
+    size = layer.experts // layer.routing_groups
+    return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
+
+
+def routing_blocks(stats: LayerStatistics) -> list[list[int]] | None:
+    """The layer's routing groups as lists of experts; None where it has none."""
+    return None if stats.layer.routing_groups == 1 else competing(stats.layer)
+
+
+def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
+    """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total is."""
+    kept, total = [group.members[0] for group in made.groups], float(scores.sum())
+    return round(float(scores[kept].sum()) / total, 6) if total else 0.0
+
+
+def keep_best(
+    stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
+) -> LayerPlan:
+    """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
+    layer = stats.layer
+    check_count(layer, keep, layer.name)
+    ranked, blocks = scores.double().cpu(), competing(layer)
+    kept: list[int] = []
+    for block in blocks:
+        best = [block[position] for position in ranked[block].argsort(descending=True, stable=True).tolist()]
+        kept += sorted(best, key=lambda expert: expert not in protected)[: keep // len(blocks)]
+    lost = protected - set(kept)
+    if lost:
+        raise CompressionError(
+            f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
+        )
+    return LayerPlan.keep(layer, kept, **details)

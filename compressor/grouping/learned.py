@@ -1,0 +1,177 @@
+"""Learned merging: coefficients and scales that bring the layer's output back (Zhang et al. 2024, equation 7).
+
+The merged expert n is lambda_n * sum_i alpha_i theta_i with alpha = softmax(logits), its router row sum_i alpha_i W_i;
+loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs of the experts. One merged expert exists at a time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from compressor.calibration.statistics import LayerStatistics
+from compressor.grouping.rerouting import SmallerRouter
+from compressor.model.experts import Parameters, apply_expert, expert_parameters, observed_forward
+from compressor.plans.plan import Group, LayerPlan
+from compressor.surgery.alignment import AlignedExperts
+
+STEPS = 60
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """What is learned: logits of each group's coefficients and the logarithm of its scale."""
+
+    logits: tuple[torch.Tensor, ...]
+    log_scales: tuple[torch.Tensor, ...]
+
+    def alpha(self, slot: int) -> torch.Tensor:
+        return self.logits[slot].softmax(0)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (*self.logits, *self.log_scales) if tensor.requires_grad]
+
+
+def _start(plan: LayerPlan, device: torch.device) -> _Shares:
+    learn = [len(group.members) > 1 for group in plan.groups]
+    logits = tuple(
+        torch.zeros(len(g.members), device=device, requires_grad=on) for g, on in zip(plan.groups, learn, strict=True)
+    )
+    return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=on) for on in learn))
+
+
+@torch.no_grad()
+def _merged(stats: LayerStatistics, group: Group, alpha: torch.Tensor, scale: torch.Tensor) -> Parameters:
+    """Parameters of one merged expert in float32."""
+    merged: Parameters = {}
+    for share, expert in zip((alpha * scale).tolist(), group.members, strict=True):
+        for name, value in expert_parameters(stats.weights.experts, expert).items():
+            if name not in merged:
+                merged[name] = torch.zeros_like(value, dtype=torch.float32)
+            merged[name].add_(value.float(), alpha=share)
+    return merged
+
+
+@torch.no_grad()
+def _products(stats: LayerStatistics, group: Group, slopes: Parameters) -> torch.Tensor:
+    """<dloss/dmerged, theta_i> of every member, one at a time: -> [members]."""
+    members = [expert_parameters(stats.weights.experts, expert) for expert in group.members]
+    return torch.stack(
+        [sum((slope * member[name].float()).sum() for name, slope in slopes.items()) for member in members]  # type: ignore[misc]
+    )
+
+
+@torch.no_grad()
+def _forward(
+    stats: LayerStatistics, plan: LayerPlan, shares: _Shares, weights: torch.Tensor, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
+    x = stats.inputs
+    chosen = x.new_zeros(*index.shape, x.shape[1])
+    for slot, group in enumerate(plan.groups):
+        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
+        if len(rows):
+            merged = _merged(stats, group, shares.alpha(slot), shares.log_scales[slot].exp())
+            chosen[rows, places] = apply_expert(stats.weights.experts, merged, x[rows])
+    return (weights[..., None] * chosen).sum(1), chosen
+
+
+def _backward(
+    stats: LayerStatistics,
+    plan: LayerPlan,
+    shares: _Shares,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    slope: torch.Tensor,
+) -> None:
+    """Add the loss's gradient through the experts to the shares, one merged expert at a time; `slope` is dloss/dy."""
+    for slot, group in enumerate(plan.groups):
+        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
+        if len(group.members) > 1 and len(rows):
+            alpha, scale = shares.alpha(slot), shares.log_scales[slot].exp()
+            merged = {name: value.requires_grad_() for name, value in _merged(stats, group, alpha, scale).items()}
+            output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
+            slopes = torch.autograd.grad(
+                output, list(merged.values()), weights[rows, places, None].detach() * slope[rows]
+            )
+            (scale * alpha * _products(stats, group, dict(zip(merged, slopes, strict=True)))).sum().backward()
+
+
+@torch.enable_grad()
+def learn_coefficients(
+    stats: LayerStatistics, plan: LayerPlan, merge_routers: bool = True, steps: int = STEPS
+) -> LayerPlan:
+    """Replace a plan's coefficients by learned ones, never worse than those it starts from on the sampled tokens.
+
+    A layer that no calibration token reached keeps the coefficients it has. Members of a group with a head are aligned
+    to it, as surgery does. Deterministic: no randomness is used.
+    """
+    if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
+        return plan
+    nothing = lambda *seen: None  # noqa: E731
+    with torch.no_grad():
+        target = observed_forward(
+            _FloatExperts(stats.weights.experts), stats.inputs, stats.top_k_index, stats.top_k_weights, nothing
+        )
+    size = float(target.square().sum()) or 1.0
+    aligned = replace(stats.weights, experts=AlignedExperts(stats.weights.experts, plan.groups))
+    stats = replace(stats, values={**stats.values, "weights": aligned})
+    shares, router = _start(plan, stats.inputs.device), SmallerRouter(stats)
+    optimizer = torch.optim.Adam(shares.parameters(), lr=LEARNING_RATE)
+    first, best, kept = None, float("inf"), [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
+    for step in range(steps + 1):
+        optimizer.zero_grad()
+        alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else None
+        weights, index = router.planned(plan, alphas)
+        output, chosen = _forward(stats, plan, shares, weights.detach(), index)
+        residual = output - target
+        loss = float(residual.square().sum()) / size
+        first = loss if first is None else first
+        if loss < best:
+            best, kept = loss, [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
+        if step == steps:
+            break
+        slope = 2 * residual / size
+        _backward(stats, plan, shares, weights, index, slope)
+        if weights.requires_grad:
+            weights.backward((chosen * slope[:, None]).sum(-1))
+        optimizer.step()
+    return _learned_plan(plan, kept, merge_routers, first or 0.0, best)
+
+
+class _FloatExperts:
+    """A view of an experts module whose parameters are read in float32, one expert at a time."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return _FloatSlices(value) if isinstance(value, torch.Tensor) else value
+
+
+class _FloatSlices:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self._tensor[expert].float()
+
+
+def _learned_plan(
+    plan: LayerPlan, kept: list[torch.Tensor], merge_routers: bool, first: float, best: float
+) -> LayerPlan:
+    count, groups = len(plan.groups), []
+    for slot, group in enumerate(plan.groups):
+        if len(group.members) == 1:
+            groups.append(group)
+            continue
+        shares = kept[slot].double().softmax(0)
+        alpha = tuple(float(value) for value in (shares / shares.sum()).tolist())
+        router = alpha if merge_routers else group.router_coefficients
+        groups.append(
+            replace(group, coefficients=alpha, router_coefficients=router, scale=float(kept[count + slot].exp()))
+        )
+    figures = {**plan.figures, "error_uniform": round(first, 6), "error_learned": round(best, 6)}
+    return replace(plan, groups=tuple(groups), figures=figures)

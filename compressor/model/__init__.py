@@ -1,0 +1,1 @@
+"""What transformers says the files are, and one layer of it in memory at a time."""

@@ -1,0 +1,343 @@
+"""What a model is made of, asked of the stock transformers model built on meta: no tables of module names."""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.errors import CompressionError, reason_of
+
+EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """A state-dict entry whose dimension `dim` counts experts; its last `extra` rows belong to no routed expert."""
+
+    key: str
+    dim: int
+    extra: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """One Mixture-of-Experts layer, keyed by the full name of its experts module."""
+
+    name: str
+    block: str  # the module that holds router and experts
+    router: str
+    unit: str  # the decoder layer that is loaded, cut and written as one
+    index: int  # the decoder layer's number
+    experts: int
+    top_k: int
+    routing_groups: int = 1  # n_group: experts compete within groups of neighbours
+    chosen_groups: int = 1  # topk_group
+    experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
+    tensors: tuple[ExpertTensor, ...] = ()
+    tables: tuple[str, ...] = ()  # integer tables whose values are expert ids
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Everything about a model that its config alone decides."""
+
+    family: str
+    model_class: str
+    count_field: str  # dotted path of the config field that counts experts
+    layers: tuple[MoeLayer, ...]
+    units: tuple[str, ...]  # decoder layers, dense ones included, in order
+    config: Any = field(repr=False, compare=False)
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer in the config."""
+        return int(get_field(self.config, self.count_field))
+
+    def with_experts(self, count: int) -> Any:
+        """A copy of the config that asks for `count` experts."""
+        config = copy.deepcopy(self.config)
+        set_field(config, self.count_field, count)
+        return config
+
+
+def get_field(config: Any, dotted: str) -> Any:
+    """Read a config field by its dotted path, such as text_config.num_experts."""
+    for part in dotted.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def set_field(config: Any, dotted: str, value: Any) -> None:
+    """Write a config field by its dotted path."""
+    *parents, last = dotted.split(".")
+    for part in parents:
+        config = getattr(config, part)
+    setattr(config, last, value)
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a checkpoint folder; an unknown architecture or a broken config is a clear error."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # config classes raise what they like
+        raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason_of(error)}") from error
+
+
+def model_class(config: Any) -> type[Any]:
+    """The stock class that the config's `architectures` names, or the causal language model of its type."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type):
+            return found
+    automatic = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForTokenClassification,
+    )
+    for mapping in automatic:
+        found = mapping._model_mapping.get(type(config), None)
+        if isinstance(found, type):
+            return found
+    raise CompressionError(
+        f"transformers has no language model for model type {config.model_type!r}; only stock architectures "
+        "are supported"
+    )
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
+    """A copy of the config that asks for `dtype`, for classes that build their inner model by its config's own."""
+    copied = copy.deepcopy(config)
+    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
+        if node is not None:
+            node.dtype = dtype
+    return copied
+
+
+def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed."""
+    from transformers.utils import ContextManagers
+
+    stock_class = model_class(config)
+    wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    try:
+        with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
+            model = stock_class(_with_dtype(config, wanted))
+    except CompressionError:
+        raise
+    except Exception as error:
+        raise CompressionError(
+            f"transformers cannot build {stock_class.__name__} from this config: {reason_of(error)}"
+        ) from error
+    return model.eval()
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Experts modules with the uniform interface (`use_experts_implementation`), by full name."""
+    for name, module in model.named_modules():
+        if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) and hasattr(module, "down_proj"):
+            yield name, module
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, ...]:
+    """Names of all children of every outermost ModuleList that holds experts modules, in model order."""
+    lists: dict[str, nn.ModuleList] = {}
+    modules = dict(model.named_modules())
+    for name, _ in experts_modules(model):
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            module = modules[".".join(parts[:end])]
+            if isinstance(module, nn.ModuleList):
+                lists[".".join(parts[:end])] = module
+                break
+        else:
+            raise CompressionError(
+                f"experts module {name!r} lies in no list of layers; this architecture is not supported"
+            )
+    return tuple(f"{name}.{position}" for name, module in lists.items() for position in range(len(module)))
+
+
+def layer_number(unit: str) -> int:
+    """The number at the end of a decoder layer's name."""
+    return int(unit.rsplit(".", 1)[-1])
+
+
+def _candidate_fields(config: Any, count: int) -> list[str]:
+    """Dotted config fields whose value is `count`, those that speak of experts first."""
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        for key, value in vars(node).items():
+            if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+                yield from walk(value, f"{prefix}{key}.")
+            elif isinstance(value, int) and not isinstance(value, bool) and value == count:
+                yield f"{prefix}{key}"
+
+    names = [name for name in walk(config, "") if not re.search(r"per_tok|top_?k|shared", name.rsplit(".", 1)[-1])]
+    return sorted(
+        names, key=lambda name: ("expert" not in name, "vision" in name or "audio" in name, name.count("."), name)
+    )
+
+
+def find_count_field(config: Any, model: nn.Module) -> str:
+    """The config field that counts experts: the one whose doubling doubles every experts module."""
+    counts = {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
+    distinct = sorted(set(counts.values()))
+    if len(distinct) > 1:
+        raise CompressionError(
+            f"layers hold unequal numbers of experts ({distinct}); one count for all layers is supported"
+        )
+    for candidate in _candidate_fields(config, distinct[0]):
+        trial = copy.deepcopy(config)
+        try:
+            set_field(trial, candidate, 2 * distinct[0])
+            doubled = build_meta(trial)
+        except (CompressionError, ValueError, TypeError):
+            continue
+        if {name: int(module.num_experts) for name, module in experts_modules(doubled)} == {  # type: ignore[arg-type]
+            name: 2 * count for name, count in counts.items()
+        }:
+            return candidate
+    raise CompressionError(
+        f"no field of the config counts the {distinct[0]} experts; this architecture is not supported"
+    )
+
+
+def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str, ExpertTensor]:
+    """State-dict entries that count experts: those whose shape differs between builds with E and 2E experts."""
+    larger = {key: tuple(value.shape) for key, value in doubled.state_dict().items()}
+    found = {}
+    for key, value in model.state_dict().items():
+        if key not in larger:
+            raise CompressionError(
+                f"tensor {key!r} exists only for {count} experts; this architecture is not supported"
+            )
+        changed = [
+            dim for dim, (small, large) in enumerate(zip(value.shape, larger[key], strict=True)) if small != large
+        ]
+        if not changed:
+            continue
+        if len(changed) != 1 or larger[key][changed[0]] - value.shape[changed[0]] != count:
+            raise CompressionError(
+                f"tensor {key!r} grows from {list(value.shape)} to {list(larger[key])} with the experts; not supported"
+            )
+        found[key] = ExpertTensor(key, changed[0], value.shape[changed[0]] - count)
+    return found
+
+
+def _find_router(block: nn.Module, experts: nn.Module, prefix: str, keys: set[str]) -> tuple[str, nn.Module]:
+    """The one child of an MoE block, beside its experts, that owns expert-sized tensors."""
+    routers = [
+        (name, child)
+        for name, child in block.named_children()
+        if child is not experts and any(key.startswith(f"{prefix}{name}.") for key in keys)
+    ]
+    if len(routers) != 1:
+        raise CompressionError(
+            f"MoE block {prefix[:-1]!r} has {len(routers)} routers beside its experts; one is supported"
+        )
+    return routers[0]
+
+
+def _top_k(router: nn.Module, block: nn.Module, config: Any) -> int:
+    for owner in (router, block):
+        value = getattr(owner, "top_k", None)
+        if isinstance(value, int):
+            return value
+    text = config.get_text_config()
+    for owner in (getattr(router, "config", text), text):
+        for name in ("num_experts_per_tok", "top_k_experts", "moe_topk"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
+    raise CompressionError(
+        "neither the router nor the config says how many experts a token visits (top-k); not supported"
+    )
+
+
+def _routing_groups(router: nn.Module) -> tuple[int, int, int]:
+    """(groups, groups a token may choose, fewest experts per group) of a router; (1, 1, 1) for one without groups."""
+    groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
+    method = getattr(router, "topk_method", None)
+    if int(groups) <= 1 or method == "greedy":
+        return 1, 1, 1
+    chosen = getattr(router, "topk_group", None) or groups
+    # a group's score is the sum of its two best experts, except where the method scores it by its best one
+    return int(groups), int(chosen), 1 if method else 2
+
+
+def _value_tables(router: nn.Module, prefix: str, top_k: int) -> tuple[str, ...]:
+    """Integer tables [rows, top-k] of a router: their values are expert ids."""
+    return tuple(
+        f"{prefix}{name}"
+        for name, value in router.state_dict().items()
+        if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
+    )
+
+
+def discover(config: Any, model: nn.Module | None = None) -> Architecture:
+    """Find every MoE layer of the stock model of `config`; raises `CompressionError` for a dense or unknown one."""
+    model = model if model is not None else build_meta(config)
+    found = dict(experts_modules(model))
+    stock = type(model).__name__
+    if not found:
+        raise CompressionError(
+            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is "
+            "a dense model, "
+            "or an MoE architecture of another interface, which is not supported"
+        )
+    count_field = find_count_field(config, model)
+    count = int(get_field(config, count_field))
+    doubled_config = copy.deepcopy(config)
+    set_field(doubled_config, count_field, 2 * count)
+    tensors = expert_tensors(model, build_meta(doubled_config), count)
+    units = decoder_layers(model)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    modules = dict(model.named_modules())
+    layers = []
+    for name, experts in found.items():
+        block_name = name.rpartition(".")[0]
+        block, prefix = modules[block_name], f"{block_name}."
+        own = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        if any(key.startswith(f"{name}.") and key in tied for key in own):
+            continue  # the same weights under a second name
+        router_child, router = _find_router(block, experts, prefix, set(own))
+        groups, chosen, fewest = _routing_groups(router)
+        top_k = _top_k(router, block, config)
+        unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
+        layers.append(
+            MoeLayer(
+                name=name,
+                block=block_name,
+                router=f"{prefix}{router_child}",
+                unit=unit,
+                index=layer_number(unit),
+                experts=count,
+                top_k=top_k,
+                routing_groups=groups,
+                chosen_groups=chosen,
+                experts_per_group=fewest,
+                tensors=tuple(own.values()),
+                tables=_value_tables(router, f"{prefix}{router_child}.", top_k),
+            )
+        )
+    covered = {tensor.key for layer in layers for tensor in layer.tensors}
+    stray = sorted(key for key in tensors if key not in covered and key not in tied)
+    if stray:
+        raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
+    return Architecture(str(config.model_type), stock, count_field, tuple(layers), units, config)
+
+
+def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
+    """MoE layers by the decoder layer that holds them."""
+    found: dict[str, list[MoeLayer]] = {}
+    for layer in layers:
+        found.setdefault(layer.unit, []).append(layer)
+    return found

@@ -1,0 +1,29 @@
+"""Tensors that may lie on disk, and which dimension of a tensor counts tokens."""
+
+import tempfile
+from typing import Any
+
+import torch
+
+BUDGET = 4 * 2**30  # bytes of one recorded tensor that are held in memory
+
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> torch.Tensor:
+    """An uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
+    count = torch.Size(shape).numel()
+    if device.type != "cpu" or count * dtype.itemsize <= budget:
+        return torch.empty(shape, dtype=dtype, device=device)
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(count * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
+
+
+def token_dim(value: Any, tokens: int) -> int | None:
+    """The dimension of a router's argument that counts tokens: 0 of [T, ...], 1 of [B, L, ...], None of another."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() >= 1 and len(value) == tokens:
+            return 0
+        if value.dim() >= 2 and value.shape[:2].numel() == tokens:
+            return 1
+    return None

@@ -1,0 +1,202 @@
+"""What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.checkpoint.reader import Checkpoint, TensorInfo, tensor_bytes
+from compressor.errors import CompressionError
+from compressor.model.architecture import Architecture
+from compressor.model.layout import Layout
+from compressor.model.limits import check_count
+
+PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Stored elements and bytes of one kind of tensor."""
+
+    name: str
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What keeping `experts` per layer would leave."""
+
+    experts: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The report of `inspect`."""
+
+    model: str
+    revision: str | None
+    family: str
+    model_class: str
+    moe_layers: int
+    layers: int
+    experts: int
+    top_k: int
+    routing: str
+    quantization: str | None
+    parameters: int
+    bytes: int
+    parts: tuple[Part, ...]
+    outcomes: tuple[Outcome, ...]
+    largest_layer_bytes: int  # of the loaded layer, in the dtype that it is computed in
+    peak_memory: int  # bytes above the bare interpreter, calibration activations aside
+    export_memory: int  # bytes of the whole model in float32, which exporting to ONNX holds once
+    bytes_read: int
+    bytes_written: int
+    left_out: tuple[str, ...]
+    module_of_layers: tuple[str, ...]
+
+
+def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, architecture: Architecture, experts: int) -> Outcome:
+    """Parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
+    kept = [_kept(tensors[name], role, architecture.experts, experts) for name, role in layout.roles.items()]
+    return Outcome(experts, sum(parameters for parameters, _ in kept), sum(nbytes for _, nbytes in kept))
+
+
+def _kept(info: TensorInfo, role: Any, before: int, after: int) -> tuple[int, int]:
+    """(elements, bytes) that stay of one stored tensor."""
+    if role.kind == "expert":
+        return (info.parameters, info.nbytes) if role.expert < after else (0, 0)
+    if role.kind == "fused":
+        shape = (*info.shape[: role.dim], after + role.extra, *info.shape[role.dim + 1 :])
+        return math.prod(shape), tensor_bytes(info.dtype, shape)
+    return info.parameters, info.nbytes
+
+
+def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[str, ...]) -> str:
+    if role.layer and not role.is_router:
+        return "routed experts" if role.kind != "table" else "routers"
+    if role.is_router:
+        return "routers"
+    if target.rpartition(".")[0] in embeddings:
+        return "embeddings"
+    inside = next((block for block in blocks if target.startswith(f"{block}.")), None)
+    if inside is not None and "shared" in target.removeprefix(inside):
+        return "shared experts"
+    return "attention" if "attn" in target or "attention" in target else "other"
+
+
+def _routing(layer: Any, router: Any) -> str:
+    kind = f"top-{layer.top_k} of {layer.experts} ({type(router).__name__})"
+    if layer.routing_groups > 1:
+        kind += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"
+    return kind
+
+
+def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
+    layer = architecture.layers[0]
+    if experts is not None:
+        for entry in architecture.layers:
+            check_count(entry, experts, entry.name)
+        return [experts]
+    wanted = []
+    for share in (0.75, 0.5, 0.25):
+        count = math.ceil(layer.experts * share)
+        count += -count % layer.routing_groups
+        try:
+            check_count(layer, count, layer.name)
+        except CompressionError:  # the router cannot take that many
+            continue
+        wanted.append(count)
+    return wanted
+
+
+class _HeaderCheckpoint(Checkpoint):
+    """A checkpoint of which only headers are at hand."""
+
+    def __init__(self, folder: Path, raw_config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+        self.folder, self.raw_config, self.tensors = folder, raw_config, tensors
+
+
+def inspect_model(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
+    """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
+    import json
+
+    from compressor.checkpoint.source import fetch_headers, is_local, locate
+    from compressor.model.architecture import load_config
+
+    if is_local(model):
+        source = locate(model, revision)
+        return _report(model, None, Checkpoint(source.folder), load_config(source.folder), experts)
+    headers = fetch_headers(model, revision)
+    raw = json.loads((headers.folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise CompressionError(f"{model}: config.json on the Hub is no JSON object")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        checkpoint = _HeaderCheckpoint(Path(folder), raw, headers.tensors)
+        return _report(model, headers.revision, checkpoint, load_config(Path(folder)), experts)
+
+
+def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: Any, experts: int | None) -> Inspection:
+    import torch
+
+    from compressor.model.architecture import build_meta, discover
+    from compressor.model.layout import find_layout
+    from compressor.model.loading import PartialModel
+    from compressor.model.opened import pick_dtype
+
+    architecture = discover(config, build_meta(config))
+    dtype = pick_dtype("auto", config, checkpoint)
+    partial = PartialModel(checkpoint, config, dtype, torch.device("cpu"))
+    layout = find_layout(checkpoint, architecture, partial)
+    stock = partial.model
+    ends = (stock.get_input_embeddings(), stock.get_output_embeddings())
+    embeddings = frozenset(name for name, module in stock.named_modules() if any(module is end for end in ends))
+    blocks = tuple(layer.block for layer in architecture.layers)
+    totals = {part: [0, 0] for part in PARTS}
+    for name, role in layout.roles.items():
+        info = checkpoint.tensors[name]
+        entry = totals[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)]
+        entry[0], entry[1] = entry[0] + info.parameters, entry[1] + info.nbytes
+    layers: dict[str, int] = {}
+    for key, value in partial.empty.items():
+        unit = next((unit for unit in architecture.units if key.startswith(f"{unit}.")), None)
+        if unit is not None:
+            layers[unit] = layers.get(unit, 0) + value.numel() * value.element_size()
+    first = architecture.layers[0]
+    tensors = checkpoint.tensors
+    outcomes = []
+    for count in _candidates(architecture, experts):
+        outcomes.append(stored_with(tensors, layout, architecture, count))
+    total = sum(info.nbytes for info in tensors.values())
+    written = outcomes[0].bytes if outcomes else total
+    config_quantization = checkpoint.raw_config.get("quantization_config") or {}
+    largest = max(layers.values(), default=0)
+    return Inspection(
+        model=model,
+        revision=revision,
+        family=architecture.family,
+        model_class=architecture.model_class,
+        moe_layers=len({layer.unit for layer in architecture.layers}),
+        layers=len(architecture.units),
+        experts=architecture.experts,
+        top_k=first.top_k,
+        routing=_routing(first, stock.get_submodule(first.router)),
+        quantization=str(config_quantization.get("quant_method")) if config_quantization else None,
+        parameters=sum(info.parameters for info in tensors.values()),
+        bytes=total,
+        parts=tuple(Part(name, *totals[name]) for name in PARTS if totals[name][0]),
+        outcomes=tuple(outcomes),
+        largest_layer_bytes=largest,
+        peak_memory=2 * largest,
+        export_memory=4 * sum(value.numel() for value in partial.empty.values()),
+        bytes_read=total + written,
+        bytes_written=written,
+        left_out=layout.left_out,
+        module_of_layers=tuple(layer.name for layer in architecture.layers),
+    )

@@ -1,0 +1,119 @@
+"""An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError, reason_of
+from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
+from compressor.model.layout import Layout, find_layout, fingerprint
+from compressor.model.limits import check_count
+from compressor.model.loading import PartialModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device for `auto` or a device's name; refuses one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = reason_of(error, 120)
+        raise CompressionError(f"device {name!r} cannot be used ({reason}); pass --device cpu or auto") from error
+    return device
+
+
+def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype for computing: `auto` is the checkpoint's own, bfloat16 where it is quantised."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    if checkpoint.raw_config.get("quantization_config"):
+        return _commonest(checkpoint, ("BF16", "F16")) or torch.bfloat16
+    for node in (config, config.get_text_config()):
+        if isinstance(getattr(node, "dtype", None), torch.dtype):
+            return node.dtype  # type: ignore[no-any-return]
+    return _commonest(checkpoint, ("BF16", "F16", "F32")) or torch.float32
+
+
+def _commonest(checkpoint: Checkpoint, names: tuple[str, ...]) -> torch.dtype | None:
+    """Of these dtypes the one that most tensors are stored in; None if there is none."""
+    counts = {name: sum(info.dtype == name for info in checkpoint.tensors.values()) for name in names}
+    best = max(names, key=lambda name: counts[name])
+    return TORCH_DTYPES[best] if counts[best] else None
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """Everything known of a model before a weight is read."""
+
+    source: ModelSource
+    checkpoint: Checkpoint
+    config: Any
+    architecture: Architecture
+    partial: PartialModel
+    layout: Layout
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the source checkpoint (reads the routers)."""
+        return fingerprint(self.checkpoint, self.layout)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token embedding."""
+        return int(self.partial.model.get_input_embeddings().weight.shape[0])
+
+
+def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
+    """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
+    checkpoint = Checkpoint(source.folder)
+    config = load_config(source.folder)
+    architecture = discover(config, build_meta(config))
+    partial = PartialModel(checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
+    return OpenModel(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
+
+
+def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: float | None) -> int:
+    """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
+    if (experts is None) == (ratio is None):
+        raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
+    layer = layers[0]
+    if ratio is not None:
+        if not 0 <= ratio < 1:
+            raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
+        removed = int(layer.experts * ratio) + 1
+        while removed / layer.experts > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
+            removed -= 1
+        experts = layer.experts - removed
+        experts += -experts % layer.routing_groups
+    assert experts is not None
+    if experts < 1:
+        raise CompressionError(f"--experts {experts} leaves nothing; keep at least the top-k of {layer.top_k}")
+    for entry in layers:
+        check_count(entry, experts, entry.name)
+    return experts
+
+
+def shared_experts(model: OpenModel) -> str | None:
+    """A layer that shares expert tensors with another one: it cannot be changed before the other has run."""
+    tied = {*model.partial.tied, *model.partial.tied.values()}
+    layers = model.architecture.layers
+    return next((layer.name for layer in layers if any(tensor.key in tied for tensor in layer.tensors)), None)
+
+
+def refuse_shared_experts(model: OpenModel) -> None:
+    """Refuse a model that cannot be compressed in order."""
+    if shared := shared_experts(model):
+        raise CompressionError(
+            f"{shared} shares its experts with another layer, so it cannot be compressed in order; use --correct none "
+            "and leave out --sequential"
+        )

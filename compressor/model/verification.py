@@ -1,0 +1,102 @@
+"""Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from compressor.errors import CompressionError
+from compressor.model.architecture import build_meta, experts_modules, get_field, load_config
+from compressor.model.layout import find_layout
+from compressor.model.loading import PartialModel, quiet_transformers
+
+
+def verify_output(folder: Path, count_field: str, experts: int) -> None:
+    """Build the stock model from the written config on meta and check every written tensor against it.
+
+    Raises `CompressionError` naming the tensor or field that is wrong.
+    """
+    config = load_config(folder)
+    if int(get_field(config, count_field)) != experts:
+        raise CompressionError(
+            f"the written config says {count_field} {get_field(config, count_field)} instead of {experts}; "
+            "please report this model"
+        )
+    verify_checkpoint(folder, experts)
+
+
+def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
+    """Check every file and tensor of any checkpoint against the stock model, which should have that many `experts`.
+
+    Returns the checkpoint; raises `CompressionError` naming the file, tensor or field that is wrong.
+    """
+    checkpoint, config = Checkpoint(folder), load_config(folder)
+    model = build_meta(config)
+    for name, module in experts_modules(model) if experts is not None else ():
+        if int(module.num_experts) != experts:  # type: ignore[arg-type]
+            raise CompressionError(
+                f"the written config builds {name} with {module.num_experts} experts instead of {experts}"
+            )
+    if checkpoint.raw_config.get("quantization_config"):
+        _verify_quantized(checkpoint, config)
+    else:
+        _verify_plain(checkpoint, model)
+    return checkpoint
+
+
+def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
+    """Load meta tensors of the written names, shapes and dtypes through the stock loader and read its report."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    state = {}
+    for name, info in checkpoint.tensors.items():
+        if info.dtype not in TORCH_DTYPES:
+            raise CompressionError(f"the written tensor {name!r} is {info.dtype}, which stock loaders do not read")
+        state[name] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
+    wanted = {key: value.dtype for key, value in model.state_dict().items()}
+    conversions = get_model_conversion_mapping(model)
+    for conversion in conversions:
+        if getattr(conversion, "force_cpu", False):
+            conversion.force_cpu = False  # there is nothing to convert, only shapes
+    load_config = LoadStateDictConfig(device_map={"": torch.device("meta")}, weight_mapping=conversions)
+    with quiet_transformers():
+        report, _ = convert_and_load_state_dict_in_model(model, state, load_config)
+    for key, found, expected in sorted(report.mismatched_keys):
+        raise CompressionError(
+            f"the written tensor {key!r} has shape {list(found)}, the new config asks for {list(expected)}"
+        )
+    missing = report.missing_keys - set(getattr(model, "all_tied_weights_keys", None) or {})
+    if missing or report.unexpected_keys or report.conversion_errors:
+        key = min(missing or report.unexpected_keys or set(report.conversion_errors))
+        raise CompressionError(
+            f"the written tensors do not fit the new config: {key!r} is {'missing' if missing else 'not understood'}"
+        )
+    for key, value in model.state_dict().items():
+        if value.is_floating_point() != wanted[key].is_floating_point:
+            raise CompressionError(f"the written tensor {key!r} is {value.dtype}, the model has {wanted[key]}")
+
+
+def _verify_quantized(checkpoint: Checkpoint, config: Any) -> None:
+    """For tensors that stay quantised: each one has its role with the new number of experts, and none is missing."""
+    from compressor.model.architecture import discover
+
+    partial = PartialModel(checkpoint, config, torch.bfloat16, torch.device("cpu"))
+    layout = find_layout(checkpoint, discover(config), partial)
+    if layout.left_out:
+        raise CompressionError(f"the written tensor {layout.left_out[0]!r} does not belong to the new model")
+    for name, role in layout.roles.items():
+        shape = checkpoint.tensors[name].shape
+        experts = int(next(iter(experts_modules(partial.model)))[1].num_experts)  # type: ignore[arg-type]
+        if role.kind == "fused" and shape[role.dim] != experts + role.extra:
+            raise CompressionError(
+                f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "
+                f"{experts + role.extra}"
+            )
+    have = set(partial.keys.targets.values())
+    converted = {target for entry in partial.conversions for target in entry.target_patterns[1:]}
+    for key in partial.empty:
+        if key not in have and key not in partial.tied and not any(key.endswith(target) for target in converted):
+            raise CompressionError(f"no written tensor fills {key!r}")

@@ -1,0 +1,179 @@
+"""Making a plan: one pass over the layers collects what the strategy needs, and each layer is planned as it passes."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
+from compressor.calibration.collecting import collect
+from compressor.calibration.statistics import LayerStatistics
+from compressor.correction.in_order import COMPRESSED, compress_in_order
+from compressor.correction.refit import Correction
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel
+from compressor.planning.protecting import Protected, listed
+from compressor.planning.registry import Strategy
+from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
+from compressor.progress import Progress
+from compressor.surgery.cut_files import CutFiles
+from compressor.versions import versions
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One plan to make: a strategy with its options, and the experts to keep in every layer."""
+
+    strategy: Strategy
+    experts: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, the number of its wish, the seconds that deciding it took, and the source it is for, if for one alone."""
+
+    plan: CompressionPlan
+    wish: int
+    seconds: float
+    source: str | None = None
+    calibration: Calibration | None = None  # what it was planned on
+
+
+_Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
+
+
+def _layer_plan(stats: LayerStatistics, wish: Wish, protected: Protected | None) -> LayerPlan:
+    """The layer as the strategy plans it; a third party's may not heed protected experts."""
+    guarded = (protected or {}).get(stats.layer.name, frozenset())
+    made = wish.strategy.plan_layer(stats, wish.experts, guarded)
+    if changed := touched(made, guarded):
+        raise CompressionError(
+            f"{made.module}: strategy {wish.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
+            "choose another strategy or leave out --protect"
+        )
+    return made
+
+
+def _whole_plan(
+    model: OpenModel,
+    wish: Wish,
+    calibration: Calibration | None,
+    layers: Iterable[LayerPlan],
+    seed: int,
+    protected: Protected | None,
+    **more: Any,
+) -> CompressionPlan:
+    order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
+    return CompressionPlan(
+        source=Source(model.source.name, model.source.revision, model.fingerprint),
+        experts=wish.experts,
+        strategy=wish.strategy.name,
+        options=dict(wish.options),
+        calibration=None if calibration is None else calibration.identity,
+        layers=tuple(sorted(layers, key=lambda layer: order[layer.module])),
+        seed=seed,
+        versions=versions(),
+        protected=listed(protected),
+        **more,
+    )
+
+
+def make_plans(
+    model: OpenModel,
+    wishes: Sequence[Wish],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    per_source: bool = False,
+) -> list[Planned]:
+    """Several plans from one pass over the layers; nothing is written.
+
+    `protected` experts, by layer name, stay as they are. With `per_source` each calibration source gets a plan of its
+    own after the one for all.
+    """
+    needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
+    layers: dict[_Key, list[LayerPlan]] = {}
+    seconds: dict[_Key, float] = {}
+    for stats in collect(model, needs, calibration, progress, seed, per_source):
+        for number, wish in enumerate(wishes):
+            for source, seen in enumerate((stats, *stats.by_source), start=-1):
+                begin = time.perf_counter()
+                made = _layer_plan(seen, wish, protected)
+                layers.setdefault((number, source), []).append(made)
+                spent = time.perf_counter() - begin
+                seconds[number, source] = seconds.get((number, source), 0.0) + spent
+        del stats, seen  # samples need not outlive the layer
+    found = []
+    for (number, source), plans in sorted(layers.items()):
+        data = calibration if source < 0 or calibration is None else calibration.only(source)
+        name = None if source < 0 or calibration is None else calibration.source_names[source]
+        plan = _whole_plan(model, wishes[number], data, plans, seed, protected)
+        found.append(Planned(plan, number, seconds[number, source], name, data))
+    return found
+
+
+def make_plan(
+    model: OpenModel,
+    strategy: Strategy,
+    experts: int,
+    options: Mapping[str, Any],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+) -> CompressionPlan:
+    """Plan every layer with one strategy on the original model; nothing is written."""
+    wish = Wish(strategy, experts, options)
+    return make_plans(model, [wish], calibration, progress, seed, protected)[0].plan
+
+
+def make_plan_in_order(
+    model: OpenModel,
+    wish: Wish,
+    calibration: Calibration,
+    correction: Correction,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    files: CutFiles | None = None,
+) -> CompressionPlan:
+    """Plan every layer on what the compressed, and if so asked corrected, earlier layers put out.
+
+    `files` keeps the cut layers, so that carrying the plan out need not repeat the pass.
+    """
+
+    def decide(stats: LayerStatistics) -> LayerPlan:
+        return replace(_layer_plan(stats, wish, protected), upstream=COMPRESSED)
+
+    layers = compress_in_order(
+        model, wish.experts, calibration, decide, progress,
+        needs=wish.strategy.needs, correction=correction, files=files, seed=seed, phase="plan in order",
+    )  # fmt: skip
+    return _whole_plan(model, wish, calibration, layers, seed, protected, sequential=True)
+
+
+def correct(
+    model: OpenModel,
+    plan: CompressionPlan,
+    progress: Progress,
+    files: CutFiles,
+    calibration: Calibration | None = None,
+) -> CompressionPlan:
+    """Carry out the correction that a plan asks for, layer by layer into `files`; returns the plan with its figures.
+
+    The calibration that the plan names is repeated, unless planning has just read it. Layers that are in `files`
+    already are not.
+    """
+    done = [files.plan(layer) for layer in model.architecture.layers]
+    layers = tuple(layer for layer in done if layer is not None)
+    if len(layers) < len(done):
+        if calibration is None:
+            calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
+        by_name = {layer.module: layer for layer in plan.layers}
+        layers = compress_in_order(
+            model, plan.experts, calibration, lambda stats: by_name[stats.layer.name], progress,
+            correction=Correction.from_plan(plan.correction), files=files, seed=plan.seed,
+        )  # fmt: skip
+    return replace(plan, layers=layers)

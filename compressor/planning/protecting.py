@@ -1,0 +1,175 @@
+"""Protected experts, which no plan merges or drops: named in a file, or found as routing hubs."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor.attribution.hubs import Hub
+from compressor.calibration.batches import Calibration
+from compressor.errors import CompressionError
+from compressor.grouping.choose import competing
+from compressor.model.architecture import MoeLayer
+from compressor.plans.json import integer
+
+if TYPE_CHECKING:
+    from compressor.model.opened import OpenModel
+    from compressor.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
+
+
+def given_protected(protect: str | None, layers: Sequence[MoeLayer], keep: int) -> Protected:
+    """The experts that --protect names in a file, checked against the `keep` that stay; none where it names no file."""
+    if protect is None or protect == AUTO:
+        return {}
+    protected = read_protected(protect, layers)
+    check_protected(protected, layers, keep)
+    return protected
+
+
+def read_protected(path: str | Path, layers: Sequence[MoeLayer]) -> Protected:
+    """Read a JSON list of objects with `layer` and `expert`, and `module` where a decoder layer has several.
+
+    `layer` is the decoder layer's number. Further fields, such as those that `moe-compress attribute` writes, are not
+    looked at.
+    """
+    found: dict[str, set[int]] = {}
+    for number, entry in enumerate(_read_list(Path(path)), start=1):
+        layer, expert = _read_entry(entry, layers, f"{path}, entry {number}")
+        found.setdefault(layer.name, set()).add(expert)
+    return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
+
+
+def _read_list(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise CompressionError(
+            f"--protect {path} is neither 'auto' nor a file; write auto, or name a JSON list of experts such as the "
+            "hubs.json of moe-compress attribute"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CompressionError(f"{path} is not valid JSON ({error}); mend it") from error
+    if not isinstance(content, list):
+        raise CompressionError(f'{path} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
+    return content
+
+
+def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, int]:
+    """The layer and the expert that an entry of the list means."""
+    if not isinstance(entry, dict):
+        raise CompressionError(f"{where}: {entry!r} stands where an object with layer and expert should")
+    for name in ("layer", "expert"):
+        if name not in entry:
+            raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
+    number, expert = (integer(entry[name], f"{where}: {name}") for name in ("layer", "expert"))
+    layer = _find_layer(number, entry.get("module"), layers, where)
+    if not 0 <= expert < layer.experts:
+        raise CompressionError(
+            f"{where}: {layer.name} has no expert {expert}; its experts are numbered 0 to {layer.experts - 1}"
+        )
+    return layer, expert
+
+
+def _find_layer(number: int, module: Any, layers: Sequence[MoeLayer], where: str) -> MoeLayer:
+    """The MoE layer in decoder layer `number`, or the one called `module`, which must be there."""
+    if module is not None:
+        named = next((layer for layer in layers if layer.name == module), None)
+        if named is None:
+            raise CompressionError(
+                f"{where}: the model has no experts module {module!r}; they are called like {layers[0].name}"
+            )
+        if named.index != number:
+            raise CompressionError(f"{where}: {module} is in layer {named.index}, not {number}; correct one of the two")
+        return named
+    here = [layer for layer in layers if layer.index == number]
+    if not here:
+        known = _ranges(sorted({layer.index for layer in layers}))
+        raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
+    if len(here) > 1:
+        names = " and ".join(layer.name for layer in here)
+        raise CompressionError(f"{where}: layer {number} has several experts modules, {names}; add one as 'module'")
+    return here[0]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers: [1, 2, 3, 5] -> '1 to 3, 5'."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
+
+
+def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
+    """As plans have it: the experts of each module in ascending order, without modules that have none."""
+    return {name: tuple(sorted(experts)) for name, experts in (protected or {}).items() if experts}
+
+
+def _places(layer: MoeLayer, keep: int) -> int:
+    """How many experts stay in each of its routing groups, or in the whole layer."""
+    return keep // layer.routing_groups
+
+
+def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int) -> None:
+    """Refuse more protected experts than stay in a layer, or in one of its routing groups."""
+    for layer in layers:
+        places = _places(layer, keep)
+        for number, block in enumerate(competing(layer)):
+            asked = len(protected.get(layer.name, frozenset()) & set(block))
+            if asked > places:
+                group = f"routing group {number} of " if layer.routing_groups > 1 else ""
+                raise CompressionError(
+                    f"{asked} experts are protected in {group}layer {layer.index} ({layer.name}), but only {places} "
+                    f"stay there when {keep} are kept; protect fewer or keep more"
+                )
+
+
+def fit_batches(calibration: Calibration) -> Calibration:
+    """The calibration without what is held out, which nothing that decides a plan may see."""
+    numbers = [number for number in range(len(calibration.batches)) if number not in calibration.heldout]
+    return Calibration(
+        tuple(calibration.batches[number] for number in numbers),
+        calibration.identity,
+        sources=tuple(calibration.source_of(number) for number in numbers),
+        weights=calibration.weights,
+    )
+
+
+def strongest_that_fit(hubs: Sequence[Hub], layers: Sequence[MoeLayer], keep: int) -> Protected:
+    """Of the hubs, the strongest first, as many in each layer and routing group as stay there."""
+    found: dict[str, frozenset[int]] = {}
+    for layer in layers:
+        own = [hub.expert for hub in hubs if hub.module == layer.name]
+        blocks = [[expert for expert in own if expert in block] for block in competing(layer)]
+        if own:
+            found[layer.name] = frozenset(expert for block in blocks for expert in block[: _places(layer, keep)])
+    if gone := len(hubs) - sum(map(len, found.values())):
+        logger.warning(
+            "%d of %d hubs do not fit where %d experts are kept in every layer, so the weakest are not protected",
+            gone, len(hubs), keep,
+        )  # fmt: skip
+    return found
+
+
+def protect_hubs(
+    model: "OpenModel", calibration: Calibration, keep: int, progress: "Progress", seed: int = 0
+) -> Protected:
+    """The routing hubs that the calibration shows, at the default threshold, as far as they fit.
+
+    "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
+    """
+    from compressor.attribution.hubs import find_hubs
+    from compressor.attribution.measure import attribute
+
+    hubs = find_hubs(attribute(model, fit_batches(calibration), progress, seed))
+    if not hubs:
+        logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
+    return strongest_that_fit(hubs, model.architecture.layers, keep)

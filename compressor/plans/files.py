@@ -1,0 +1,60 @@
+"""Plans as files: where they may go, and all of them or none."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressor.errors import CompressionError
+from compressor.plans.plan import CompressionPlan
+
+
+def source_files(output: Path, sources: Sequence[str]) -> list[Path]:
+    """plan.json, [wiki, org/code] -> plan.wiki.json, plan.org-code.json; numbered where two would be equal."""
+    found: list[Path] = []
+    for source in sources:
+        plain = re.sub(r"[^\w.-]+", "-", source)
+        path, number = output.with_name(f"{output.stem}.{plain}{output.suffix}"), 1
+        while path in found:
+            number += 1
+            path = output.with_name(f"{output.stem}.{plain}-{number}{output.suffix}")
+        found.append(path)
+    return found
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and str(content.get("format", "")).startswith("moe-compressor-plan/")
+
+
+def check_files(paths: Sequence[Path], overwrite: bool) -> None:
+    """Refuse files that exist, that `overwrite` must not replace because they are no plans, or that have no folder."""
+    for path in paths:
+        if path.exists() and not overwrite:
+            raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
+        if path.exists() and not _is_plan(path):
+            raise CompressionError(f"{path} is not a plan, so --overwrite will not replace it; name another file")
+        if not path.parent.is_dir():
+            raise CompressionError(f"{path.parent} does not exist; create it or name another file")
+
+
+def write_plans(paths: Sequence[Path], plans: Sequence[CompressionPlan]) -> None:
+    """Write each plan to its file, replacing what is there once all are complete; a fault leaves no new file."""
+    fresh = [path.with_name(f".{path.name}.new") for path in paths]
+    made: list[Path] = []
+    try:
+        for path, plan in zip(fresh, plans, strict=True):
+            path.write_text(plan.to_json(), encoding="utf-8")
+        for path, complete in zip(paths, fresh, strict=True):
+            made += [] if path.exists() else [path]
+            complete.replace(path)
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        for path in fresh:
+            path.unlink(missing_ok=True)

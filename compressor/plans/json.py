@@ -1,0 +1,142 @@
+"""A layer's plan to JSON and back, and JSON that a person can read and edit."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.plans.layer import Group, LayerPlan
+
+ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
+
+
+def field_names(stored: type, *more: str) -> frozenset[str]:
+    """Names that the JSON of a dataclass may have."""
+    return frozenset(entry.name for entry in fields(stored)) | set(more)
+
+
+def integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CompressionError(f"{name} should be a whole number, it is {value!r}")
+    return value
+
+
+def number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CompressionError(f"{value!r} stands where a number should")
+    return float(value)
+
+
+def refuse_unknown(entry: Any, known: frozenset[str], where: str) -> None:
+    if not isinstance(entry, dict):
+        raise CompressionError(f"{where}: {entry!r} stands where an object with {', '.join(sorted(known))} should")
+    if unknown := sorted(set(entry) - known):
+        raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
+    groups = [
+        {
+            "members": list(group.members),
+            "coefficients": list(group.coefficients),
+            "router_coefficients": list(group.router_coefficients),
+            **({"scale": group.scale} if group.scale != 1.0 else {}),
+            **({"head": group.head} if group.head is not None else {}),
+        }
+        for group in plan.groups
+    ]
+    return {
+        "module": plan.module,
+        "layer": plan.layer,
+        "experts": plan.experts,
+        "top_k": plan.top_k,
+        **(
+            {
+                "routing_groups": plan.routing_groups,
+                "chosen_groups": plan.chosen_groups,
+                "experts_per_group": plan.experts_per_group,
+            }
+            if plan.routing_groups > 1
+            else {}
+        ),
+        "groups": groups,
+        "dropped": list(plan.dropped),
+        "upstream": plan.upstream,
+        "decided_by": plan.decided_by,
+        "figures": dict(plan.figures),
+    }
+
+
+def _group_from_dict(entry: Mapping[str, Any]) -> Group:
+    refuse_unknown(entry, field_names(Group), f"group {entry.get('members')}" if isinstance(entry, dict) else "groups")
+    members = tuple(entry["members"])
+    coefficients = tuple(number(value) for value in entry["coefficients"])
+    router = tuple(number(value) for value in entry.get("router_coefficients", coefficients))
+    head = entry.get("head")
+    scale = number(entry.get("scale", 1.0))
+    return Group(members, coefficients, router, scale, None if head is None else integer(head, "head"))
+
+
+def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
+    module = str(entry["module"]) if isinstance(entry, dict) else "layers"
+    refuse_unknown(entry, field_names(LayerPlan, "dropped"), module)
+    try:
+        groups = tuple(_group_from_dict(group) for group in entry["groups"])
+    except CompressionError as error:
+        raise CompressionError(f"{module}: {error}") from error
+    plan = LayerPlan(
+        module=module,
+        layer=integer(entry["layer"], "layer"),
+        experts=integer(entry["experts"], "experts"),
+        top_k=integer(entry["top_k"], "top_k"),
+        groups=groups,
+        **{name: integer(entry.get(name, 1), name) for name in ROUTING_FIELDS},
+        upstream=str(entry.get("upstream", "original")),
+        decided_by=str(entry.get("decided_by", "")),
+        figures=dict(entry.get("figures") or {}),
+    )
+    for expert in entry.get("dropped") or ():
+        if expert in plan.slots():
+            raise CompressionError(
+                f"{module}: expert {expert} is in a group and in 'dropped'; take it out of one of them"
+            )
+        if expert not in plan.dropped:
+            raise CompressionError(
+                f"{module}: 'dropped' names expert {expert!r}, which does not exist; "
+                f"experts are numbered 0 to {plan.experts - 1}"
+            )
+    return plan
+
+
+def protected_from_dict(content: Any) -> dict[str, tuple[int, ...]]:
+    """Protected experts by module, in ascending order."""
+    if not isinstance(content, dict) or not all(isinstance(experts, list) for experts in content.values()):
+        raise CompressionError(
+            "protected should be an object with a list of experts for each module; restore it or take it out"
+        )
+    return {
+        module: tuple(sorted({integer(expert, f"{module}: each protected expert") for expert in experts}))
+        for module, experts in content.items()
+    }
+
+
+def readable_json(content: Mapping[str, Any]) -> str:
+    """Indented JSON in which lists of plain values stand on one line, so that a person can read it."""
+    return _lines(json.loads(json.dumps(content)), "") + "\n"  # as JSON has it: lists for tuples, text for keys
+
+
+def _lines(content: Any, margin: str) -> str:
+    """JSON of plain JSON types, of which all lines but the first begin with `margin`."""
+    if isinstance(content, dict) and content:
+        inner = [f"{_plain(name)}: {_lines(value, margin + '  ')}" for name, value in content.items()]
+    elif isinstance(content, list) and any(isinstance(value, dict | list) for value in content):
+        inner = [_lines(value, margin + "  ") for value in content]
+    else:
+        return _plain(content)
+    first, last = "{}" if isinstance(content, dict) else "[]"
+    return f"{first}\n" + ",\n".join(f"{margin}  {entry}" for entry in inner) + f"\n{margin}{last}"
+
+
+def _plain(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False)

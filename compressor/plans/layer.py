@@ -1,0 +1,171 @@
+"""One layer's part of a plan: which experts stay, merge or go. It checks itself on creation."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.limits import check_count
+
+SUM_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Experts that become one: the merged expert is scale * sum(coefficients * members).
+
+    Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without
+    the scale. With a `head`, one of the members, the others' neurons are first put in its order
+    (`compressor.surgery.alignment`).
+    """
+
+    members: tuple[int, ...]
+    coefficients: tuple[float, ...]
+    router_coefficients: tuple[float, ...]
+    scale: float = 1.0
+    head: int | None = None
+
+    def __post_init__(self) -> None:
+        for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
+            if len(values) != len(self.members):
+                raise CompressionError(
+                    f"group {list(self.members)} has {len(values)} {label} for {len(self.members)} members; "
+                    "give one each"
+                )
+            if not all(math.isfinite(value) for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
+                raise CompressionError(
+                    f"group {list(self.members)} has {label} that sum to {sum(values):.6g}; they must sum to 1"
+                )
+        if not math.isfinite(self.scale) or self.scale <= 0:
+            raise CompressionError(f"group {list(self.members)} has scale {self.scale}; it must be a positive number")
+        if self.head is not None and self.head not in self.members:
+            raise CompressionError(
+                f"group {list(self.members)} has head {self.head}, which is none of its members; name one of them"
+            )
+
+    @classmethod
+    def single(cls, expert: int) -> Self:
+        """A group of one expert, kept as it is."""
+        return cls((expert,), (1.0,), (1.0,))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the merged expert is bit for bit one member."""
+        return (
+            len(self.members) == 1
+            and self.coefficients == (1.0,)
+            and self.router_coefficients == (1.0,)
+            and self.scale == 1.0
+        )
+
+    @property
+    def aligned(self) -> bool:
+        """Whether neurons change their order: there is a head, and more than one member counts."""
+        return self.head is not None and sum(coefficient != 0 for coefficient in self.coefficients) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What happens to one MoE layer; experts in no group are dropped. Slot n of the output holds group n."""
+
+    module: str  # the experts module's full name
+    layer: int  # the decoder layer's number
+    experts: int
+    top_k: int
+    groups: tuple[Group, ...]
+    routing_groups: int = 1
+    chosen_groups: int = 1
+    experts_per_group: int = 1
+    upstream: str = "original"  # what the earlier layers were while this one was planned
+    decided_by: str = ""  # the statistic that decided
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_groups(self)
+
+    @classmethod
+    def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
+        """Keep these experts as they are and drop the others."""
+        return cls.of(layer, [Group.single(expert) for expert in sorted(experts)], **details)
+
+    @classmethod
+    def of(cls, layer: MoeLayer, groups: Sequence[Group], **details: Any) -> Self:
+        """A plan with these groups, put in the order of their smallest members."""
+        ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
+        return cls(
+            module=layer.name,
+            layer=layer.index,
+            experts=layer.experts,
+            top_k=layer.top_k,
+            groups=ordered,
+            routing_groups=layer.routing_groups,
+            chosen_groups=layer.chosen_groups,
+            experts_per_group=layer.experts_per_group,
+            **details,
+        )
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Experts in no group."""
+        grouped = {expert for group in self.groups for expert in group.members}
+        return tuple(expert for expert in range(self.experts) if expert not in grouped)
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether no weight changes: every group is one untouched expert."""
+        return all(group.untouched for group in self.groups)
+
+    def slots(self) -> dict[int, int]:
+        """Slot of the output by expert of the source, for experts that are in a group."""
+        return {expert: slot for slot, group in enumerate(self.groups) for expert in group.members}
+
+    def remap(self) -> tuple[int, ...]:
+        """Slot of the output by expert of the source, -1 for a dropped one."""
+        slots = self.slots()
+        return tuple(slots.get(expert, -1) for expert in range(self.experts))
+
+
+def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
+    """A layer's figures of its correction; empty if there are none."""
+    figures = layer.figures.get("correction")
+    return figures if isinstance(figures, Mapping) else {}
+
+
+def check_groups(plan: "LayerPlan") -> None:
+    """Refuse groups that cannot be carried out; raises `CompressionError` naming layer and expert."""
+    where, seen = plan.module, set[int]()
+    for group in plan.groups:
+        if not group.members:
+            raise CompressionError(f"{where}: a group has no members; remove it")
+        for expert in group.members:
+            if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < plan.experts:
+                raise CompressionError(
+                    f"{where}: expert {expert!r} does not exist; experts are numbered 0 to {plan.experts - 1}"
+                )
+            if expert in seen:
+                raise CompressionError(f"{where}: expert {expert} is in two groups; an expert may be in one at most")
+            seen.add(expert)
+    check_count(plan, len(plan.groups), where)
+    if plan.routing_groups > 1:
+        size = plan.experts // plan.routing_groups
+        homes: list[int] = []
+        for group in plan.groups:
+            inside = {expert // size for expert in group.members}
+            if len(inside) > 1:
+                raise CompressionError(
+                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it "
+                    "within one"
+                )
+            homes.extend(inside)
+        counts = [homes.count(home) for home in range(plan.routing_groups)]
+        if len(set(counts)) > 1:
+            raise CompressionError(
+                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally "
+                "many in each"
+            )
+        if homes != sorted(homes):
+            raise CompressionError(
+                f"{where}: its groups are not in the order of the routing groups; order them by their members"
+            )

@@ -1,0 +1,212 @@
+"""The compression plan: which experts stay, merge or go, as JSON that a person can read and edit.
+
+A plan and its source checkpoint are enough to rebuild the output bit for bit. It checks itself on creation, before any
+weight is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.plans.json import (
+    field_names,
+    integer,
+    layer_from_dict,
+    layer_to_dict,
+    protected_from_dict,
+    readable_json,
+    refuse_unknown,
+)
+from compressor.plans.layer import Group as Group
+from compressor.plans.layer import LayerPlan as LayerPlan
+
+FORMAT = "moe-compressor-plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The checkpoint that a plan was made for."""
+
+    model: str  # local folder or Hub id
+    revision: str | None
+    fingerprint: str  # over all tensor names, dtypes and shapes and the routers' bytes
+
+
+def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
+    """The protected experts that a layer's plan merges, changes or drops."""
+    untouched = {group.members[0] for group in layer.groups if group.untouched}
+    return sorted(set(protected) - untouched)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionPlan:
+    """A whole model's plan with its provenance."""
+
+    source: Source
+    experts: int  # per layer, in the output
+    strategy: str
+    options: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None  # source, digest, samples and seed; None when no data was read
+    layers: tuple[LayerPlan, ...]
+    seed: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    sequential: bool = False  # each layer was planned on what the compressed earlier ones put out
+    correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
+
+    def __post_init__(self) -> None:
+        if self.correction is not None and self.calibration is None:
+            raise CompressionError("a correction needs calibration data; restore calibration or write null for both")
+        if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
+            raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
+        names = [layer.module for layer in self.layers]
+        for name in names:
+            if names.count(name) > 1:
+                raise CompressionError(f"{name} appears twice in the plan; keep one entry for each layer")
+        for layer in self.layers:
+            if len(layer.groups) != self.experts:
+                raise CompressionError(
+                    f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
+                    "every layer; make them equal"
+                )
+        self._check_protected()
+
+    def _check_protected(self) -> None:
+        known = {layer.module: layer for layer in self.layers}
+        for module, experts in self.protected.items():
+            layer = known.get(module)
+            if layer is None:
+                raise CompressionError(f"protected names {module}, which the plan does not have; restore it")
+            for expert in experts:
+                if not 0 <= expert < layer.experts:
+                    raise CompressionError(
+                        f"{module}: protected expert {expert} does not exist; experts are numbered 0 to "
+                        f"{layer.experts - 1}"
+                    )
+            if changed := touched(layer, experts):
+                raise CompressionError(
+                    f"{module}: expert {changed[0]} is protected, but is not kept as it is; give it an untouched group "
+                    "of its own, or take it out of 'protected'"
+                )
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether the whole plan is a pure drop (or keeps everything), and no weight is refitted."""
+        return self.correction is None and all(layer.is_drop for layer in self.layers)
+
+    @property
+    def stored_as_is(self) -> bool:
+        """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
+        return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, in the file's order."""
+        protected = {name: list(experts) for name, experts in self.protected.items()}
+        return {
+            "format": FORMAT,
+            "source": asdict(self.source),
+            "strategy": self.strategy,
+            "options": dict(self.options),
+            "seed": self.seed,
+            "calibration": None if self.calibration is None else dict(self.calibration),
+            "sequential": self.sequential,
+            "correction": None if self.correction is None else dict(self.correction),
+            "versions": dict(self.versions),
+            "experts": self.experts,
+            **({"protected": protected} if protected else {}),
+            "layers": [layer_to_dict(layer) for layer in self.layers],
+        }
+
+    def to_json(self) -> str:
+        """Indented JSON with short lists on one line each."""
+        return readable_json(self.to_dict())
+
+    def digest(self) -> str:
+        """SHA-256 of what decides the output: source, groups, and what they are corrected on."""
+        decisive: dict[str, Any] = {
+            "source": self.source.fingerprint,
+            "layers": [layer_to_dict(layer)["groups"] for layer in self.layers],
+        }
+        if self.correction is not None:
+            data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
+            decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], where: str = "plan") -> Self:
+        """Read a plan back; raises `CompressionError` saying what is missing, unknown or impossible."""
+        if content.get("format") != FORMAT:
+            raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
+        refuse_unknown(content, field_names(CompressionPlan, "format"), where)
+        try:
+            return cls(
+                source=_source_from_dict(content["source"]),
+                experts=integer(content["experts"], "experts"),
+                strategy=str(content["strategy"]),
+                options=dict(content["options"]),
+                calibration=content["calibration"],
+                layers=tuple(layer_from_dict(entry) for entry in content["layers"]),
+                seed=integer(content["seed"], "seed"),
+                versions=dict(content.get("versions") or {}),
+                sequential=bool(content.get("sequential", False)),
+                correction=None if content.get("correction") is None else dict(content["correction"]),
+                protected=protected_from_dict(content.get("protected", {})),
+            )
+        except KeyError as error:
+            raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CompressionError(f"{where} is not built like a plan ({error}); restore it or plan again") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a plan file; raises `CompressionError` if it is missing, no JSON, or impossible."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CompressionError(f"{path} cannot be read ({error.strerror}); name a plan file") from error
+        except (ValueError, RecursionError) as error:
+            raise CompressionError(f"{path} is not valid JSON ({error}); mend it or plan again") from error
+        if not isinstance(content, dict):
+            raise CompressionError(f"{path} should hold a JSON object; plan again")
+        return cls.from_dict(content, str(path))
+
+
+def _source_from_dict(entry: Any) -> Source:
+    refuse_unknown(entry, field_names(Source), "source")
+    source = Source(entry["model"], entry["revision"], entry["fingerprint"])
+    if not (isinstance(source.model, str) and isinstance(source.fingerprint, str)):
+        raise CompressionError("the source's model and fingerprint should be text; restore them")
+    if not isinstance(source.revision, str | None):
+        raise CompressionError(f"the source's revision should be text or null, it is {source.revision!r}")
+    return source
+
+
+def check_against(plan: "CompressionPlan", layers: "Sequence[MoeLayer]", fingerprint: str) -> None:
+    """Refuse a plan that was made for another model, or whose facts about the model were edited."""
+    if plan.source.fingerprint != fingerprint:
+        raise CompressionError(
+            "the plan was made for another model: its source fingerprint "
+            f"{plan.source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}; plan again for this one"
+        )
+    known = {layer.name: layer for layer in layers}
+    for layer_plan in plan.layers:
+        layer = known.get(layer_plan.module)
+        if layer is None:
+            raise CompressionError(
+                f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
+            )
+        facts = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
+        for fact in facts:
+            if getattr(layer_plan, fact) != getattr(layer, fact):
+                raise CompressionError(
+                    f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "
+                    f"{getattr(layer, fact)}; restore it"
+                )
+    missing = sorted(set(known) - {layer_plan.module for layer_plan in plan.layers})
+    if missing:
+        raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")

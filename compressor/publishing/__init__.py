@@ -1,0 +1,1 @@
+"""A verified folder on the Hugging Face Hub."""

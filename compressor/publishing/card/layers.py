@@ -1,0 +1,135 @@
+"""What became of each expert, layer by layer, as a table that folds away."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from compressor.folders import table_line
+from compressor.plans.layer import LayerPlan, correction_of
+from compressor.plans.plan import CompressionPlan
+from compressor.words import counted, fenced, joined, ranges, shown
+
+MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """How many experts of all layers went which way."""
+
+    kept: int  # untouched by the plan
+    rescaled: int  # alone in their group, but not as they were
+    merged: int  # experts that became fewer
+    groups: int  # which they became
+    dropped: int
+
+    @classmethod
+    def of(cls, plan: CompressionPlan) -> "Fates":
+        """The counts over all layers."""
+        groups = [group for layer in plan.layers for group in layer.groups]
+        several = [group for group in groups if len(group.members) > 1]
+        kept = sum(group.untouched for group in groups)
+        return cls(
+            kept=kept,
+            rescaled=len(groups) - len(several) - kept,
+            merged=sum(len(group.members) for group in several),
+            groups=len(several),
+            dropped=sum(len(layer.dropped) for layer in plan.layers),
+        )
+
+    def __str__(self) -> str:
+        """'40 experts kept, 24 merged into 8, 8 dropped'."""
+        found = [
+            *([f"{counted(self.kept, 'expert')} kept"] if self.kept else []),
+            *([f"{self.rescaled:,} rescaled"] if self.rescaled else []),
+            *([f"{self.merged:,} merged into {self.groups:,}"] if self.merged else []),
+            *([f"{self.dropped:,} dropped"] if self.dropped else []),
+        ]
+        return joined(found)
+
+
+def experts_before(plan: CompressionPlan) -> str:
+    """'16', or '8 to 16' where layers differ."""
+    counts = sorted({layer.experts for layer in plan.layers})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def kept(layer: LayerPlan) -> str:
+    """Experts that the plan leaves as they are: '0-3,7'."""
+    return ranges(group.members[0] for group in layer.groups if group.untouched)
+
+
+def merged(layer: LayerPlan) -> str:
+    """Groups that become one expert each: '1+5+7, 2+3'; an expert on its own was rescaled."""
+    changed = [sorted(group.members) for group in layer.groups if not group.untouched]
+    return ", ".join("+".join(map(str, members)) for members in changed) or "-"
+
+
+def decided_by(layer: LayerPlan) -> str:
+    """The statistic that decided, and the strategy that won where several were tried."""
+    won = layer.figures.get("won")
+    return f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by or "-"
+
+
+
+
+def error_change(layer: LayerPlan) -> str:
+    """The held-out reconstruction error before and after the correction."""
+    figures = correction_of(layer)
+    before, after = figures.get("heldout_error_before"), figures.get("heldout_error")
+    if not (isinstance(before, float | int) and isinstance(after, float | int)):
+        return "-"
+    if figures.get("kept") == "none":
+        return f"{before:.4g}, not corrected"
+    return f"{before:.4g} to {after:.4g} ({figures.get('kept')})"
+
+
+def layer_table(plan: CompressionPlan) -> list[str]:
+    """One row a layer; names of modules only where a decoder layer has several."""
+    numbers = [layer.layer for layer in plan.layers]
+    has_errors = any(correction_of(layer) for layer in plan.layers)
+    columns = {
+        "layer": lambda layer: str(layer.layer) + _module(layer, numbers),
+        "kept": kept,
+        "merged": merged,
+        "dropped": lambda layer: ranges(layer.dropped),
+        **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
+        "decided by": lambda layer: shown(decided_by(layer)),
+        **({"held-out error": lambda layer: shown(error_change(layer))} if has_errors else {}),
+    }
+    rows = [table_line([cell(layer) for cell in columns.values()]) for layer in plan.layers]
+    return [table_line(list(columns)), table_line([":---"] * len(columns)), *rows]
+
+
+def _module(layer: LayerPlan, numbers: Sequence[int]) -> str:
+    return f" ({shown(layer.module)})" if numbers.count(layer.layer) > 1 else ""
+
+
+def layer_details(plan: CompressionPlan, protected: str | None) -> list[str]:
+    """The table in a fold, with a legend, and the file of protected experts for whoever repeats the command."""
+    table = layer_table(plan)
+    if sum(map(len, table)) > MOST_TABLE:
+        table = ["The list is too long for a page: `compression.json` has it under `plan`."]
+    legend = [
+        "Numbers are those of the original's experts. Kept: as they were, apart from a correction. Merged: the experts "
+        "joined by `+` became one; one that stands there alone was rescaled.",
+        *(["Held-out error: the share of the layer's output energy that is missed on held-out calibration "
+           "tokens, which judged plan and correction but were fitted to by neither, before and after the correction."]
+          if any(correction_of(layer) for layer in plan.layers) else []),
+    ]  # fmt: skip
+    found = _fold("What became of each expert", [" ".join(legend), "", *table, ""])
+    if protected is None:
+        return found
+    text = ["`protected.json` for the command above:", "", *fenced(protected, "json")]
+    if len(protected) > MOST_TABLE // 3:
+        text = ["The list is too long for a page: `compression.json` has it under `plan`, `protected`.", ""]
+    return [*found, *_fold("Protected experts", text)]
+
+
+def _fold(summary: str, lines: Sequence[str]) -> list[str]:
+    return ["<details>", f"<summary>{summary}</summary>", "", *lines, "</details>", ""]
+
+
+def winners(plan: CompressionPlan) -> dict[str, int]:
+    """Strategies that decided layers in the plan's place, with how many each; empty unless several were tried."""
+    names = sorted(str(layer.figures["won"]) for layer in plan.layers if isinstance(layer.figures.get("won"), str))
+    return {name: len(list(found)) for name, found in groupby(names)}

@@ -1,0 +1,124 @@
+"""What was and was not measured of a compressed checkpoint, and what it lacks, in plain sentences."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressor.gates.verdict import GateResult
+from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.command import sources_of
+from compressor.publishing.card.facts import Facts, Graph
+from compressor.publishing.card.metadata import base_id
+from compressor.words import counted, human_bytes, joined, label, shown
+
+MOST_NAMED = 8  # of a list of tensors
+
+
+def limits(facts: Facts, has_licence: bool) -> list[str]:
+    """The last section; `has_licence` if the card inherits one."""
+    told = [
+        _accuracy(facts.gate),
+        _text(facts.plan),
+        _refitted(facts.plan),
+        _format(facts),
+        *_missing(facts.record),
+        *([_graph(facts.graph)] if facts.graph is not None else []),
+        *_origin(facts.plan, has_licence),
+    ]
+    return ["## Limits", "", *(f"- {line}" for line in told), ""]
+
+
+def _accuracy(gate: GateResult | None) -> str:
+    if gate is None:
+        return (
+            "Accuracy was not measured: there is no gate result for these weights. Compare it with the original on "
+            "your own tasks before you use it."
+        )
+    limit = gate.options.get("limit")
+    first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
+    tasks = joined([shown(task.task) for task in gate.tasks]) or "no task"
+    return f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+
+
+def _text(plan: CompressionPlan) -> str:
+    if plan.calibration is None:
+        return "No text was read: weights alone decided."
+    names = [shown(label(str(entry["source"]))) for entry in sources_of(plan.calibration)] or ["unnamed text"]
+    only = plan.calibration.get("only")
+    chosen = [shown(label(str(only)))] if only is not None else names
+    tokens = plan.calibration.get("tokens")
+    many = f" ({tokens:,} tokens, held-out ones included)" if type(tokens) is int and only is None else ""
+    return f"The calibration text was {joined(chosen)}{many}. What experts do on other kinds of text did not count."
+
+
+def _refitted(plan: CompressionPlan) -> str:
+    if plan.correction is None:
+        return "Nothing was refitted or fine-tuned after experts were taken out."
+    return (
+        "The correction brings back each layer's own output on the calibration text; nothing was fine-tuned end to "
+        "end. The errors before and after are those of single layers and say nothing about accuracy."
+    )
+
+
+def _format(facts: Facts) -> str:
+    if facts.only_graph:
+        return "There are no safetensors here, only the ONNX graph."
+    names = joined([f"{shown(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    kind = facts.quantization.get("quant_method")
+    if facts.quantization:
+        return f"The weights are quantised as the original's are ({shown(kind)}), stored as {names}."
+    return f"The weights are not quantised; they are stored as {names}."
+
+
+def _missing(record: Mapping[str, Any]) -> list[str]:
+    """Tensors that were left out, and config fields that announced them."""
+    found = []
+    if names := _names(record.get("left_out")):
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        found.append(
+            f"{counted(len(names), 'tensor')} of the original that stock transformers does not load "
+            f"{'is' if len(names) == 1 else 'are'} left out: {', '.join(map(shown, names[:MOST_NAMED]))}{more}."
+        )
+    if fields := _names(record.get("zeroed_fields")):
+        found.append(
+            f"Set to zero in the config, since their tensors are left out: {joined(list(map(shown, fields)))}."
+        )
+    return found
+
+
+def _origin(plan: CompressionPlan, has_licence: bool) -> list[str]:
+    """What is not known of base and licence."""
+    local = base_id(plan) is None
+    return [
+        *(["The base was a local folder; which repository it came from is not recorded."] if local else []),
+        *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
+    ]
+
+
+def _names(value: Any) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def _graph(graph: Graph) -> str:
+    """How the ONNX graph was verified, as its record has it."""
+    options, checks = _object(graph.record, "options"), _object(graph.record, "verification")
+    quantize = options.get("quantize")
+    kind = f"{shown(options.get('dtype'))}, " + (
+        f"experts {shown(quantize)}" if quantize != "none" else "not quantised"
+    )
+    told = f"The ONNX graph ({kind}, {human_bytes(graph.nbytes)})"
+    difference, compared = checks.get("largest_difference"), checks.get("tokens_compared")
+    if isinstance(difference, float | int):
+        other = shown(checks.get("reference", "the stock model"))
+        told += f" was compared with {other}: logits differ by at most {difference:.2g}"
+        if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
+            told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
+    rounding = _object(graph.record, "rounding")
+    cost = rounding.get("largest_difference")
+    if isinstance(cost, float | int):
+        told += f"; rounding alone moved logits by up to {cost:.2g}"
+    return told + "."
+
+
+def _object(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else {}

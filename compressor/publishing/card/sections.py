@@ -1,0 +1,256 @@
+"""The text of a model card, section by section; every figure in it was measured or is recorded."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from compressor.errors import CompressionError
+from compressor.folders import table_line
+from compressor.gates.markdown import change, level, method, verdict_line
+from compressor.gates.verdict import GateResult, TaskGate
+from compressor.planning.registry import load_strategy
+from compressor.plans.layer import correction_of
+from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.command import Command, sources_of
+from compressor.publishing.card.facts import Active, Facts
+from compressor.publishing.card.layers import Fates, experts_before, winners
+from compressor.publishing.card.metadata import base_id
+from compressor.words import counted, fenced, joined, label, named, one_line, shown
+
+MOST_ALTERNATIVE = 4_000  # letters that describe a picture
+REFITTED = {
+    "ridge": "the down projections in closed form (ridge regression)",
+    "tune": "the down projections in closed form, then router rows, gate, up and down projections by gradient steps",
+}
+
+
+def cited(name: str) -> str:
+    """A strategy and, in brackets, what `moe-compress strategies` says of it with its paper, if it is installed."""
+    try:
+        summary = load_strategy(name).summary.rstrip(".")
+    except CompressionError:
+        summary = ""
+    return f"{shown(name)} ({shown(summary)})" if summary else shown(name)
+
+
+def base_name(plan: CompressionPlan) -> str:
+    """The base in Markdown: a link to its revision on the Hub, or a folder's name."""
+    name = base_id(plan)
+    if name is None:
+        return f'the local checkpoint "{shown(label(plan.source.model))}"'
+    revision = shown(plan.source.revision)
+    return f"[{shown(name)}](https://huggingface.co/{name}) (revision {revision})"
+
+
+def introduction(facts: Facts) -> list[str]:
+    """What it is, in one paragraph."""
+    plan = facts.plan
+    before, layers = experts_before(plan), counted(len(plan.layers), "MoE layer")
+    sentences = [
+        f"This is {base_name(plan)} with {plan.experts} instead of {before} experts in each of its {layers}: "
+        f"{Fates.of(plan)}.",
+        f"Strategy: {cited(plan.strategy)}{_decided(plan)}.",
+        _corrected(plan),
+        "It was made with moe-compressor and is an ordinary checkpoint of its architecture, with fewer experts.",
+    ]
+    return [" ".join(sentences), ""]
+
+
+def _decided(plan: CompressionPlan) -> str:
+    """Which strategies won how many layers, with their papers, where several were tried."""
+    told = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
+    return f"; decided by {joined(told)}" if told else ""
+
+
+def _corrected(plan: CompressionPlan) -> str:
+    if plan.correction is None:
+        return "No weight was refitted afterwards."
+    method = str(plan.correction.get("method"))
+    figures = [correction_of(layer) for layer in plan.layers]
+    better = sum(entry.get("kept") not in (None, "none") for entry in figures)
+    what = f": {REFITTED[method]}" if method in REFITTED else ""
+    return (
+        f"What was left was then refitted to each layer's original output (correction {shown(method)}{what}), which "
+        f"was kept in {better} of {counted(len(figures), 'layer')}."
+    )
+
+
+def comparison(facts: Facts) -> list[str]:
+    """Base and compressed model, side by side."""
+    gate = facts.gate
+    rows = [
+        ["experts in each MoE layer", experts_before(facts.plan), str(facts.plan.experts), "", ""],
+        ["parameters", *_numbers(facts.before.parameters, facts.after.parameters), ""],
+        *([_active_row(facts.active)] if facts.active is not None else []),
+        ["bytes of all tensors", *_numbers(facts.before.bytes, facts.after.bytes), ""],
+        *([_task_row(task) for task in gate.tasks] if gate is not None else []),
+    ]
+    header = ["", "base", "this model", "change", "verdict"]
+    width = len(header) if gate is not None else len(header) - 1
+    notes = [
+        "Parameters are stored elements, in whatever format.",
+        *(["Active parameters are all but the experts that a token is not sent to."] if facts.active else []),
+    ]
+    return [
+        "## Before and after",
+        "",
+        table_line(header[:width]),
+        table_line([":---", *["---:"] * (width - 1)]),
+        *(table_line(row[:width]) for row in rows),
+        "",
+        " ".join(notes),
+        "",
+        *(_gate_notes(gate) if gate is not None else []),
+    ]
+
+
+def _numbers(before: int, after: int) -> list[str]:
+    return [f"{before:,}", f"{after:,}", f"{100 * (after - before) / before:+.1f}%"]
+
+
+def _active_row(active: Active) -> list[str]:
+    name = "active parameters for a token"
+    if active.before is None:
+        return [name, "-", f"{active.after:,}", "", ""]
+    return [name, *_numbers(active.before, active.after), ""]
+
+
+def _task_row(task: TaskGate) -> list[str]:
+    name = f"{shown(task.task)}, {shown(task.metric)} ({counted(task.items, 'item')})"
+    drop = f"drop {change(task.drop, task.kind)}, at most {change(task.upper, task.kind)}"
+    return [name, level(task.base), level(task.compressed), drop, task.verdict]
+
+
+def _gate_notes(gate: GateResult) -> list[str]:
+    base, made = (
+        f"{shown(label(name))}{_commit(identity)}"
+        for name, identity in ((gate.base, gate.base_identity), (gate.compressed, gate.compressed_identity))
+    )
+    perplexity = any(task.kind == "likelihood" for task in gate.tasks)
+    rise = ", of a perplexity its relative rise" if perplexity else ""
+    return [
+        f"**{named(one_line(verdict_line(gate), None))}**",
+        "",
+        f"The tasks compare {made} with {base}. A drop is base less compressed{rise}; at most: its one-sided upper "
+        f"bound with confidence {100 * gate.confidence:g}%. {named(method(gate))}",
+        "",
+    ]
+
+
+def _commit(identity: Mapping[str, Any]) -> str:
+    return f" (commit {shown(identity['commit'])})" if "commit" in identity else ""
+
+
+def making(facts: Facts, command: str | None, again: Command | None) -> list[str]:
+    """The command, the text that was read, versions and digest; `command` is the one that was run, if it is known."""
+    plan = facts.plan
+    if command is not None:
+        told = ["Made by this command, in which paths are shortened to names:", "", *fenced(command, "bash")]
+    elif again is not None:
+        told = [
+            "This command asks for the same plan. It is rebuilt from the plan, so it says nothing of edits by hand; "
+            "local files and folders stand in it by their names alone.",
+            "",
+            *fenced("\n".join(again.lines), "bash"),
+        ]
+    else:
+        told = ["The plan does not record what it was asked for, so there is no command to repeat it.", ""]
+    packages = _versions(facts)
+    return [
+        "## How it was made",
+        "",
+        *told,
+        *_data(plan),
+        f"- Plan: SHA-256 `{plan.digest()}`",
+        f"- Source: {base_name(plan)}, fingerprint {shown(plan.source.fingerprint)}",
+        f"- Versions: {joined([f'{shown(name)} {shown(version)}' for name, version in packages.items()])}",
+        *(["- Each layer was planned on what the compressed earlier layers put out."] if plan.sequential else []),
+        "",
+        "`compression.json` holds the whole plan with its coefficients.",
+        "",
+    ]
+
+
+def _versions(facts: Facts) -> Mapping[str, Any]:
+    found = facts.record.get("versions")
+    return found if isinstance(found, Mapping) else facts.plan.versions
+
+
+def _data(plan: CompressionPlan) -> list[str]:
+    """The calibration sources with their digests, as a table."""
+    if plan.calibration is None:
+        return ["No text was read to make it.", ""]
+    columns = ("source", "weight", "sequences", "tokens", "held out", "SHA-256 of the token ids")
+    fields = ("weight", "samples", "tokens", "heldout_samples", "sha256")
+    rows = [
+        [shown(label(str(entry["source"]))), *(_cell(entry.get(name)) for name in fields)]
+        for entry in sources_of(plan.calibration)
+    ]
+    only = plan.calibration.get("only")
+    return [
+        "Calibration text:",
+        "",
+        table_line(columns),
+        table_line([":---", *["---:"] * 4, ":---"]),
+        *(table_line(row) for row in rows),
+        "",
+        *([f"Of these sources only {shown(label(str(only)))} decided.", ""] if only is not None else []),
+    ]
+
+
+def _cell(value: Any) -> str:
+    if type(value) is int:
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else shown(value)
+
+
+def loading(facts: Facts, repo_id: str) -> list[str]:
+    """How to load it, by what is there."""
+    safetensors = [] if facts.only_graph else [*_transformers(facts, repo_id), *_vllm(repo_id)]
+    return ["## How to load it", "", *safetensors, *(_onnx(facts, repo_id) if facts.graph is not None else [])]
+
+
+def _transformers(facts: Facts, repo_id: str) -> list[str]:
+    names = facts.config.get("architectures")
+    found = str(names[0]) if isinstance(names, list) and names else ""
+    name = found if found.isidentifier() and found.isascii() and not found.endswith("ForCausalLM") else ""
+    class_name = name or "AutoModelForCausalLM"
+    has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    code = [
+        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}",
+        "",
+        f'model = {class_name}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
+        *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
+    ]
+    version = _versions(facts).get("transformers", "unknown")
+    return [
+        "In transformers (names and shapes of all tensors were checked against the stock model of version "
+        f"{shown(version)}; `device_map` needs the package accelerate):",
+        "",
+        *fenced("\n".join(code), "python"),
+    ]
+
+
+def _vllm(repo_id: str) -> list[str]:
+    return [
+        "In vLLM, where it supports this architecture (not tested with this checkpoint):",
+        "",
+        *fenced(f"vllm serve {repo_id}", "bash"),
+    ]
+
+
+def _onnx(facts: Facts, repo_id: str) -> list[str]:
+    graph = facts.graph
+    assert graph is not None
+    folder = "model" + (f"/{graph.place}" if graph.place else "")
+    return [
+        "In ONNX Runtime; or from the terminal, once the repository is downloaded:",
+        "",
+        *fenced(f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"', "bash"),
+        *fenced(f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")', "python"),
+    ]
+
+
+def picture(path: str, alternative: str) -> list[str]:
+    """A picture with its alternative text."""
+    return [f"![{named(one_line(alternative, MOST_ALTERNATIVE))}]({quote(path)})", ""]

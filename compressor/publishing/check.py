@@ -1,0 +1,205 @@
+"""Whether a folder may be pushed: its checkpoint or graph is verified anew, and a gate that is required has passed."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, read_json
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError, reason_of
+from compressor.evaluation.store import identity
+from compressor.files import file_digest
+from compressor.gates.report import read_gate
+from compressor.gates.verdict import GateResult
+from compressor.model.verification import verify_checkpoint
+from compressor.planning.registry import load_exporter
+from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD
+from compressor.publishing.files import belonging, left_out
+from compressor.run_record import COMPRESSION
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedFolder:
+    """A folder whose weights are what its configs say, and the files of it that belong on the Hub."""
+
+    folder: Path
+    is_graph: bool  # an ONNX export rather than a safetensors checkpoint
+    files: Mapping[str, Path]  # by path in the repository
+    left_out: tuple[str, ...]
+    weights: frozenset[str]
+
+
+def verify_folder(folder: Path) -> VerifiedFolder:
+    """Check that a folder is a complete checkpoint or a verified ONNX export; raises `CompressionError` if not."""
+    if not folder.is_dir():
+        raise CompressionError(f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export")
+    has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
+    if (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights):
+        weights = _verify_graph(folder)
+        files = belonging(folder, weights)
+        return VerifiedFolder(folder, True, files, left_out(folder, files), weights)
+    if not (has_weights or (folder / "config.json").exists()):
+        raise CompressionError(
+            f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or {INDEX_NAME}) nor an "
+            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of one"
+        )
+    checkpoint = verify_checkpoint(folder, _recorded_experts(folder))
+    weights = frozenset(info.file for info in checkpoint.tensors.values())
+    files = belonging(folder, weights)
+    graph = folder / ONNX_FOLDER
+    if graph.is_dir():
+        inner = belonging(graph, _verify_graph(graph))
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in inner.items()}
+    return VerifiedFolder(folder, False, files, left_out(folder, files), weights)
+
+
+def _recorded_experts(folder: Path) -> int | None:
+    """The experts per layer that compression.json says an output of ours has; None for any other checkpoint."""
+    if not (folder / COMPRESSION).is_file():
+        return None
+    plan = read_json(folder / COMPRESSION).get("plan")
+    experts = plan.get("experts") if isinstance(plan, dict) else None
+    if isinstance(experts, bool) or not isinstance(experts, int):
+        raise CompressionError(
+            f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
+        )
+    return experts
+
+
+def _verify_graph(folder: Path) -> frozenset[str]:
+    """Check an ONNX export against its record, and that its weights are all there; returns the names of its files."""
+    path, again = folder / GRAPH, "export the checkpoint again with moe-compress export"
+    for name in (GRAPH, ONNX_RECORD):
+        if not (folder / name).is_file():
+            raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {again}")
+    record = read_json(folder / ONNX_RECORD)
+    _check_record(folder / ONNX_RECORD, record)
+    load_exporter("onnx").require_packages()
+    import onnx
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+        files = _external_ends(model.graph)
+        _check_ends(folder, files)
+        onnx.checker.check_model(str(path))
+    except CompressionError:
+        raise
+    except Exception as error:  # a class for each kind of fault
+        raise CompressionError(f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {again}") from error
+    for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
+        if [value.name for value in values] != record.get(kind):
+            raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {again}")
+    return frozenset({GRAPH, *files})
+
+
+def _check_record(path: Path, record: Mapping[str, Any]) -> None:
+    found = record.get("verification")
+    found = found if isinstance(found, dict) else {}
+    difference, allowed = (_number(found.get(name)) for name in ("largest_difference", "tolerance"))
+    if not difference <= allowed:  # nor where one of them is not known
+        raise CompressionError(
+            f"{path} does not say that the graph agrees with the stock model; export the checkpoint again with "
+            "moe-compress export"
+        )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _external_ends(graph: Any) -> dict[str, int]:
+    """The files beside a graph that its tensors lie in, and where the last tensor of each ends."""
+    ends: dict[str, int] = {}
+    for tensor in _tensors(graph):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if entries:
+            name = entries.get("location", "")
+            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+            ends[name] = max(ends.get(name, 0), end)
+    return ends
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            if attribute.HasField("g"):
+                yield from _tensors(attribute.g)
+
+
+def _check_ends(folder: Path, ends: Mapping[str, int]) -> None:
+    for name, end in ends.items():
+        if not name or Path(name).name != name:
+            raise CompressionError(f"{folder / GRAPH} keeps weights in {name!r}, outside its folder; it is refused")
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != end:
+            raise CompressionError(
+                f"{path} {'is missing' if size is None else f'has {size} bytes'}, {GRAPH} needs {end} bytes of "
+                "weights there; export the checkpoint again with moe-compress export"
+            )
+
+
+def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
+    """The result of a gate, which has to be a pass of exactly the model in this folder."""
+    if found.is_graph:
+        raise CompressionError(
+            "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
+            "its graph goes with it from onnx/"
+        )
+    result = read_gate(path)
+    if result.verdict != "pass":
+        raise CompressionError(
+            f"the gate in {path} says {result.verdict} for {result.compressed}, so nothing was pushed; push what passes"
+        )
+    here = ModelSource(str(found.folder), None, found.folder)
+    stored, now = result.compressed_identity, json.loads(json.dumps(identity(here)))
+    if "commit" in stored:
+        raise CompressionError(
+            f"the gate in {path} judged {stored.get('repository')} on the Hub and not {found.folder}; run "
+            "moe-compress gate on the folder"
+        )
+    if changed := _changed(found.folder, stored, now):
+        raise CompressionError(
+            f"{changed} of {found.folder} is not the one that the gate in {path} judged; run moe-compress gate on the "
+            "folder as it is"
+        )
+    return result
+
+
+def _changed(folder: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first file that is not what was judged, the empty text if all are; a copy's times of change do not count."""
+    digests = _entries(stored.get("digests"))
+    for part in ("weights", "files"):
+        before, after = (_entries(each.get(part)) for each in (stored, now))
+        for name in sorted(before.keys() | after.keys()):
+            if part == "weights" and name in before and name in after and name in digests:
+                same = file_digest(folder / name) == digests[name]
+            else:
+                same = before.get(name) == after.get(name)
+            if not same:
+                return name
+    return "" if {"weights", "files"} <= stored.keys() else "some file"
+
+
+def _entries(part: Any) -> dict[str, Any]:
+    if isinstance(part, dict):
+        return part
+    rows = part if isinstance(part, list) else []
+    return {str(row[0]): row[1:] for row in rows if isinstance(row, list) and row}
+
+
+def default_message(found: VerifiedFolder) -> str:
+    """What a commit is called: how the model was made, as far as compression.json tells."""
+    suffix = " as ONNX" if found.is_graph else ""
+    try:
+        plan = read_json(found.folder / COMPRESSION)["plan"]
+        base, strategy, kept = plan["source"]["model"], plan["strategy"], plan["experts"]
+        counts = {layer["experts"] for layer in plan["layers"]}
+        return f"Compressed from {base} by {strategy}, {kept} of {max(counts)} experts{suffix}"
+    except (OSError, CompressionError, KeyError, TypeError, ValueError):
+        return f"Checkpoint {found.folder.resolve().name}{suffix}"

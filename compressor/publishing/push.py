@@ -1,0 +1,277 @@
+"""Publishing on the Hugging Face Hub: a verified folder and its card, in one commit, and nothing that is there already.
+
+The folder itself is only read; the card is written into the commit.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError, without_tokens
+from compressor.evaluation.store import REPORT
+from compressor.gates.verdict import GateResult
+from compressor.publishing.card.metadata import is_hub_id
+from compressor.publishing.check import VerifiedFolder, default_message, require_pass, verify_folder
+from compressor.publishing.faults import asked, hub_fault, status_of
+from compressor.publishing.files import CARD, Content, refuse_tokens, superseded
+from compressor.publishing.hub import (
+    DEFAULT_BRANCH,
+    Remote,
+    RemoteFile,
+    State,
+    additions,
+    check_arrived,
+    commit,
+    deletions,
+    list_files,
+    look_up,
+    open_api,
+    open_repository,
+    refuse_public,
+    refuse_tag,
+    state_of,
+)
+from compressor.run_record import COMPRESSION
+
+logger = logging.getLogger(__name__)
+
+HUGGING_FACE = "https://huggingface.co"
+TAG = "moe-compressor"  # of the cards that we write
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFile:
+    """One file that a push sends, or would send."""
+
+    path: str  # in the repository
+    nbytes: int
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class PushSummary:
+    """What a push did, or would do."""
+
+    repo_id: str
+    url: str
+    commit: str | None  # that was made; None where nothing has changed, and of a dry run
+    branch: str  # or the one that the pull request is against
+    create_pr: bool
+    pull_request: str | None  # its address
+    tag: str | None
+    uploaded: tuple[PushedFile, ...]
+    uploaded_bytes: int
+    unchanged: tuple[str, ...]
+    removed: tuple[str, ...]  # parts of an earlier model that would be taken for parts of this one
+    left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
+    message: str
+    dry_run: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether the Hub does not have it all."""
+        return bool(self.uploaded or self.removed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """Where the branch is, or will begin, and what has to change there."""
+
+    head: str | None
+    files: tuple[PushedFile, ...]
+    unchanged: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.files or self.removed)
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str | None = None,
+    tag: str | None = None,
+    dry_run: bool = False,
+    require_gate: str | Path | None = None,
+) -> PushSummary:
+    """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
+
+    Raises `CompressionError` before anything is sent if the folder is not whole, holds a token, did not pass the gate
+    that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
+    """
+    check_arguments(repo_id, revision, create_pr, message, tag)
+    found = verify_folder(Path(folder))
+    gate = None if require_gate is None else require_pass(found, Path(require_gate))
+    files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
+    refuse_tokens(files)
+    title, branch = message or default_message(found), revision or DEFAULT_BRANCH
+    api, added = open_api(), additions(files)
+    remote = _see(api, repo_id, dry_run)
+    standing = _compare(api, repo_id, found, added, remote, branch)
+    if remote is not None:
+        refuse_public(repo_id, remote, private)
+        refuse_tag(repo_id, remote, tag, None if standing.differs else standing.head)
+    done: Any = None
+    if not dry_run and remote is not None:
+        fresh = open_repository(api, repo_id, remote, private)
+        if not remote.exists:  # a new repository begins with files of the Hub's own
+            standing = _compare(api, repo_id, found, added, fresh, branch)
+        done = _send(api, repo_id, fresh, added, standing, title, branch, create_pr)
+        if tag is not None and tag not in fresh.tags:
+            made = standing.head if done is None else done.oid
+            asked(repo_id, api.create_tag, repo_id, tag=tag, revision=made)
+    return PushSummary(
+        repo_id=repo_id,
+        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        commit=None if done is None else done.oid,
+        branch=branch,
+        create_pr=create_pr,
+        pull_request=None if done is None else done.pr_url,
+        tag=tag,
+        uploaded=standing.files,
+        uploaded_bytes=sum(file.nbytes for file in standing.files),
+        unchanged=standing.unchanged,
+        removed=standing.removed,
+        left_out=found.left_out,
+        message=title,
+        dry_run=dry_run,
+    )
+
+
+def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
+    """Refuse what cannot be meant, before anything is read."""
+    if not is_hub_id(repo_id) or repo_id.count("/") != 1:
+        raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as org/model")
+    if create_pr and tag is not None:
+        raise CompressionError("--tag marks a commit of a branch and --create-pr makes none; tag it once it is merged")
+    for option, name in (("--revision", revision), ("--tag", tag), ("--message", message)):
+        if name is not None and (not name.strip() or without_tokens(name) != name):
+            raise CompressionError(f"{option} is empty or holds an access token; give it some other text")
+    for option, name in (("--revision", revision), ("--tag", tag)):
+        if name is not None and name.startswith("refs/"):
+            raise CompressionError(f"{option} {name!r} is a reference; give the name of a branch or tag alone")
+
+
+def check_access(repo_id: str, private: bool) -> None:
+    """Refuse a login that the Hub does not accept, and a public repository where a private one is meant.
+
+    A Hub of one's own may want no login; huggingface.co always does.
+    """
+    from huggingface_hub import get_token
+
+    api = open_api()
+    if get_token() is not None:
+        _check_login(api, repo_id)
+    elif api.endpoint == HUGGING_FACE:
+        raise CompressionError(f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first")
+    refuse_public(repo_id, asked(repo_id, look_up, api, repo_id), private)
+
+
+def _check_login(api: Any, repo_id: str) -> None:
+    fault: CompressionError | None = None
+    try:
+        api.whoami()
+    except Exception as error:
+        if status_of(error) in (401, 403):  # anything else says nothing about the login
+            fault = hub_fault(repo_id, error)
+    if fault is not None:
+        raise fault  # out here, so that it does not refer to an exception that may hold a token
+
+
+def _staged(
+    found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
+) -> dict[str, Content]:
+    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required."""
+    staged: dict[str, Content] = {}
+    if report is not None:
+        path = Path(report)
+        staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
+    if CARD in found.files:
+        _look_at_card(found)
+    elif COMPRESSION in found.files:  # else nothing is known of how it was made
+        from compressor.publishing.card.build import card_text
+        from compressor.report.store import for_card
+
+        card = card_text(found.folder, repo_id, gate, **for_card(found.folder))
+        staged |= {CARD: card.text.encode(), **card.pictures}
+    return staged
+
+
+def _look_at_card(found: VerifiedFolder) -> None:
+    """Warn of a card of the user's own that the Hub's search will not connect with its base."""
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        tags = (metadata_load(found.files[CARD]) or {}).get("tags")
+    except Exception:  # no YAML: the Hub will say what is wrong
+        tags = None
+    if COMPRESSION in found.files and not (isinstance(tags, list) and TAG in tags):
+        logger.warning(
+            "%s is pushed as it is; its metadata do not have the tag %s, nor perhaps the base model (without a card "
+            "of your own one is written)",
+            found.files[CARD], TAG,
+        )  # fmt: skip
+
+
+def _see(api: Any, repo_id: str, dry_run: bool) -> Remote | None:
+    """The repository as it is; None where a dry run cannot ask the Hub."""
+    try:
+        return asked(repo_id, look_up, api, repo_id)
+    except CompressionError as error:
+        if not dry_run:
+            raise
+        logger.warning("the Hub could not be asked what it has: %s", error)
+        return None
+
+
+def _compare(
+    api: Any, repo_id: str, found: VerifiedFolder, added: Mapping[str, Any], remote: Remote | None, branch: str
+) -> _Standing:
+    """Which files differ from those of the branch, or of the one that it will begin at; all where nothing is known."""
+    head: str | None = None
+    there: Mapping[str, RemoteFile] = {}
+    if remote is not None:
+        head = remote.branches.get(branch, remote.branches.get(DEFAULT_BRANCH))
+        there = asked(repo_id, list_files, api, repo_id, head)
+    states: dict[str, State] = {
+        name: "unknown" if remote is None else state_of(addition, there.get(name)) for name, addition in added.items()
+    }
+    weights_change = any(states[name] != "unchanged" for name in found.weights)
+    return _Standing(
+        head,
+        tuple(
+            PushedFile(name, added[name].upload_info.size, state)
+            for name, state in sorted(states.items())
+            if state != "unchanged"
+        ),
+        tuple(sorted(name for name, state in states.items() if state == "unchanged")),
+        () if found.is_graph else superseded(there, added, weights_change),
+    )
+
+
+def _send(
+    api: Any,
+    repo_id: str,
+    remote: Remote,
+    added: Mapping[str, Any],
+    standing: _Standing,
+    title: str,
+    branch: str,
+    create_pr: bool,
+) -> Any:
+    """Make the branch, and the commit if there is something to commit; its facts, or None."""
+    if branch not in remote.branches and branch != DEFAULT_BRANCH:
+        asked(repo_id, api.create_branch, repo_id, branch=branch, revision=standing.head, exist_ok=True)
+    if not standing.differs:
+        return None
+    changes = [*(added[file.path] for file in standing.files), *deletions(standing.removed)]
+    done = commit(api, repo_id, changes, title, branch, standing.head, create_pr)
+    check_arrived(api, repo_id, done.oid, added)
+    return done

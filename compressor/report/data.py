@@ -1,0 +1,289 @@
+"""Everything that a report or a model card shows of a compressed model, as plain data that JSON can hold.
+
+`report_data` puts it together from the output folder; what was measured on text comes from
+`compressor.report.measuring`. E experts, N kept.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from compressor.errors import CompressionError
+from compressor.gates.content import gate_content, gate_from_content, plain_json
+from compressor.gates.verdict import GateResult
+from compressor.plans.layer import LayerPlan, correction_of
+from compressor.plans.plan import CompressionPlan
+from compressor.run_record import COMPRESSION, read_record
+
+FORMAT = "moe-compressor-report/1"
+DIGITS = 4  # of a matrix's entries
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How evenly the visits spread over experts."""
+
+    maximum_to_mean: float  # 1: all alike; the number of experts: one takes all
+    entropy: float  # of the shares, over that of equal shares: 1: all alike; 0: one takes all
+
+
+def load_of(visits: tuple[float, ...] | None) -> Load | None:
+    """How evenly shares [E] that sum to 1 are spread; None where there are no visits or no experts to choose from."""
+    total = sum(visits or ())
+    if not visits or total <= 0:
+        return None
+    shares = [visit / total for visit in visits]
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    return Load(max(shares) * len(shares), entropy / math.log(len(shares)) if len(shares) > 1 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeasures:
+    """What was measured of one MoE layer; None where it could not be."""
+
+    module: str
+    similarity: Matrix | None = None  # [E, E] of the source's experts, 0 to 1
+    similarity_label: str = ""  # how it was measured
+    visits_before: tuple[float, ...] | None = None  # [E] share of the source's routed tokens; zeros without tokens
+    visits_after: tuple[float, ...] | None = None  # [N] of the compressed model's, on its own hidden states
+    error: float | None = None  # ||y' - y||^2 / ||y||^2 of the MoE block's output on the source's own inputs
+    cosine: float | None = None  # of y' and y, the mean over tokens
+    stream_error: float | None = None  # the same of the decoder layer's output, each model run on its own
+    stream_cosine: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a whole output."""
+
+    layers: tuple[LayerMeasures, ...]
+    tokens: int = 0  # of the calibration text that ran through both models
+    text: str | None = None  # its name, without folders
+    missing: tuple[str, ...] = ()  # what could not be measured, and the option that gives it, a sentence each
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        content: dict[str, Any] = plain_json(asdict(self))
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """What `to_dict` made; raises KeyError, TypeError or ValueError for anything else."""
+        layers = tuple(LayerMeasures(**_tupled(entry)) for entry in content["layers"])
+        return cls(**{**_tupled(content), "layers": layers})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One MoE layer: what the plan did to it, and what was measured of it."""
+
+    module: str
+    layer: int
+    experts: int
+    kept: int
+    groups: tuple[tuple[int, ...], ...]  # members of slot n
+    dropped: tuple[int, ...]
+    protected: tuple[int, ...]
+    decided_by: str
+    similarity: Matrix | None = None  # [E, E], 0 to 1
+    similarity_label: str = ""
+    visits_before: tuple[float, ...] | None = None  # [E] shares
+    visits_after: tuple[float, ...] | None = None  # [N] shares
+    error: float | None = None
+    cosine: float | None = None
+    heldout_error_before: float | None = None  # of the correction, on tokens that it did not see
+    heldout_error_after: float | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    stream_error: float | None = None
+    stream_cosine: float | None = None
+
+    @property
+    def load_before(self) -> Load | None:
+        """How evenly the source's visits spread."""
+        return load_of(self.visits_before)
+
+    @property
+    def load_after(self) -> Load | None:
+        """How evenly the compressed model's visits spread."""
+        return load_of(self.visits_after)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """All that a page or a card shows of one compressed model."""
+
+    title: str
+    source: str  # the Hub id, or the folder's name
+    revision: str | None
+    strategy: str
+    options: Mapping[str, Any]
+    correction: Mapping[str, Any] | None
+    sequential: bool
+    experts_before: int
+    experts_after: int
+    top_k: int
+    parameters: tuple[int, int]  # before and after
+    nbytes: tuple[int, int]
+    calibration: Mapping[str, Any] | None  # without folders
+    versions: Mapping[str, str]
+    plan_digest: str
+    layers: tuple[LayerReport, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase; empty without a record of the run
+    peak_memory: int | None = None  # bytes
+    command: tuple[str, ...] | None = None
+    gate: GateResult | None = None
+    hubs: tuple[Mapping[str, Any], ...] = ()
+    missing: tuple[str, ...] = ()  # what is not shown, and the option that gives it
+    left_out: tuple[str, ...] = ()
+    zeroed_fields: tuple[str, ...] = ()
+    measured_tokens: int = 0
+    measured_text: str | None = None
+
+    def to_json(self) -> str:
+        """JSON that `from_json` reads back."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("gate", "layers")}
+        gate = None if self.gate is None else gate_content(self.gate)
+        layers = [asdict(layer) for layer in self.layers]
+        return json.dumps(
+            {"format": FORMAT, **plain_json(plain), "layers": plain_json(layers), "gate": gate},
+            ensure_ascii=False, allow_nan=False,
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` wrote; raises `CompressionError` for anything else."""
+        try:
+            content = json.loads(text)
+            if content.pop("format") != FORMAT:
+                raise ValueError("its format is another one")
+            layers = tuple(LayerReport(**_tupled(entry)) for entry in content.pop("layers"))
+            gate = content.pop("gate")
+            found = cls(**_tupled(content), layers=layers)
+            return replace(found, gate=None if gate is None else gate_from_content(gate))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CompressionError(
+                f"this is no report's data in the format {FORMAT} ({error}); make the report again"
+            ) from error
+
+
+def _tupled(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass from JSON: its lists are tuples; what lies in a mapping stays as it is."""
+    return {name: _tuple(value) for name, value in content.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(_tuple(entry) for entry in value) if isinstance(value, list) else value
+
+
+def rounded(value: float) -> float:
+    """An entry of a matrix, as short as it is stored."""
+    return round(float(value), DIGITS)
+
+
+def read_compression(folder: Path) -> tuple[Mapping[str, Any], CompressionPlan]:
+    """An output's compression.json and the plan in it; raises `CompressionError` if there is none or it is damaged."""
+    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
+    content = _read(path, remedy)
+    if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
+        raise CompressionError(f"{path} holds no plan; {remedy}")
+    return content, CompressionPlan.from_dict(content["plan"], f"{path}: plan")
+
+
+def read_hubs(path: Path | None) -> tuple[Mapping[str, Any], ...]:
+    """The rows of a hubs.json, the strongest first; none without a path."""
+    if path is None:
+        return ()
+    remedy = "name a hubs.json that moe-compress attribute has written"
+    content = _read(path, remedy)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
+        raise CompressionError(f"{path} should hold a list of experts; {remedy}")
+    return tuple(content)
+
+
+def _read(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CompressionError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
+
+
+def report_data(
+    folder: Path, measured: Measured | None = None, hubs: Path | None = None, gate: Path | None = None
+) -> ReportData:
+    """What an output folder says of itself, and what was `measured` of it.
+
+    `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
+    """
+    from compressor.gates.found import read_gate_of
+
+    content, plan = read_compression(folder)
+    record, measures = read_record(folder), {layer.module: layer for layer in (measured.layers if measured else ())}
+    unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)
+    layers = [_layer(layer, plan, measures.get(layer.module, LayerMeasures(layer.module))) for layer in plan.layers]
+    try:
+        return ReportData(
+            title=Path(folder).resolve().name,
+            source=plan.source.model,
+            revision=plan.source.revision,
+            strategy=plan.strategy,
+            options=plan.options,
+            correction=plan.correction,
+            sequential=plan.sequential,
+            experts_before=max((layer.experts for layer in plan.layers), default=plan.experts),
+            experts_after=plan.experts,
+            top_k=max((layer.top_k for layer in plan.layers), default=0),
+            parameters=_before_after(content["parameters"]),
+            nbytes=_before_after(content["bytes"]),
+            calibration=plan.calibration,
+            versions=dict(content["versions"]),
+            plan_digest=str(content["plan_digest"]),
+            layers=tuple(layers),
+            seconds=record.seconds if record else {},
+            peak_memory=record.peak_memory if record else None,
+            command=record.command if record else None,
+            gate=read_gate_of(folder, gate),
+            hubs=read_hubs(hubs),
+            missing=(*(measured.missing if measured else ()), *unknown),
+            left_out=tuple(content.get("left_out") or ()),
+            zeroed_fields=tuple(content.get("zeroed_fields") or ()),
+            measured_tokens=measured.tokens if measured else 0,
+            measured_text=measured.text if measured else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
+
+
+def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
+    return int(entry["before"]), int(entry["after"])
+
+
+def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> LayerReport:
+    corrected = correction_of(layer)
+    return LayerReport(
+        module=layer.module,
+        layer=layer.layer,
+        experts=layer.experts,
+        kept=len(layer.groups),
+        groups=tuple(group.members for group in layer.groups),
+        dropped=layer.dropped,
+        protected=tuple(plan.protected.get(layer.module, ())),
+        decided_by=layer.decided_by,
+        similarity=found.similarity,
+        similarity_label=found.similarity_label,
+        visits_before=found.visits_before,
+        visits_after=found.visits_after,
+        error=found.error,
+        cosine=found.cosine,
+        heldout_error_before=corrected.get("heldout_error_before"),
+        heldout_error_after=corrected.get("heldout_error"),
+        figures=layer.figures,
+        stream_error=found.stream_error,
+        stream_cosine=found.stream_cosine,
+    )

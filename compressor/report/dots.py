@@ -1,0 +1,189 @@
+"""The dots of a report: reconstruction errors by layer, and the gate's drops with their bounds."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from compressor.gates.markdown import change, margin, verdict_line
+from compressor.gates.verdict import GateResult, TaskGate
+from compressor.report.data import LayerReport, ReportData
+from compressor.report.drawing import FONT, Part, Sheet, colour, readable
+from compressor.report.layers import brief, brief_end, layer_names, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 3.9  # inches
+LEGEND, BELOW = 0.3, 0.42
+MOST_ROW, LEAST_ROW, TALLEST = 0.26, 0.13, 7.0
+TASK_ROW = 0.46
+FARTHEST = 10.0  # drops beyond it are drawn there
+ERRORS = (
+    ("error", "of the MoE block", "o", "after", True),
+    ("heldout_error_before", "held-out, before correction", "D", "before", False),
+    ("heldout_error_after", "held-out, after correction", "D", "merged", True),
+)
+MARKS = {"pass": ("o", "good", "✓"), "fail": ("X", "bad", "✗"), "inconclusive": ("D", "unsure", "?")}
+
+
+def errors_of(layer: LayerReport) -> list[float | None]:
+    """The layer's errors in the order of `ERRORS`; None for what is not known or not finite."""
+    values: list[float | None] = [getattr(layer, name) for name, *_ in ERRORS]
+    return [None if value is None or not math.isfinite(value) else value for value in values]
+
+
+def error_parts(data: ReportData) -> tuple[Part, ...]:
+    """Dots of each layer's errors; none where no error is known."""
+    rows = [(name, errors_of(layer)) for name, layer in zip(layer_names(data.layers), data.layers, strict=True)]
+    rows = [(name, values) for name, values in rows if any(value is not None for value in values)]
+    if not rows:
+        return ()
+    row = min(max(TALLEST / len(rows), LEAST_ROW), MOST_ROW)
+    size = (WIDTH, LEGEND * _kinds(rows) + row * len(rows) + BELOW + 0.05)
+    return (Part("Reconstruction error by layer", error_alt(rows), size, partial(_draw_errors, rows=rows, row=row)),)
+
+
+def _kinds(rows: Sequence[tuple[str, list[float | None]]]) -> int:
+    return sum(any(values[kind] is not None for _, values in rows) for kind in range(len(ERRORS)))
+
+
+def error_alt(rows: Sequence[tuple[str, list[float | None]]]) -> str:
+    """The least and the greatest error of each kind."""
+    said = []
+    for kind, (_, label, *_) in enumerate(ERRORS):
+        found = [(values[kind], name) for name, values in rows]
+        known = [(value, name) for value, name in found if value is not None]
+        if known:
+            (least, first), (most, last) = min(known, key=lambda each: each[0]), max(known, key=lambda each: each[0])
+            said.append(f"Error {label}: from {short(least)} ({first}) to {short(most)} ({last}).")
+    return " ".join(said)
+
+
+def is_logarithmic(values: Sequence[float]) -> bool:
+    """Whether a linear scale would hide the small ones."""
+    return min(values) > 0 and max(values) > 10 * min(values)
+
+
+def _draw_errors(sheet: Sheet, rows: Sequence[tuple[str, list[float | None]]], row: float) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    left = 0.2 + 0.072 * max(len(brief_end(name)) for name, _ in rows)
+    axes = sheet.axes(left, BELOW, WIDTH - left - 0.15, row * len(rows))
+    values = [value for _, row_values in rows for value in row_values if value is not None]
+    if is_logarithmic(values):
+        axes.set_xscale("log")
+        axes.set_xlim(min(values) / 1.4, max(values) * 1.4)
+        decades = math.log10(max(values) / min(values))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,), numticks=7))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_xlim(-0.03 * (max(values) or 1.0), 1.06 * (max(values) or 1.0))
+        axes.locator_params(axis="x", nbins=5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    step = 1 if row >= LEAST_ROW else 2
+    axes.set_yticks(range(0, len(rows), step), labels=[readable(brief_end(name)) for name, _ in rows][::step])
+    axes.grid(axis="x", color=colour("rule"), linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("‖y' - y‖² / ‖y‖²" + (", logarithmic" if is_logarithmic(values) else ""), labelpad=2)
+    _draw_dots(axes, rows)
+    _draw_key(sheet, rows, left, BELOW + row * len(rows))
+
+
+def _draw_dots(axes: "Axes", rows: Sequence[tuple[str, list[float | None]]]) -> None:
+    for place, (_, (_, before, after)) in enumerate(rows):
+        if before is not None and after is not None:
+            axes.plot([before, after], [place, place], color=colour("muted"), linewidth=0.8, zorder=1)
+    for kind, (_, _, marker, role, is_filled) in enumerate(ERRORS):
+        found = [(values[kind], place) for place, (_, values) in enumerate(rows)]
+        known = [(value, place) for value, place in found if value is not None]
+        if known:
+            axes.plot([value for value, _ in known], [place for _, place in known], marker=marker,
+                      **_face(role, is_filled))  # fmt: skip
+
+
+def _face(role: str, is_filled: bool) -> dict[str, Any]:
+    face = colour(role) if is_filled else colour("paper")
+    return {
+        "linestyle": "none",
+        "markersize": 4.6,
+        "markerfacecolor": face,
+        "markeredgecolor": colour(role),
+        "markeredgewidth": 1.1,
+    }
+
+
+def _draw_key(sheet: Sheet, rows: Sequence[tuple[str, list[float | None]]], x: float, y: float) -> None:
+    for kind, (_, label, marker, role, is_filled) in reversed([*enumerate(ERRORS)]):
+        if all(values[kind] is None for _, values in rows):
+            continue
+        axes = sheet.axes(x, y + 0.08, 0.16, 0.16)
+        axes.set_axis_off()
+        axes.plot([0], [0], marker=marker, clip_on=False, **_face(role, is_filled))
+        sheet.text(x + 0.22, y + 0.16, label, va="center_baseline")
+        y += LEGEND * 0.75
+
+
+def gate_parts(data: ReportData) -> tuple[Part, ...]:
+    """A line for each task from the drop's lower to its upper bound, over the drop allowed; none without a gate."""
+    if data.gate is None or not data.gate.tasks:
+        return ()
+    size = (WIDTH, TASK_ROW * len(data.gate.tasks) + BELOW + 0.3)
+    return (Part("Drops and the drop allowed", gate_alt(data.gate), size, partial(_draw_gate, gate=data.gate)),)
+
+
+def gate_alt(gate: GateResult) -> str:
+    """Each task's drop, bounds and verdict."""
+    said = [
+        f"{task.task}: drop {change(task.drop, task.kind)}, at least {change(task.lower, task.kind)}, at most "
+        f"{change(task.upper, task.kind)}, {task.verdict}"
+        for task in gate.tasks
+    ]
+    return f"{verdict_line(gate)} {'; '.join(said)}."
+
+
+def placed(value: float) -> float:
+    """Where a drop is drawn; those out of all proportion, and no numbers, at the edge."""
+    return FARTHEST if math.isnan(value) else min(max(value, -FARTHEST), FARTHEST)
+
+
+def _draw_gate(sheet: Sheet, gate: GateResult) -> None:
+    height = TASK_ROW * len(gate.tasks)
+    axes = sheet.axes(0.1, BELOW, WIDTH - 0.2, height)
+    limit = placed(gate.max_drop)
+    ends = [0.0, limit, *(placed(value) for task in gate.tasks for value in (task.lower, task.upper, task.drop))]
+    room = 0.06 * ((max(ends) - min(ends)) or 1.0)
+    axes.set(xlim=(min(ends) - room, max(ends) + room), ylim=(len(gate.tasks) - 0.45, -0.55), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.axvspan(limit, max(ends) + room, facecolor=colour("faint"), edgecolor="none", zorder=0)
+    tops = [place - 0.1 for place in range(len(gate.tasks))]  # names of tasks stand between
+    ends_below = [top + 0.55 for top in tops]
+    axes.vlines([0.0] * len(tops), tops, ends_below, color=colour("muted"), linewidth=0.7)
+    axes.vlines([limit] * len(tops), tops, ends_below, color=colour("ink"), linewidth=1.1, linestyles=(0, (3, 1.5)))
+    for place, task in enumerate(gate.tasks):
+        _draw_task(axes, task, place)
+    axes.set_xlabel("drop, worse to the right" + _rises(gate), labelpad=2)
+    axes.set_title(
+        f"dashed: the drop allowed, {margin(gate)}", fontsize=FONT, loc="right", color=colour("muted"), pad=4
+    )
+
+
+def _rises(gate: GateResult) -> str:
+    return "; of a perplexity its rise" if any(task.kind == "likelihood" for task in gate.tasks) else ""
+
+
+def _draw_task(axes: "Axes", task: TaskGate, place: int) -> None:
+    marker, role, sign = MARKS[task.verdict]
+    axes.plot([placed(task.lower), placed(task.upper)], [place + 0.18] * 2, color=colour(role), linewidth=1.8,
+              solid_capstyle="butt", marker="|", markersize=7, markeredgewidth=1.4)  # fmt: skip
+    axes.plot(
+        [placed(task.drop)],
+        [place + 0.18],
+        marker=marker,
+        **{**_face(role, task.verdict != "inconclusive"), "markersize": 8 if marker == "X" else 6},
+    )
+    name = readable(f"{sign} {brief(task.task)}: {task.verdict}")
+    axes.text(0.0, place - 0.14, name, transform=axes.get_yaxis_transform(), va="bottom", clip_on=False)

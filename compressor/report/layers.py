@@ -1,0 +1,81 @@
+"""What the figures and tables of a report say of layers and experts. E experts, N kept."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from statistics import fmean
+
+from compressor.report.data import LayerReport
+from compressor.words import counted as counted
+from compressor.words import runs
+
+
+def layer_names(layers: Sequence[LayerReport]) -> list[str]:
+    """'Layer 3', or the module's name where two have the same number."""
+    often = Counter(layer.layer for layer in layers)
+    return [f"Layer {layer.layer}" if often[layer.layer] == 1 else layer.module for layer in layers]
+
+
+def merged(layer: LayerReport) -> tuple[tuple[int, ...], ...]:
+    """The groups of several experts."""
+    return tuple(group for group in layer.groups if len(group) > 1)
+
+
+def order(layer: LayerReport) -> tuple[int, ...]:
+    """All experts [E]: merged groups first, the largest before the others, then those alone, then the dropped."""
+    alone = [group for group in layer.groups if len(group) == 1]
+    return tuple(chain(*sorted(merged(layer), key=lambda group: -len(group)), *alone, layer.dropped))
+
+
+def fates(layer: LayerReport) -> Mapping[int, str]:
+    """What became of each expert, in words."""
+    slots = {expert: slot for slot, group in enumerate(layer.groups) for expert in group}
+    together = {expert: len(group) for group in layer.groups for expert in group}
+    found = {}
+    for expert in range(layer.experts):
+        if expert not in slots:
+            found[expert] = "dropped"
+        elif together[expert] > 1:
+            found[expert] = f"merged into slot {slots[expert]}"
+        else:
+            found[expert] = f"{'protected' if expert in layer.protected else 'kept'} as slot {slots[expert]}"
+    return found
+
+
+def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
+    """Similarities of a group's pairs; none without a matrix."""
+    if layer.similarity is None:
+        return []
+    return [layer.similarity[a][b] for place, a in enumerate(group) for b in group[place + 1 :]]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Their mean, or None without any."""
+    return fmean(values) if values else None
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 7 -> '0-2, 7'; 'none' for no number."""
+    parts = [f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
+             for first, last in runs(numbers)]  # fmt: skip
+    return ", ".join(parts) or "none"
+
+
+def brief(text: str, most: int = 44) -> str:
+    """The beginning of a text that is too long for a drawing."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def brief_end(text: str, most: int = 24) -> str:
+    """The end of a name that is too long for a drawing: what tells modules apart stands there."""
+    return text if len(text) <= most else f"…{text[1 - most :]}"
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """A figure for a sentence or a cell; a dash for none."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def share(value: float) -> str:
+    """0.125 -> '12.5%'."""
+    return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"

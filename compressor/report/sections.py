@@ -1,0 +1,205 @@
+"""A report's sections about layers and experts: similarity and groups, visits, errors, hubs and protected experts."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from compressor.attribution.report import number, percent
+from compressor.attribution.summary import expert_label
+from compressor.report.data import LayerReport, Load, ReportData
+from compressor.report.facts import shown
+from compressor.report.html import Html, facts, folded, joined, paragraph, table, tag
+from compressor.report.layers import counted, fates, layer_names, listed, mean, merged, share, short, within
+
+MOST_CELLS = 20_000  # of all layers' matrices as tables
+MOST_OPEN = 8  # layers whose tables are not folded away together
+HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
+
+
+def similarity(data: ReportData) -> Html:
+    """The groups of each layer, with the similarities in and between them."""
+    with_matrices = sum(layer.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
+    folds = [
+        folded(
+            _headed(name, _group_summary(layer)), _groups(layer, name), *(_matrix(layer, name) if with_matrices else ())
+        )
+        for layer, name in _named(data)
+    ]
+    too_large = "The matrices have too many numbers for tables; those of the groups are below."
+    is_told = with_matrices or not any(layer.similarity for layer in data.layers)
+    note = [] if is_told else [tag("p", too_large, class_="note")]
+    return joined([
+        *_unseen(data, "similarity", "similarity of experts"), *note,
+        *_together(folds, "groups of each layer"),
+    ])  # fmt: skip
+
+
+def _named(data: ReportData) -> list[tuple[LayerReport, str]]:
+    return list(zip(data.layers, layer_names(data.layers), strict=True))
+
+
+def _headed(name: str, said: str) -> Html:
+    return joined([tag("strong", name), tag("span", said, class_="said")], " ")
+
+
+def _together(folds: Sequence[Html], what: str) -> list[Html]:
+    """The folds of layers, in one of their own if they are many."""
+    if len(folds) <= MOST_OPEN:
+        return list(folds)
+    return [folded(f"All {len(folds)} layers: {what}", *folds, class_="fold all")]
+
+
+def _unseen(data: ReportData, field: str, what: str) -> list[Html]:
+    """A sentence where layers were not measured."""
+    lacking = [name for layer, name in _named(data) if not getattr(layer, field)]
+    if not lacking:
+        return []
+    if len(lacking) == len(data.layers):
+        return [paragraph(f"The {what} was not measured", _remedy(data))]
+    return [paragraph(f"Without a measured {what}: {', '.join(lacking)}.")]
+
+
+def _remedy(data: ReportData) -> Html:
+    return (
+        joined(["; ", tag("a", "what is missing", href="#done"), " says what it takes."], "")
+        if data.missing
+        else Html(".")
+    )
+
+
+def _group_summary(layer: LayerReport) -> str:
+    return (
+        f"{layer.experts} experts in {counted(layer.kept, 'slot')}, {counted(len(merged(layer)), 'merged group')}, "
+        f"{len(layer.dropped)} dropped"
+    )
+
+
+def _groups(layer: LayerReport, name: str) -> Html:
+    rows: list[Sequence[object]] = [
+        (f"merged, slot {slot}", listed(group), short(mean(within(layer, group))), short(_least(within(layer, group))))
+        for slot, group in enumerate(layer.groups)
+        if len(group) > 1
+    ]
+    alone = [group[0] for group in layer.groups if len(group) == 1]
+    others = {
+        "protected": [expert for expert in alone if expert in layer.protected],
+        "kept alone": [expert for expert in alone if expert not in layer.protected],
+        "dropped": layer.dropped,
+    }
+    rows += [(what, listed(experts), "-", "-") for what, experts in others.items() if experts]
+    columns = ("", "experts", "mean similarity", "least similarity")
+    told = [("Module", tag("code", layer.module)), ("Decided by", layer.decided_by), *_figures(layer)]
+    return joined([facts(told), table(f"{name}: groups", columns, rows, frozenset({"experts"}))])
+
+
+def _figures(layer: LayerReport) -> list[tuple[str, Any]]:
+    return [(str(name).replace("_", " ").capitalize(), shown(value)) for name, value in layer.figures.items()]
+
+
+def _least(values: Sequence[float]) -> float | None:
+    return min(values, default=None)
+
+
+def _matrix(layer: LayerReport, name: str) -> list[Html]:
+    if layer.similarity is None:
+        return []
+    columns = ("expert", *map(str, range(len(layer.similarity))))
+    rows = [(str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity)]
+    return [table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows)]
+
+
+def visits(data: ReportData) -> Html:
+    """How evenly tokens spread, and each expert's share."""
+    counted_layers = [(layer, name) for layer, name in _named(data) if layer.visits_before or layer.visits_after]
+    if not counted_layers:
+        return joined(_unseen(data, "visits_before", "share of tokens"))
+    columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
+    rows = [(name, *_loads(layer.load_before, layer.load_after)) for layer, name in counted_layers]
+    folds = [
+        folded(_headed(name, "shares of experts and slots"), _shares(layer, name)) for layer, name in counted_layers
+    ]
+    spread = "Maximum to mean is 1 where all are visited alike; so is the entropy, which is 0 where one takes all."
+    return joined([
+        *_unseen(data, "visits_before", "share of tokens"),
+        table("How evenly the visits spread", columns, rows), tag("p", spread, class_="note"),
+        *_together(folds, "shares of experts and slots"),
+    ])  # fmt: skip
+
+
+def _loads(before: Load | None, after: Load | None) -> Iterable[str]:
+    for field in ("maximum_to_mean", "entropy"):
+        for load in (before, after):
+            yield short(getattr(load, field, None))
+
+
+def _shares(layer: LayerReport, name: str) -> Html:
+    slots = {expert: slot for slot, group in enumerate(layer.groups) for expert in group}
+    fate, before, after = fates(layer), layer.visits_before or (), layer.visits_after or ()
+    rows = [
+        (str(expert), _at(before, expert), fate.get(expert, "-"), _at(after, slots.get(expert)))
+        for expert in range(max(layer.experts, len(before)))
+    ]
+    columns = ("expert", "visits before", "what became of it", "visits of its slot after")
+    return table(f"{name}: visits", columns, rows, frozenset({"what became of it"}))
+
+
+def _at(shares: Sequence[float], place: int | None) -> str:
+    return share(shares[place]) if place is not None and place < len(shares) else "-"
+
+
+def errors(data: ReportData) -> Html:
+    """Each layer's errors as numbers."""
+    known = ("error", "cosine", "stream_error", "stream_cosine", "heldout_error_before", "heldout_error_after")
+    heads = ("error of the block", "cosine", "error of the stream", "cosine of the stream",
+             "held-out, before correction", "held-out, after correction")  # fmt: skip
+    shown_columns = [
+        (field, head)
+        for field, head in zip(known, heads, strict=True)
+        if any(getattr(layer, field) is not None for layer in data.layers)
+    ]
+    if not shown_columns:
+        return paragraph("The reconstruction error was not measured", _remedy(data))
+    rows = [(name, *(short(getattr(layer, field), 4) for field, _ in shown_columns)) for layer, name in _named(data)]
+    stream = (
+        "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
+    )
+    note = [tag("p", stream, class_="note")] if any(field == "stream_error" for field, _ in shown_columns) else []
+    made = table("Errors by layer", ("", *(head for _, head in shown_columns)), rows)
+    return joined([*(_unseen_errors(data)), made, *note])
+
+
+def _unseen_errors(data: ReportData) -> list[Html]:
+    """A sentence where only the correction's own errors are known."""
+    if any(layer.error is not None for layer in data.layers):
+        return []
+    return [
+        paragraph(
+            "Only the held-out errors of the correction are known; the block's error was not measured", _remedy(data)
+        )
+    ]
+
+
+def hubs(data: ReportData) -> Html:
+    """Named hubs with what became of them, and protected experts by layer."""
+    protected = [(name, listed(layer.protected)) for layer, name in _named(data) if layer.protected]
+    layers = {layer.module: layer for layer in data.layers}
+    rows = [_hub(hub, layers.get(str(hub.get("module")))) for hub in data.hubs]
+    return joined([
+        tag("h3", "Hubs"),
+        table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"})) if rows
+        else paragraph("None: no hubs were named to this report."),
+        tag("h3", "Protected experts"),
+        table("Protected experts", ("", "experts"), protected, frozenset({"experts"})) if protected
+        else paragraph("None: the plan protects no expert."),
+    ])  # fmt: skip
+
+
+def _hub(hub: Any, layer: LayerReport | None) -> Sequence[str]:
+    expert, place = hub.get("expert"), hub.get("layer", layer.layer if layer else None)
+    label = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else shown(expert)
+    fate = fates(layer).get(expert, "-") if layer is not None and isinstance(expert, int) else "not in the plan"
+    figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
+    return (label, fate, *(number(_float(value)) for value in figures), percent(_float(hub.get("share"))))
+
+
+def _float(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

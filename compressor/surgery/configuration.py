@@ -1,0 +1,156 @@
+"""The output's config.json: the source's, with the number of experts and what hangs on it rewritten."""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import Architecture, get_field
+from compressor.model.layout import Layout, expert_prefixes
+from compressor.plans.plan import CompressionPlan
+
+PATTERNS = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
+PART_OF_NAME = re.compile(r"experts?\.\d+")
+LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
+EXTRA_HEAD = re.compile(r"(?=.*(mtp|nextn))(?=.*(num|layers))")  # fields that announce a multi-token-prediction head
+
+
+def _aliases(config: Any, name: str) -> set[str]:
+    """All the names under which a config class accepts a field."""
+    mapping: Mapping[str, str] = getattr(type(config), "attribute_map", {}) or {}
+    canonical = mapping.get(name, name)
+    return {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
+
+
+def _set_count(raw: dict[str, Any], architecture: Architecture, count: int) -> None:
+    *parents, name = architecture.count_field.split(".")
+    node = raw
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    owner = get_field(architecture.config, ".".join(parents)) if parents else architecture.config
+    names, before = _aliases(owner, name), architecture.experts
+    for alias in sorted(names & set(node)) or [name]:
+        value = node.get(alias)
+        node[alias] = [count if item == before else item for item in value] if isinstance(value, list) else count
+    for key, value in node.items():
+        if isinstance(value, dict) and not hasattr(getattr(owner, key, None), "model_type"):
+            _set_repeats(value, names, before, count)
+
+
+def _set_repeats(node: dict[str, Any], names: set[str], before: int, count: int) -> None:
+    """Update fields of the same name in tables that no stock config reads, such as a sparsity recipe's."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            _set_repeats(value, names, before, count)
+        elif key in names and isinstance(value, list):
+            node[key] = [count if item == before else item for item in value]
+        elif key in names and value == before:
+            node[key] = count
+
+
+def _walk(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _walk(value, f"{prefix}{key}.")
+        else:
+            yield node, key, f"{prefix}{key}"
+
+
+def zero_extra_heads(raw: dict[str, Any]) -> list[str]:
+    """Set the fields that announce a head whose tensors are left out to zero; returns their dotted names."""
+    changed = []
+    for node, key, dotted in list(_walk(raw)):
+        value = node[key]
+        if EXTRA_HEAD.search(key) and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            node[key] = 0
+            changed.append(dotted)
+    return changed
+
+
+def _renumbered(text: str, renames: Mapping[str, str | None]) -> str | None:
+    """A module name in which an expert's number is replaced; None for a dropped expert's."""
+    for old, new in renames.items():
+        if text == old or text.startswith(f"{old}."):
+            return None if new is None else new + text[len(old) :]
+    return text
+
+
+def _expert_renames(architecture: Architecture, layout: Layout, plan: CompressionPlan) -> dict[str, str | None]:
+    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+    renames: dict[str, str | None] = {}
+    for layer in architecture.layers:
+        prefixes, slots = expert_prefixes(layout, layer), plans[layer.name].slots()
+        for expert, prefix in prefixes.items():
+            slot = slots.get(expert)
+            renames[prefix] = None if slot is None else prefixes[slot]
+    return renames
+
+
+def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
+    """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
+    prefix, _, body = pattern.rpartition(":") if pattern.startswith(PATTERNS) else ("", "", pattern)
+    if prefix:
+        try:
+            matches = re.compile(body).match
+        except re.error as error:
+            raise CompressionError(f"config.json: {pattern!r} in quantization_config is no regex: {error}") from error
+        samples = ("", ".", *(f".{leaf}" for leaf in LEAVES))
+        return any(
+            bool(matches(old + end)) != bool(matches(new + end))
+            for old, new in renames.items()
+            for end in samples
+            if new is not None
+        )
+    named = PART_OF_NAME.search(pattern)
+    return named is not None and any(
+        new != old and re.search(rf"\b{re.escape(named.group())}$", old) for old, new in renames.items()
+    )
+
+
+def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
+    changed = _renumbered(text, renames)
+    if changed == text and text not in renames and _tells_experts_apart(text, renames):
+        raise CompressionError(
+            f"config.json: {text!r} in quantization_config speaks of single experts, which get other numbers; "
+            "write it with full module names"
+        )
+    return changed
+
+
+def _renumber_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
+    if isinstance(node, dict):
+        named = {key: _renumber_text(key, renames) for key in node}
+        return {new: _renumber_quantization(node[key], renames) for key, new in named.items() if new is not None}
+    if isinstance(node, list):
+        items = [_renumber_quantization(item, renames) for item in node]
+        return [item for item in items if item is not None]
+    return _renumber_text(node, renames) if isinstance(node, str) else node
+
+
+def output_config(
+    raw: Mapping[str, Any],
+    architecture: Architecture,
+    layout: Layout,
+    plan: CompressionPlan,
+    dequantized_dtype: str | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """(config.json of the output, dotted names of fields set to zero because their tensors are left out)."""
+    config = copy.deepcopy(dict(raw))
+    _set_count(config, architecture, plan.experts)
+    config.pop("auto_map", None)  # stock loading only: remote code does not travel
+    zeroed = zero_extra_heads(config) if layout.left_out else []
+    quantized = [
+        node for node in (config, *(v for v in config.values() if isinstance(v, dict))) if "quantization_config" in node
+    ]
+    for node in quantized:
+        if dequantized_dtype is not None:
+            del node["quantization_config"]
+        else:
+            node["quantization_config"] = _renumber_quantization(
+                node["quantization_config"], _expert_renames(architecture, layout, plan)
+            )
+    if dequantized_dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dequantized_dtype
+    return config, zeroed

@@ -1,0 +1,69 @@
+"""Output through the model: load a layer as the stock loader does, cut it, and name it as `save_pretrained` would.
+
+Needed where stored tensors cannot be mixed as they are: quantised experts that are merged (the output is then plain),
+experts whose neurons are aligned first, and storage that only transformers' reversible conversions understand.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from compressor.checkpoint.quantized import wanted_dtype
+from compressor.model.architecture import Architecture
+from compressor.model.loading import PartialModel, quiet_transformers
+from compressor.plans.plan import CompressionPlan
+from compressor.surgery.cut_files import CutFiles
+from compressor.surgery.cutting import cut_layers
+from compressor.surgery.tensors import OutputTensor, tensor_output
+
+
+def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with quiet_transformers():
+        reverted: dict[str, torch.Tensor] = revert_weight_conversion(small, state)
+    return reverted
+
+
+def _keys_of(partial: PartialModel, unit: str, units: tuple[str, ...]) -> list[str]:
+    inside = (
+        partial.keys_under(unit)
+        if unit
+        else [key for key in partial.empty if not key.startswith(tuple(f"{u}." for u in units))]
+    )
+    return [key for key in inside if key not in partial.tied]
+
+
+def converted_outputs(partial: PartialModel, architecture: Architecture, small: Any) -> list[OutputTensor]:
+    """Every tensor of the output, named and shaped as stock `save_pretrained` would write the model `small`."""
+    state = {key: value.to(wanted_dtype(small, key)) for key, value in small.state_dict().items()}
+    outputs = []
+    for unit in ("", *architecture.units):
+        keys = [key for key in _keys_of(partial, unit, architecture.units) if key in state]
+        for name, tensor in _saved_names(small, {key: state[key] for key in keys}).items():
+            outputs.append(tensor_output(name, tensor, unit))
+    return outputs
+
+
+def convert_unit(
+    partial: PartialModel,
+    architecture: Architecture,
+    plan: CompressionPlan,
+    small: Any,
+    unit: str,
+    files: CutFiles | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored."""
+    keys = _keys_of(partial, unit, architecture.units)
+    partial.load(keys)
+    state = partial.model.state_dict()
+    cut = {key: state[key] for key in keys}
+    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+    layers = [layer for layer in architecture.layers if layer.unit == unit]
+    made = {key: value for layer in layers for key, value in (files.tensors(layer) if files else {}).items()}
+    for key, value in (made or cut_layers(partial.model, layers, plans)).items():
+        cut[key] = value.to(cut[key].dtype)
+    yield from _saved_names(small, cut).items()
+    for key in keys:
+        partial.release(key.rpartition(".")[0])

@@ -1,0 +1,161 @@
+"""From an opened model and a plan to the job that an exporter carries out."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.calibration.sources import without_folders
+from compressor.checkpoint.reader import Size, refuse_nan
+from compressor.model.architecture import Architecture, build_meta
+from compressor.model.loading import PartialModel
+from compressor.model.opened import OpenModel, pick_dtype
+from compressor.model.verification import verify_output
+from compressor.plans.json import readable_json
+from compressor.plans.plan import CompressionPlan
+from compressor.surgery.configuration import output_config
+from compressor.surgery.conversion import convert_unit, converted_outputs
+from compressor.surgery.cut_files import CutFiles
+from compressor.surgery.output import MAX_SHARD_BYTES, OutputJob
+from compressor.surgery.tensors import OutputTensor, Piece, pieces, plan_outputs, tensor_bytes_view
+from compressor.versions import versions
+
+NOT_CARRIED = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".py",
+    ".md",
+    ".index.json",
+)
+NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
+    "config.json",
+    "compression.json",
+    "gate.json",
+    "onnx_export.json",
+    ".gitattributes",
+    ".gitignore",
+}
+CARRIED_FOLDERS = ("additional_chat_templates",)
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence."""
+    found = {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
+    }
+    for name in CARRIED_FOLDERS:
+        found.update({f"{name}/{path.name}": path for path in sorted((folder / name).glob("*")) if path.is_file()})
+    return found
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTensor], zeroed: list[str]) -> bytes:
+    """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
+    before, after = Size.of(model.checkpoint.tensors.values()), Size.of(outputs)
+    content = plan.to_dict()
+    content["source"]["model"] = model.source.label
+    if content["calibration"] is not None:
+        content["calibration"] = without_folders(content["calibration"])
+    record = readable_json(
+        {
+            "tool": "moe-compressor",
+            "versions": versions(),
+            "parameters": {"before": before.parameters, "after": after.parameters},
+            "bytes": {"before": before.bytes, "after": after.bytes},
+            "left_out": list(model.layout.left_out),
+            "zeroed_fields": zeroed,
+            "plan_digest": plan.digest(),
+            "plan": content,
+        }
+    )
+    return record.encode()
+
+
+def _writing_model(model: OpenModel) -> PartialModel:
+    """The partial model in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with."""
+    partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
+    same = partial.dtype == dtype and partial.device == device
+    return partial if same else PartialModel(model.checkpoint, model.config, dtype, device)
+
+
+def _through_model(
+    partial: PartialModel,
+    architecture: Architecture,
+    plan: CompressionPlan,
+    small: Any,
+    files: CutFiles | None,
+    unit: str,
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    for name, tensor in convert_unit(partial, architecture, plan, small, unit, files):
+        refuse_nan(name, "the converted model", tensor)
+        yield name, iter([tensor_bytes_view(tensor)])
+
+
+def _stored(
+    model: OpenModel, by_unit: Mapping[str, list[OutputTensor]], unit: str
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    for output in by_unit.get(unit, ()):
+        yield output.name, pieces(model.checkpoint, output)
+
+
+def make_job(
+    model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
+) -> tuple[OutputJob, list[str]]:
+    """The job, and the config fields that were set to zero because their tensors are left out.
+
+    A plan with a correction needs the `cut` layers that it made.
+    """
+    architecture, layout = model.architecture, model.layout
+    through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
+    dequantized: str | None = None
+    if through_model:
+        partial = _writing_model(model)
+        small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
+        outputs = converted_outputs(partial, architecture, small)
+        produce: Any = bind(_through_model, partial, architecture, plan, small, cut)
+        dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
+    else:
+        outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
+        by_unit: dict[str, list[OutputTensor]] = {}
+        for output in outputs:
+            by_unit.setdefault(output.unit, []).append(output)
+        produce = bind(_stored, model, by_unit)
+    config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
+    files: dict[str, bytes | Path] = dict(carried_files(model.source.folder))
+    config_bytes = _json_bytes(config)
+    files["config.json"] = config_bytes
+    files["compression.json"] = _record(model, plan, outputs, zeroed)
+    shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
+    facts = [
+        plan.to_dict(),
+        model.checkpoint.stamp(),
+        shard_bytes,
+        [[o.name, o.dtype, o.shape] for o in outputs],
+        hashlib.sha256(config_bytes).hexdigest(),
+    ]
+    job = OutputJob(
+        digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        outputs=tuple(outputs),
+        units=("", *architecture.units),
+        produce=produce,
+        files=files,
+        verify=bind(verify_output, count_field=architecture.count_field, experts=plan.experts),
+        max_shard_bytes=shard_bytes,
+    )
+    return job, zeroed

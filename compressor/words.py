@@ -1,0 +1,111 @@
+"""Words of a model card: names shown as they are written, without folders or tokens, and short lists of experts."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from compressor import folders
+from compressor.errors import without_tokens
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+MOST_LETTERS = 300  # of a name; what is longer is no name
+FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
+FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
+STEP = r"[^=,:/\\]*[/\\]"  # a folder within a path
+PATH = re.compile(  # of an argument, up to the last name: a path from somewhere, or one that ends like a text file
+    rf"(?<![^=,:])(?:(?:~[^=,:/\\]*|\.{{1,2}}|[A-Za-z]:|file:)?[/\\](?:{STEP})*"
+    rf"|(?:{STEP})+(?=[^=,:/\\]+\.(?:txt|jsonl?)\b))"
+)
+
+
+def one_line(text: str, most: int | None = MOST_LETTERS) -> str:
+    """Text on one line, of printable characters, without tokens; cut off where it is too long for a name."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in without_tokens(text))
+    line = " ".join(printable.split())
+    return line if most is None or len(line) <= most else f"{line[:most]} ..."
+
+
+def label(name: str) -> str:
+    """A model, a data set or a file by its name, without the folders of a machine; a Hub id stays whole."""
+    line = one_line(name)
+    parts = [part for part in re.split(r"[/\\]", line) if part]
+    return parts[-1] if parts and (FOLDER.match(line) or FILE.fullmatch(parts[-1])) else line
+
+
+def without_paths(command: str) -> str:
+    """Command lines in which paths are names: './data/a.txt' and '/home/me/a.txt' become 'a.txt'."""
+    return "\n".join(map(_without_paths, command.replace("\\\n", " ").splitlines()))
+
+
+def _without_paths(line: str) -> str:
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quotation without an end
+        words = line.split()
+    return shlex.join(PATH.sub("", one_line(word, None)) for word in words)
+
+
+def shown(value: Any) -> str:
+    """A name or a sentence in Markdown, also within HTML, that means nothing there but itself."""
+    return named(one_line(str(value)))
+
+
+def fenced(text: str, language: str = "") -> list[str]:
+    """A block of code that none of its own backticks can end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}{language}", text, fence, ""]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'; '-' for none."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers)) or "-"
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each run: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
+    ordered = sorted(numbers)
+    starts = [*ordered[:1], *(after for before, after in pairwise(ordered) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(ordered) if after != before + 1), *ordered[-1:]]
+    return list(zip(starts, ends, strict=True))
+
+
+def counted(count: int, thing: str) -> str:
+    """1, 'layer' -> '1 layer'; 2000, 'layer' -> '2,000 layers'."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """['a', 'b', 'c'] -> 'a, b and c'."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> '1.23 MB'."""
+    for unit in UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {UNITS[-1]}"
+
+
+def human_count(count: float) -> str:
+    """1234567 -> '1.23M'."""
+    for unit in ("", "k", "M", "B"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def share(part: float, whole: float) -> str:
+    """1, 8 -> '12.5%'."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def named(text: str) -> str:
+    """A name on one line of Markdown, shown as it is; underscores inside words mean nothing there."""
+    return re.sub(r"[~&$#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", folders.plain(text))

@@ -1,0 +1,175 @@
+"""What sub-scores do to a router: the propositions of the paper, and ranks against sorting."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.attribution.influence import (
+    ACTIVATIONS,
+    Selection,
+    competing,
+    find_selection,
+    rank_change,
+    ranks,
+    signs,
+    spread,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def top(scores: Tensor, count: int) -> Tensor:
+    return scores.argsort(-1, descending=True)[..., :count]
+
+
+def places(scores: Tensor) -> Tensor:
+    """[..., E]: each expert's place when they are sorted, the highest first; scores are distinct."""
+    return scores.argsort(-1, descending=True).argsort(-1)
+
+
+SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(2, 9))  # n, R, E
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(0, 999))
+def test_variance_is_that_of_numpy_and_blind_to_constants(shape: tuple[int, int, int], seed: int) -> None:
+    scores = normal(*shape, seed=seed)
+    expected = torch.from_numpy(scores.double().numpy().var(-1).sum(0))
+    torch.testing.assert_close(spread(scores), expected, rtol=1e-5, atol=1e-6)
+    shifted = scores + normal(shape[0], shape[1], 1, seed=seed + 1)  # the same for all experts: no influence
+    torch.testing.assert_close(spread(shifted), spread(scores), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sub_score_equal_for_all_experts_has_no_influence() -> None:
+    constant = torch.tensor([0.5, -2.0, 8.0])[:, None, None].expand(3, 2, 8)
+    logits = normal(3, 2, 8)
+    chosen = top(logits, 2)
+    assert spread(constant).tolist() == [0, 0]
+    share = torch.full((2, 2), 0.5)
+    change = rank_change(logits, constant, chosen, ranks(logits, chosen), share, Selection(), slice(None))
+    assert change.tolist() == [0, 0]
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(0, 999))
+def test_positive_and_negative_scores_add_to_the_mean(shape: tuple[int, int, int], seed: int) -> None:
+    scores = normal(*shape, seed=seed)
+    positive, negative = signs(scores)
+    assert bool((positive >= 0).all()) and bool((negative <= 1e-6).all())
+    values = scores.double().numpy()
+    by_hand = torch.from_numpy((values * (values > 0)).sum(-1).sum(0) / shape[2])
+    torch.testing.assert_close(positive, by_hand, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(positive - negative.abs(), scores.double().mean(-1).sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_signs_by_hand() -> None:
+    positive, negative = signs(torch.tensor([[[1.0, -2.0, 0.0, 5.0]], [[0.0, -4.0, 0.0, 0.0]]]))
+    assert positive.tolist() == [1.5] and negative.tolist() == [-1.5]
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(0, 999), st.data())
+def test_ranks_are_places_in_the_sorted_order(shape: tuple[int, int, int], seed: int, data: st.DataObject) -> None:
+    scores = normal(*shape, seed=seed)
+    count = data.draw(st.integers(1, shape[2]))
+    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 1)).argsort(-1)[..., :count]
+    assert torch.equal(ranks(scores, chosen), places(scores).gather(-1, chosen))
+    assert torch.equal(ranks(scores, top(scores, count)), torch.arange(count).expand(*shape[:2], count))
+
+
+def test_equal_scores_share_the_better_rank() -> None:
+    scores = torch.tensor([3.0, 1.0, 3.0, 2.0])
+    assert ranks(scores, torch.tensor([0, 2, 3, 1])).tolist() == [0, 0, 2, 3]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 999), st.sampled_from(sorted(ACTIVATIONS)), st.booleans())
+def test_change_of_rank_is_that_of_a_plain_loop(seed: int, activation: str, biased: bool) -> None:
+    tokens, routers, experts, slots, used = 4, 3, 7, 3, (3, 1, 2)
+    logits, removed = normal(tokens, routers, experts, seed=seed), normal(tokens, routers, experts, seed=seed + 1)
+    bias = 0.3 * normal(routers, experts, seed=seed + 2) if biased else None
+    selection = Selection(activation, bias)
+    chosen = torch.rand(tokens, routers, experts).argsort(-1)[..., :slots]
+    share = torch.tensor([[1 / count if slot < count else 0 for slot in range(slots)] for count in used])
+    before = ranks(selection.scores(logits), chosen)
+    found = rank_change(logits, removed, chosen, before, share, selection, slice(None))
+
+    def rank(values: Tensor, token: int, router: int, expert: int) -> int:
+        scores = ACTIVATIONS[activation](values[token, router])
+        scores = scores if bias is None else scores + bias[router]
+        return sorted(range(experts), key=lambda e: -float(scores[e])).index(expert)
+
+    for router, count in enumerate(used):
+        total = 0.0
+        for token in range(tokens):
+            for expert in chosen[token, router, :count].tolist():  # what lies in unused slots does not count
+                now = rank(logits - removed, token, router, expert)
+                total += abs(now - rank(logits, token, router, expert)) / count
+        assert float(found[router]) == pytest.approx(total, abs=1e-5)
+        one = slice(router, router + 1)
+        alone = rank_change(
+            logits[:, one], removed[:, one], chosen[:, one], before[:, one], share[one], selection, one
+        )  # fmt: skip
+        assert float(alone) == pytest.approx(total, abs=1e-5)
+
+
+VALID = torch.tensor([[True, True], [True, True]])
+
+
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "identity"])
+def test_the_routers_own_way_to_rank_is_found(activation: str) -> None:
+    logits = 2 * normal(200, 2, 8)
+    bias, decoy = normal(2, 8, seed=1), normal(2, 8, seed=2)
+    scale = {"sigmoid": 0.5, "softmax": 0.3, "root of softplus": 1.0}[activation]
+    chosen = top(ACTIVATIONS[activation](logits) + scale * bias, 2)
+    found = find_selection(logits, chosen, VALID, [decoy, scale * bias])
+    assert found.activation == activation
+    assert found.bias is not None and torch.equal(found.bias, scale * bias)
+
+
+def test_logits_alone_are_preferred_where_all_ways_agree() -> None:
+    logits = normal(50, 2, 8)
+    found = find_selection(logits, top(logits, 2), VALID, [torch.zeros(2, 8)])
+    assert found == Selection("identity", None)
+
+
+def test_a_bias_on_the_logits_themselves_is_found() -> None:
+    logits, bias = 2 * normal(200, 2, 8), normal(2, 8, seed=1)
+    found = find_selection(logits, top(logits + bias, 2), VALID, [bias])
+    assert found.activation == "identity" and found.bias is bias
+
+
+def test_unused_slots_do_not_count_against_a_way_to_rank() -> None:
+    logits, bias = 2 * normal(200, 2, 8), 0.5 * normal(2, 8, seed=1)
+    chosen = top(logits.sigmoid() + bias, 3)
+    chosen[:, 0, 1:] = 0  # the first router uses one slot of three
+    valid = torch.tensor([[True, False, False], [True, True, True]])
+    found = find_selection(logits, chosen, valid, [bias])
+    assert found.activation == "sigmoid" and found.bias is bias
+
+
+@pytest.mark.parametrize("seed", [11, 34, 35, 102])  # by the places among all experts, something else would agree best
+def test_routers_that_choose_groups_first_are_judged_within_them(seed: int) -> None:
+    """The better of 2 groups of neighbours by its two best experts, then the best 2 experts in it."""
+    logits, bias = 3 * normal(40, 2, 8, seed=seed), 0.1 * normal(2, 8, seed=seed + 1)
+    scores = logits.sigmoid() + bias
+    group = scores.unflatten(-1, (2, 4)).topk(2, -1).values.sum(-1).argmax(-1, keepdim=True)
+    outside = torch.arange(8) // 4 != group
+    chosen = top(scores.masked_fill(outside, -torch.inf), 2)
+    found = find_selection(logits, chosen, VALID, [bias], [2, 2])
+    assert found.activation == "sigmoid" and found.bias is bias
+    within = competing(chosen, VALID, 8, [2, 1])
+    assert torch.equal(within[:, 0], ~outside[:, 0])
+    assert bool(within[:, 1].all())  # a router without groups ranks all experts
+
+
+def test_scores_of_some_routers_take_their_own_biases() -> None:
+    logits, bias = normal(5, 3, 8), normal(3, 8, seed=1)
+    selection = Selection("softmax", bias)
+    whole = selection.scores(logits)
+    torch.testing.assert_close(whole, logits.exp() / logits.exp().sum(-1, keepdim=True) + bias)
+    assert torch.equal(selection.scores(logits[:, 1:], slice(1, 3)), whole[:, 1:])

@@ -1,0 +1,202 @@
+"""Routing attribution on every family: sums equal logits, however the tokens are cut and whatever the weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compressor.attribution import projecting
+from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.measure import attribute
+from compressor.calibration.batches import Calibration
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Silent
+from tests import zoo
+from tests.opened import batches, calibration, opened
+
+NO_STREAM = "its layers do not add to one residual stream"
+NOT_LINEAR = "its router's logits are not linear in the normalised residual stream"
+REFUSED = {
+    "axk2": NOT_LINEAR,
+    "deepseek_v4": NO_STREAM,
+    "diffusion_gemma": "shares its experts with another layer",
+    "glm5_next": NO_STREAM,
+    "hy_v4": NOT_LINEAR,
+    "inkling": "its experts' outputs do not reach the residual stream token by token",
+    "inkling2": NO_STREAM,
+    "qwen4_exp": NO_STREAM,
+    "zaya": NOT_LINEAR,
+}
+PARALLEL = {"cohere2_moe"}  # its attention runs beside the experts
+TOLERANCE = 1e-4
+
+
+def run(model: OpenModel, parts: Sequence[Tensor]) -> Attribution:
+    return attribute(model, calibration(parts), Silent())
+
+
+def mean_scores(sender: Sender) -> list[float | None]:
+    """Mean sub-score over experts and tokens by receiver: linear in the component, as APS and ANS are not."""
+    pairs = zip(sender.positive, sender.negative, strict=True)
+    return [None if positive is None or negative is None else positive + negative for positive, negative in pairs]
+
+
+def add_up(senders: Sequence[Sender], receivers: int) -> list[float]:
+    rows = [mean_scores(sender) for sender in senders]
+    return [sum(row[number] or 0.0 for row in rows) for number in range(receivers)]
+
+
+def known(row: Sequence[float | None]) -> dict[int, float]:
+    """The values that there are, by receiver."""
+    return {number: value for number, value in enumerate(row) if value is not None}
+
+
+def same(first: Attribution, second: Attribution, rel: float = 1e-4, ranks: float = 1e-9) -> None:
+    """The same senders and receivers, with equal figures up to rounding."""
+    assert [sender.name for sender in first.senders] == [sender.name for sender in second.senders]
+    for one, other in zip(first.senders, second.senders, strict=True):
+        assert one.share == pytest.approx(other.share)
+        for row in ("influence", "positive", "negative"):
+            assert known(getattr(one, row)) == pytest.approx(known(getattr(other, row)), rel=rel, abs=1e-6), one.name
+        assert known(one.rank_change) == pytest.approx(known(other.rank_change), abs=ranks), one.name
+    for mine, theirs in zip(first.outputs, second.outputs, strict=True):
+        assert (mine.tokens, mine.expert) == (theirs.tokens, theirs.expert)
+        assert mine.mean_norm == pytest.approx(theirs.mean_norm, rel=1e-4)
+        assert mine.max_entry == pytest.approx(theirs.max_entry, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in REFUSED])
+def test_sub_scores_add_to_the_logits_of_every_family(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    found = run(model, batches(stock))
+    texts = [layer.name for layer in model.architecture.layers if "vision_moe" not in layer.name]  # ernie's see no text
+    assert [receiver.module for receiver in found.receivers] == texts
+    assert max(receiver.unexplained for receiver in found.receivers) <= TOLERANCE
+    assert found.tokens == 36 and len(found.outputs) == len(model.architecture.layers) * model.architecture.experts
+    moe = add_up(found.of_kind("moe"), len(found.receivers))
+    assert moe == pytest.approx(add_up(found.of_kind("expert", "shared"), len(found.receivers)), rel=1e-4, abs=1e-5)
+    for sender in found.senders:
+        unknown = [value is None for value in sender.influence]
+        if sender.layer is not None and sender.kind != "other":  # a bias of a router reaches that router alone
+            beside = sender.kind in ("moe", "expert", "shared") or name in PARALLEL
+            earliest = sender.layer + beside
+            assert unknown == [receiver.layer < earliest for receiver in found.receivers], sender.name
+        assert [value is None for value in sender.positive] == unknown
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_without_a_residual_stream_are_refused(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    with pytest.raises(CompressionError) as caught:
+        run(model, batches(stock))
+    assert REFUSED[name] in str(caught.value)
+    assert name == "diffusion_gemma" or model.architecture.model_class in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_heads_add_to_their_attention_less_its_bias(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    if name == "gpt_oss":  # the only one of them whose output projection has a bias
+        folder = tmp_path / "model.safetensors"
+        tensors = load_file(folder)
+        cleared = {key: value * 0 if key.endswith("o_proj.bias") else value for key, value in tensors.items()}
+        assert any(key.endswith("o_proj.bias") for key in tensors)
+        save_file(cleared, folder, metadata={"format": "pt"})
+        model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    found = run(model, batches(stock))
+    for attention in found.of_kind("attention"):
+        heads = [head for head in found.of_kind("head") if head.module == attention.module]
+        assert [head.number for head in heads] == list(range(stock.config.num_attention_heads))
+        expected = [value or 0.0 for value in mean_scores(attention)]
+        assert add_up(heads, len(found.receivers)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "minimax", "nemotron_h"])
+def test_the_cut_into_batches_changes_nothing(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    whole = run(model, batches(stock, (4,)))
+    for sizes in ((2, 2), (3, 1), (1, 1, 1, 1)):
+        same(run(model, batches(stock, sizes)), whole, ranks=0.01)
+
+
+@pytest.mark.parametrize("at_once", [1, 8 * 12 * 2, 8 * 24 * 2])
+def test_few_scores_at_once_change_nothing(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with batches of unlike sizes, which hold unlike numbers of routers at once."""
+    model = zoo.build("mixtral", num_hidden_layers=4)
+    model.save_pretrained(tmp_path)
+    source = open_model(locate(str(tmp_path)), "float32", "cpu")
+    parts = batches(model, (2, 1))
+    whole = run(source, parts)
+    monkeypatch.setattr(projecting, "SCORES_AT_ONCE", at_once)
+    same(run(source, parts), whole)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "nemotron_h", "beam"])
+def test_batches_of_one_token(name: str, tmp_path: Path) -> None:
+    """A norm's factor of a single token is that token's own, and one token does not tell what routers rank by."""
+    stock, model = opened(name, tmp_path)
+    ids = zoo.tokens(stock, 12, 1)
+    single = run(model, ids.split(1))
+    same(single, run(model, (ids,)), ranks=0.01)
+    same(run(model, (ids[:3], ids[3:4], ids[4:])), single, ranks=0.01)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gemma4", "minimax"])
+def test_bfloat16_leaves_little_unexplained(name: str, tmp_path: Path) -> None:
+    stock = zoo.build(name).bfloat16()
+    stock.save_pretrained(tmp_path)
+    found = run(open_model(locate(str(tmp_path)), "bfloat16", "cpu"), batches(stock))
+    assert 1e-4 < max(receiver.unexplained for receiver in found.receivers) < 0.05
+
+
+def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
+    stock = zoo.build("mixtral")
+    with torch.no_grad():
+        stock.model.layers[1].mlp.gate.weight.mul_(1e38)
+    stock.save_pretrained(tmp_path)
+    with pytest.raises(CompressionError, match=r"layers\.1\.mlp\.gate: its logits are not finite.*--dtype float32"):
+        run(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock))
+
+
+def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None:
+    stock = zoo.build("gpt_oss")
+    with torch.no_grad():
+        for layer in stock.model.layers:
+            layer.mlp.router.bias[3] = -1e4
+    stock.save_pretrained(tmp_path)
+    found = run(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock))
+    idle = [sender for sender in found.of_kind("expert") if sender.number == 3]
+    assert [sender.layer for sender in idle] == [0, 1]
+    for sender in idle:
+        assert sender.share == 0 and sender.total_influence == 0 and sender.total_rank_change == 0
+    assert idle[0].influence == (None, 0.0)
+    assert [(output.tokens, output.mean_norm) for output in found.outputs if output.expert == 3] == [(0, 0.0)] * 2
+    shares = sum(sender.share for sender in found.of_kind("expert") if sender.layer == 0)
+    assert shares == pytest.approx(stock.config.num_experts_per_tok)
+
+
+def test_dense_layers_after_the_last_router_send_nothing(tmp_path: Path) -> None:
+    stock = zoo.build("qwen2_moe", num_hidden_layers=4, mlp_only_layers=[0, 2, 3])
+    stock.save_pretrained(tmp_path)
+    model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    found = run(model, batches(stock))
+    assert [receiver.layer for receiver in found.receivers] == [1]
+    writing = {sender.layer for sender in found.senders if any(value is not None for value in sender.influence)}
+    assert writing == {None, 0, 1}
+    assert max(receiver.unexplained for receiver in found.receivers) <= TOLERANCE
+
+
+def test_the_same_tokens_give_the_same_figures(tmp_path: Path) -> None:
+    stock, model = opened("deepseek_v3", tmp_path)
+    parts = batches(stock)
+    torch.manual_seed(7)
+    first = run(model, parts)
+    assert torch.initial_seed() == 7
+    second = attribute(model, Calibration(parts, {}), Silent())
+    assert first.senders == second.senders and first.outputs == second.outputs
+    assert first.receivers == second.receivers

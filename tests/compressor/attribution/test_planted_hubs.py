@@ -1,0 +1,126 @@
+"""Hubs planted in tiny models: an expert or head that writes what a later router reads is found, no other is."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.hubs import find_hubs, outlier_scores, overlap, super_experts
+from compressor.attribution.measure import attribute
+from compressor.checkpoint.source import locate
+from compressor.model.opened import open_model
+from compressor.progress import Silent
+from tests import zoo
+from tests.opened import batches, calibration
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 6, "num_local_experts": 16},
+    "qwen2_moe": {"num_hidden_layers": 6},  # with a shared expert
+    "deepseek_v3": {"num_hidden_layers": 6, "n_group": 1, "topk_group": 1},  # sigmoid, bias, shared, a dense layer
+}
+LAYER, EXPERT, STRENGTH = 3, 5, 20.0
+
+
+def attributed(model: PreTrainedModel, folder: Path) -> Attribution:
+    model.save_pretrained(folder)
+    parts = batches(model, (4, 2), 16)
+    return attribute(open_model(locate(str(folder)), "float32", "cpu"), calibration(parts), Silent())
+
+
+def reading(model: Any, layer: int) -> Tensor:
+    """[E, H]: the rows of a layer's router on the residual stream, through its norm's weight."""
+    block = model.model.layers[layer]
+    rows: Tensor = block.mlp.gate.weight * block.post_attention_layernorm.weight
+    return rows.detach()
+
+
+def towards(model: Any, layer: int) -> Tensor:
+    """[H]: the unit vector that favours a later router's first expert over its second."""
+    rows = reading(model, layer)
+    return torch.nn.functional.normalize(rows[0] - rows[1], dim=0)
+
+
+def unread(model: Any, layers: Sequence[int]) -> Tensor:
+    """[H]: a unit vector that no router of these layers reads."""
+    rows = torch.cat([reading(model, layer) for layer in layers])
+    complement = torch.linalg.svd(rows.double(), full_matrices=True).Vh[len(rows) :]
+    assert len(complement) > 0
+    return complement[0].float()
+
+
+@torch.no_grad()
+def write(model: Any, layer: int, expert: int, direction: Tensor) -> None:
+    """Let an expert put out multiples of one direction, large ones."""
+    down = model.model.layers[layer].mlp.experts.down_proj
+    mixed = torch.randn(down.shape[-1], generator=torch.Generator().manual_seed(1))
+    down[expert] = STRENGTH * torch.outer(direction, mixed)
+
+
+def strongest(senders: Sequence[Sender], row: str) -> Sender:
+    return max(senders, key=lambda sender: float(getattr(sender, row)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_expert_that_a_later_router_reads_is_a_hub(name: str, tmp_path: Path) -> None:
+    model = zoo.build(name, **FAMILIES[name])
+    before = attributed(model, tmp_path / "before").of_kind("expert")
+    often = strongest([sender for sender in before if sender.layer == LAYER], "share")
+    assert often.number is not None
+    for row in ("total_influence", "total_rank_change"):
+        assert strongest(before, row).name != often.name
+    write(model, LAYER, often.number, towards(model, 5))
+    found = attributed(model, tmp_path / "after")
+    hub = find_hubs(found)[0]
+    assert (hub.layer, hub.expert, hub.share) == (LAYER, often.number, often.share)
+    for row in ("total_influence", "total_rank_change"):
+        assert strongest(found.of_kind("expert"), row).name == often.name
+    (planted,) = (sender for sender in found.of_kind("expert") if sender.name == often.name)
+    influence = {
+        receiver.layer: value for receiver, value in zip(found.receivers, planted.influence, strict=True) if value
+    }
+    assert set(influence) == {4, 5} and max(influence, key=influence.__getitem__) == 5
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_massive_expert_that_no_later_router_reads_is_no_hub(name: str, tmp_path: Path) -> None:
+    model = zoo.build(name, **{**FAMILIES[name], "num_hidden_layers": 5})
+    layer = 3 if name == "mixtral" else 2  # the routers after it leave room among 32 dimensions
+    write(model, layer, EXPERT, unread(model, range(layer + 1, 5)))
+    found = attributed(model, tmp_path)
+    supers = super_experts(found)
+    assert [(each.layer, each.expert) for each in supers] == [(layer, EXPERT)]
+    assert not any(hub.layer == layer and hub.expert == EXPERT for hub in find_hubs(found))
+    own = next(each for each in found.of_kind("expert") if (each.layer, each.number) == (layer, EXPERT))
+    weakest = min(each.total_influence for each in found.of_kind("expert") if each.layer == layer and each is not own)
+    assert own.share > 0 and own.total_influence < 1e-3 * weakest
+    assert own.total_rank_change == 0
+    assert not overlap(find_hubs(found), supers).both
+
+
+def test_a_planted_expert_is_hub_and_massive_at_once(tmp_path: Path) -> None:
+    model = zoo.build("qwen2_moe", **FAMILIES["qwen2_moe"])
+    write(model, LAYER, EXPERT, towards(model, 5))
+    found = attributed(model, tmp_path)
+    both = overlap(find_hubs(found), super_experts(found)).both
+    assert [(hub.layer, hub.expert) for hub in both] == [(LAYER, EXPERT)]
+
+
+def test_a_head_that_a_later_router_reads_stands_out(tmp_path: Path) -> None:
+    model: Any = zoo.build("mixtral", **FAMILIES["mixtral"])
+    projection = model.model.layers[2].self_attn.o_proj
+    size = projection.weight.shape[1] // 4
+    mixed = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        projection.weight[:, size : 2 * size] = STRENGTH * torch.outer(towards(model, 5), mixed)
+    found = attributed(model, tmp_path)
+    best = strongest(found.of_kind("head"), "total_influence")
+    assert (best.layer, best.number) == (2, 1)
+    heads = found.of_kind("head")
+    assert outlier_scores([head.total_influence for head in heads])[heads.index(best)] > 3.5
+    attention = strongest(found.of_kind("attention"), "total_influence")
+    assert attention.module == best.module

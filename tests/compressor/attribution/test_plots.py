@@ -1,0 +1,263 @@
+"""The pictures of an attribution: every cell and point, shared scales, marks, and that no text covers another."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+from scipy.stats import spearmanr
+
+from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.hubs import find_hubs
+from compressor.attribution.plots import (
+    NAMES,
+    causal_figure,
+    experts_figure,
+    influence_figure,
+    plot_attribution,
+    scores_figure,
+)
+from compressor.attribution.summary import full_content
+from compressor.drawing.heatmaps import log_scale, ticks
+from tests.attributions import attribution, sender
+
+SMALL = attribution(hubs={(1, 3): 400.0, (2, 6): 90.0})
+LARGE = attribution(layers=64, experts=3, heads=1, dense=(0, 1, 2, 3), hubs={(n, n % 3): 500.0 for n in range(4, 40)})
+ODD_NAME = replace(sender("other", 2, (0.5, 0.25, 0.125)), name="model.layers.2.a_$module_whose^name$_is_long")
+MODELS: dict[str, Attribution] = {
+    "small": SMALL,
+    "large": LARGE,
+    "one receiver": attribution(layers=2, experts=4, shared=False),
+    "no heads": attribution(heads=0, dense=()),
+    "zeros": attribution(scale=0.0),
+    "tiny": attribution(scale=1e-12),
+    "huge and tiny": replace(
+        SMALL, senders=(*SMALL.senders, *(sender("other", n, (10.0**-n, 1e9, 0.0)) for n in range(12)))
+    ),
+    "long names": replace(
+        SMALL,
+        senders=(ODD_NAME, replace(ODD_NAME, name="$x^$"), *SMALL.senders),
+        model="org/$m_" + "x" * 120 + " $y^2$",
+    ),
+    "two mixers in a layer": replace(SMALL, senders=(*SMALL.senders, replace(SMALL.senders[1], name="mamba_mixer"))),
+    "experts alone": replace(SMALL, senders=SMALL.of_kind("expert")),
+    "nothing": replace(SMALL, senders=(), receivers=()),
+    "no numbers": replace(SMALL, senders=(sender("token", None, (math.inf, math.nan, 1.0)),)),
+}
+
+
+def drawings(made: Attribution) -> dict[str, Figure]:
+    hubs = find_hubs(made)
+    figures = (
+        influence_figure(made), scores_figure(made), experts_figure(made, hubs, 10), causal_figure(made, hubs),
+    )  # fmt: skip
+    return dict(zip(NAMES, figures, strict=True))
+
+
+def panels(figure: Figure) -> dict[str, Axes]:
+    """The heatmaps by title."""
+    return {axes.get_title(loc="left").replace("\n", " "): axes for axes in figure.axes if axes.images}
+
+
+def cells(axes: Axes) -> np.ndarray[Any, Any]:
+    """The numbers that the colours stand for; NaN for blank cells."""
+    return np.asarray(10 ** np.ma.filled(axes.images[0].get_array(), np.nan))  # type: ignore[no-untyped-call]
+
+
+def rows(senders: tuple[Sender, ...], name: str = "influence") -> np.ndarray[Any, Any]:
+    found = [[math.nan if value is None else abs(value) for value in getattr(each, name)] for each in senders]
+    return np.array([row for row in found if not all(map(math.isnan, row))])
+
+
+def names(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.get_yticklabels()]
+
+
+@pytest.mark.parametrize("name", ["small", "large", "one receiver", "no heads", "tiny"])
+def test_cells_are_the_influences_on_one_scale(name: str) -> None:
+    made = MODELS[name]
+    found = panels(influence_figure(made))
+    kinds = {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}
+    wanted = {title: rows(made.of_kind(kind)) for title, kind in kinds.items() if len(rows(made.of_kind(kind)))}
+    assert found.keys() == wanted.keys()
+    for title, axes in found.items():
+        np.testing.assert_allclose(cells(axes), wanted[title], rtol=1e-6)
+    limits = {axes.images[0].get_clim() for axes in found.values()}
+    assert len(limits) == 1
+    assert 10.0 ** next(iter(limits))[1] == pytest.approx(np.nanmax(np.concatenate([*wanted.values()])))
+
+
+def test_rows_and_columns_are_numbered_by_layer() -> None:
+    found = panels(influence_figure(SMALL))
+    assert names(found["attention"]) == ["L0", "L1", "L2", "L3"] and names(found["MoE"]) == ["L1", "L2"]
+    assert [text.get_text() for text in found["MoE"].get_xticklabels()] == ["1", "2", "3"]
+    several = panels(influence_figure(MODELS["two mixers in a layer"]))["attention"]
+    assert names(several)[0] == "model.layers.0.self_attn" and names(several)[-1] == "mamba_mixer"
+
+
+def test_promotion_and_inhibition_have_a_column_each_on_the_same_scale() -> None:
+    found = panels(scores_figure(SMALL))
+    for title, kind in {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}.items():
+        for score, name in {"APS": "positive", "ANS": "negative"}.items():
+            np.testing.assert_allclose(cells(found.pop(f"{title}: {score}")), rows(SMALL.of_kind(kind), name))
+    assert not found
+    axes = panels(scores_figure(SMALL)).values()
+    assert len({each.images[0].get_clim() for each in axes}) == 1
+    colours = {title[-3:]: each.images[0].get_cmap().name for title, each in panels(scores_figure(SMALL)).items()}
+    assert colours["APS"] != colours["ANS"]
+
+
+def test_strips_are_the_strongest_experts_and_heads_with_hubs_marked() -> None:
+    found = panels(experts_figure(SMALL, find_hubs(SMALL), top=4))
+    experts, heads = found["strongest routed experts, ★ hub"], found["strongest attention heads"]
+    assert names(experts)[:2] == ["★ L1 E3", "★ L2 E6"] and len(names(experts)) == 4
+    assert not any("★" in label for label in [*names(experts)[2:], *names(heads)])
+    for axes, kind in ((experts, "expert"), (heads, "head")):
+        strong = tuple(sorted(SMALL.of_kind(kind), key=lambda each: -each.total_influence)[:4])
+        np.testing.assert_allclose(cells(axes), rows(strong))
+    assert "strongest routed experts" in panels(experts_figure(SMALL, (), top=4))
+
+
+def points(axes: Axes) -> dict[str, list[tuple[float, float]]]:
+    return {
+        str(line.get_label()): sorted(map(tuple, np.asarray(line.get_xydata()).tolist())) for line in axes.get_lines()
+    }
+
+
+def measured(*senders: Sender) -> list[tuple[float, float]]:
+    both = [pair for each in senders for pair in zip(each.influence, each.rank_change, strict=True)]
+    return sorted((x, y) for x, y in both if x is not None and y is not None)
+
+
+def test_points_are_influence_and_rank_change() -> None:
+    components, experts = causal_figure(SMALL, find_hubs(SMALL)).axes
+    kinds = {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}
+    wanted = {title: measured(*SMALL.of_kind(kind)) for title, kind in {**kinds, "shared experts": "shared"}.items()}
+    assert points(components) == wanted
+    hubs = {(1, 3): "hub L1 E3", (2, 6): "hub L2 E6"}
+    by_label: dict[str, list[Sender]] = {}
+    for each in SMALL.of_kind("expert"):
+        by_label.setdefault(hubs.get((each.layer, each.number), "no hub"), []).append(each)  # type: ignore[arg-type]
+    assert points(experts) == {label: measured(*found) for label, found in by_label.items()}
+
+
+def test_the_rank_correlation_is_in_the_title() -> None:
+    senders = tuple(
+        sender("expert", 1, (0.5 + n, 2.0 * n, None), number=n, rank_change=(float(n * 7 % 5), 1.0 / (1 + n), None))
+        for n in range(6)
+    )
+    _, experts = causal_figure(replace(SMALL, senders=senders), ()).axes
+    wanted = spearmanr(*zip(*measured(*senders), strict=True)).statistic
+    assert f"Spearman rank correlation {wanted:.2f} (12 pairs)" in experts.get_title()
+    flat, _ = causal_figure(MODELS["zeros"], ()).axes
+    turned = tuple(
+        replace(each, rank_change=tuple(each.rank_change[1:] + each.rank_change[:1])) for each in SMALL.senders
+    )
+    made = replace(SMALL, senders=turned)
+    said = full_content(made, (), (), 3.5)["rank_correlation"]
+    for axes, kind in zip(causal_figure(made, ()).axes, ("components", "experts"), strict=True):
+        assert f"Spearman rank correlation {said[kind]:.2f}" in axes.get_title()
+    assert "no rank correlation" in flat.get_title()
+
+
+def test_axes_are_logarithmic_and_show_zero_where_there_is_one() -> None:
+    components, experts = causal_figure(SMALL, ()).axes
+    assert {components.get_xscale(), components.get_yscale(), experts.get_xscale()} == {"log"}
+    unmoved = tuple(
+        replace(each, rank_change=tuple(None if value is None else 0.0 if value < 0.01 else value
+                                        for value in each.rank_change)) for each in SMALL.senders
+    )  # fmt: skip
+    _, experts = causal_figure(replace(SMALL, senders=unmoved), ()).axes
+    assert (experts.get_xscale(), experts.get_yscale()) == ("log", "symlog")
+    assert "0" in names(experts) and experts.get_ylim()[0] < 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
+    for picture, figure in drawings(MODELS[name]).items():
+        figure.draw_without_rendering()
+        shown: list[Any] = [*figure.texts, *([figure._suptitle] if getattr(figure, "_suptitle", None) else [])]
+        for axes in figure.axes:
+            shown += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]  # type: ignore[attr-defined]
+            for axis in (axes.xaxis, axes.yaxis):
+                least, most = sorted(axis.get_view_interval())
+                shown += [
+                    label for tick in axis.get_major_ticks() for label in (tick.label1, tick.label2)
+                    if label.get_visible() and least <= tick.get_loc() <= most
+                ]  # fmt: skip
+            if (legend := axes.get_legend()) is not None:
+                shown += legend.get_texts()
+        shown = list({id(text): text for text in shown if text.get_text() and text.get_visible()}.values())
+        boxes = [text.get_window_extent() for text in shown]
+        corners = np.array([[*box.min, *box.max] for box in boxes])
+        apart = (corners[:, None, :2] > corners[None, :, 2:]).any(-1)
+        covered = np.argwhere(np.triu(~(apart | apart.T), k=1))
+        assert not [(picture, shown[one].get_text(), shown[other].get_text()) for one, other in covered]
+        for text, box in zip(shown, boxes, strict=True):
+            assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max), f"{picture}: {text.get_text()}"
+            assert "$" not in text.get_text() or not text.get_parse_math()
+        for one_axes, other_axes in combinations(figure.axes, 2):
+            assert not one_axes.get_window_extent().overlaps(other_axes.get_window_extent())
+
+
+def test_a_large_model_fits_a_screens_width() -> None:
+    for figure in drawings(LARGE).values():
+        width, height = figure.get_size_inches()
+        assert width <= 17 and height <= 16
+    cell = panels(influence_figure(LARGE))["attention"].get_window_extent()
+    assert cell.width / 60 >= 10 and cell.height / 64 >= 10  # pixels
+
+
+@given(st.lists(st.none() | st.floats(0, 1e12), max_size=12))
+def test_scales_hold_the_largest_numbers_and_six_decades(values: list[float | None]) -> None:
+    scale = log_scale("", "viridis", values)
+    positive = [value for value in values if value is not None and value >= 1e-30]
+    assert 0 < scale.low < scale.high
+    assert scale.high / scale.low <= 1e6 * (1 + 1e-9)
+    if positive:
+        assert scale.high == max(positive)
+        assert scale.low <= min(positive) or scale.low == pytest.approx(max(positive) / 1e6)
+    assert scale.has_smaller == any(value is not None and value < scale.low for value in values)
+
+
+@given(st.floats(1e-30, 1e12), st.floats(1.01, 1e6))
+def test_ticks_are_few_inside_the_scale_and_apart(low: float, factor: float) -> None:
+    found = ticks(low, low * factor)
+    assert 2 <= len(found) <= 8 and found[0] >= low and found[-1] <= low * factor
+    assert all(one < other for one, other in pairwise(found))
+
+
+def test_the_files_are_pngs_of_the_figures_and_the_same_each_time(tmp_path: Path) -> None:
+    made = attribution(layers=3, heads=1, dense=(), hubs={(0, 3): 400.0})
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        plot_attribution(made, find_hubs(made), 10, tmp_path / folder)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(NAMES)
+    for name, figure in drawings(made).items():
+        width, height = figure.get_size_inches()
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        with Image.open(tmp_path / "one" / name) as picture:
+            assert picture.format == "PNG" and picture.size == pytest.approx((width * 150, height * 150), abs=1)
+    with Image.open(tmp_path / "one" / "influence.png") as picture:
+        assert (0xFD, 0xE7, 0x24) in {colour for _, colour in picture.convert("RGB").getcolors(1 << 24)}
+
+
+def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; import compressor.attribution.plots as plots\n"
+        "from tests.attributions import attribution\n"
+        "assert 'matplotlib' not in sys.modules and 'scipy' not in sys.modules\n"
+        f"plots.plot_attribution(attribution(), (), 3, Path({str(tmp_path)!r}))\n"
+        "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,142 @@
+"""Sub-scores of components equal what removing them takes from the stock model's logits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compressor.attribution.figures import Output, Sender
+from compressor.attribution.measure import attribute
+from compressor.checkpoint.source import locate
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Silent
+from tests import zoo
+from tests.opened import batches, calibration
+from tests.removal import TOKEN, Frozen, ranking_change
+
+TWO = {"rel": 1e-4, "abs": 1e-6}
+
+
+def raw(stock: PreTrainedModel, router: str, logits: Tensor) -> Tensor:
+    """What routers of this kind rank by: their logits."""
+    return logits
+
+
+def corrected(stock: PreTrainedModel, router: str, logits: Tensor) -> Tensor:
+    """Sigmoid scores and a correction bias."""
+    bias = stock.get_submodule(router).e_score_correction_bias
+    assert isinstance(bias, Tensor)
+    return logits.sigmoid() + bias
+
+
+SELECTION: dict[str, Callable[[PreTrainedModel, str, Tensor], Tensor]] = {
+    "mixtral": raw,
+    "granitemoe": raw,
+    "beam": corrected,
+    "minimax": raw,
+    "phimoe": raw,
+    "flex_olmo": raw,
+    "gemma4": raw,
+    "deepseek_v3": corrected,
+    "nemotron_h": corrected,
+    "gpt_oss": raw,
+    "cohere2_moe": raw,
+    "qwen2_moe": raw,
+}
+DEEPER: dict[str, dict[str, Any]] = {  # layers that lie between a component and a router
+    "mixtral": {"num_hidden_layers": 3},
+    "granitemoe": {"num_hidden_layers": 3},
+    "phimoe": {"num_hidden_layers": 3},
+    "minimax": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
+PARTS = ("self_attn", "mlp", "mixer", "mlp.experts", "mlp.shared_experts", "mixer.experts", "mixer.shared_experts",
+         "block_sparse_moe.experts", "experts", "mlp.shared_expert", "mlp.shared_expert_gate")  # fmt: skip
+
+
+def frozen(stock: PreTrainedModel, model: OpenModel, ids: Tensor) -> Frozen:
+    """The brute force: the stock model in float64, its components by name."""
+    stock.double().set_experts_implementation("eager")
+    units, layers = model.architecture.units, model.architecture.layers
+    modules = dict(stock.named_modules())
+    blocks = {layer.block for layer in layers if layer.block not in units}
+    parts = [f"{unit}.{part}" for unit in units for part in PARTS if f"{unit}.{part}" in modules]
+    scored = {layer.name: f"{layer.router}.proj" if hasattr(modules[layer.router], "proj") else layer.router
+              for layer in layers}  # fmt: skip
+    return Frozen(stock, units, layers, [part for part in parts if part not in blocks], scored, ids)
+
+
+def removal(reference: Frozen, sender: Sender) -> dict[str, Tensor]:
+    """What goes with a sender, by module."""
+    if sender.kind == "token":
+        return reference.whole(TOKEN)
+    if sender.kind == "moe":
+        unit = sender.module
+        within = [part for part in reference.parts if part.startswith(f"{unit}.") and "attn" not in part]
+        return reference.whole(*within)
+    if sender.kind == "expert":
+        assert sender.number is not None
+        return reference.expert(sender.module, sender.number)
+    if sender.kind == "head":
+        assert sender.number is not None
+        return reference.head(sender.module, sender.number, reference.model.config.num_attention_heads)
+    return reference.whole(sender.module)
+
+
+@pytest.mark.parametrize("name", SELECTION)
+def test_sub_scores_are_what_a_removal_takes_from_the_logits(name: str, tmp_path: Path) -> None:
+    stock = zoo.build(name, **DEEPER.get(name, {}))
+    stock.save_pretrained(tmp_path)
+    model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    parts = batches(stock)
+    found = attribute(model, calibration(parts), Silent())
+    reference = frozen(stock, model, torch.cat(parts))
+    checked = set()
+    for sender in found.senders:
+        some = sender.number in (None, 1, 6)
+        if sender.kind == "other" or not some or (sender.kind == "head" and sender.module not in reference.projected):
+            continue
+        lost = reference.sub_scores(removal(reference, sender))
+        checked.add(sender.kind)
+        for number, layer in enumerate(model.architecture.layers):
+            if sender.influence[number] is not None:
+                compare(sender, number, lost[layer.name], reference, layer.router, SELECTION[name])
+            else:
+                assert float(lost[layer.name].abs().max()) < 1e-9
+    assert {"token", "attention", "head", "moe", "expert"} <= checked
+    for output in found.outputs:
+        check_size(output, reference)
+
+
+def check_size(output: Output, reference: Frozen) -> None:
+    """How large an expert's outputs are, from the stock module on the tokens that came to it."""
+    norms = reference.alone(output.module, output.expert).norm(dim=-1)
+    assert output.tokens == len(norms)
+    if len(norms):
+        assert output.mean_norm == pytest.approx(float(norms.mean()), rel=1e-4)
+        assert output.max_norm == pytest.approx(float(norms.max()), rel=1e-4)
+        entry = reference.alone(output.module, output.expert).abs().max()
+        assert output.max_entry == pytest.approx(float(entry), rel=1e-4)
+
+
+def compare(
+    sender: Sender, number: int, scores: Tensor, reference: Frozen, router: str,
+    rank_by: Callable[[PreTrainedModel, str, Tensor], Tensor],
+) -> None:  # fmt: skip
+    """One sender's figures for one receiver are those of these sub-scores [T, E]."""
+    name = reference.layers[number].name
+    where = f"{sender.name} on {name}"
+    assert sender.influence[number] == pytest.approx(float(scores.var(-1, correction=0).mean()), **TWO), where
+    assert sender.positive[number] == pytest.approx(float(scores.clamp(min=0).mean()), **TWO), where
+    assert sender.negative[number] == pytest.approx(float(scores.clamp(max=0).mean()), **TWO), where
+    if sender.kind == "head":
+        assert sender.rank_change[number] is None
+        return
+    logits = reference.logits[name]
+    both = [rank_by(reference.model, router, values) for values in (logits, logits - scores)]
+    expected = ranking_change(*both, reference.chosen[name])
+    one_swap = 2.1 / reference.chosen[name].numel()  # nearly equal experts may change places with the rounding
+    assert sender.rank_change[number] == pytest.approx(expected, abs=one_swap), where

@@ -1,0 +1,322 @@
+"""An attribution's files and tables: numbers read back, strict JSON, nothing left behind by a failure."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
+
+from compressor.attribution import report as attribution_report
+from compressor.attribution.figures import Attribution, KeyInfluence, Receiver, Sender
+from compressor.attribution.hubs import Hub, SuperExpert, find_hubs, super_experts
+from compressor.attribution.report import check_folder, exactness, markdown, number, write_attribution
+from compressor.attribution.summary import (
+    COMPONENTS,
+    kind_shares,
+    pairs,
+    rank_correlation,
+    rounded,
+    sender_label,
+    sender_labels,
+    strongest,
+)
+from compressor.cli.attribution_table import show_attribution
+from compressor.errors import CompressionError
+from tests.attributions import attribution, module, sender, with_massive
+
+NAMES = [
+    "attribution.json", "attribution.md", "causal.png", "experts.png", "hubs.json", "influence.png", "scores.png",
+]  # fmt: skip
+MADE = with_massive(attribution(hubs={(1, 3): 400.0, (2, 6): 90.0}), 1, 3, 50.0)
+HUBS, SUPERS = find_hubs(MADE), super_experts(MADE)
+assert [(hub.layer, hub.expert) for hub in HUBS] == [(1, 3), (2, 6)] and len(SUPERS) == 1
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time."""
+
+    def draw(_: Any, hubs: Any, top: Any, folder: Path) -> None:
+        for name in NAMES:
+            if name.endswith("png"):
+                (folder / name).write_bytes(b"drawn")
+
+    monkeypatch.setattr(attribution_report, "plot_attribution", draw)
+
+
+def write(made: Attribution, folder: Path, overwrite: bool = False, hubs: Sequence[Hub] = HUBS) -> list[Path]:
+    return write_attribution(made, hubs, SUPERS, folder, overwrite, threshold=3.5, top=10)
+
+
+def strict(text: str) -> Any:
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """The rows of the Markdown tables below their headings; a cell may hold an escaped bar."""
+    found: dict[str, list[list[str]]] = {}
+    for part in text.split("\n## ")[1:]:
+        lines = [line for line in part.splitlines() if line.startswith("|")]
+        split = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+        assert len({len(cells) for cells in split}) <= 1
+        found[part.splitlines()[0]] = split[2:]
+    return found
+
+
+def test_the_files_are_written_into_a_new_folder(tmp_path: Path) -> None:
+    written = write(MADE, tmp_path / "out")
+    assert sorted(path.name for path in written) == NAMES
+    assert sorted(written) == sorted((tmp_path / "out").iterdir()) and list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert all(path.read_bytes()[1:4] == b"PNG" for path in written if path.suffix == ".png")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_hubs_are_a_list_the_strongest_first(tmp_path: Path) -> None:
+    write(MADE, tmp_path / "out")
+    found = strict((tmp_path / "out" / "hubs.json").read_text())
+    assert [(each["module"], each["layer"], each["expert"]) for each in found] == [(module(1), 1, 3), (module(2), 2, 6)]
+    for each, hub in zip(found, HUBS, strict=True):
+        for name in ("influence", "aarv", "influence_score", "aarv_score", "share"):
+            assert each[name] == pytest.approx(getattr(hub, name), rel=5e-6)
+    write(MADE, tmp_path / "none", hubs=())
+    assert strict((tmp_path / "none" / "hubs.json").read_text()) == []
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_json_holds_every_number(tmp_path: Path) -> None:
+    write(MADE, tmp_path / "out")
+    content = strict((tmp_path / "out" / "attribution.json").read_text())
+    assert content["threshold"] == 3.5 and content["tokens"] == MADE.tokens and content["seconds"] == MADE.seconds
+    assert content["calibration"] == {"source": "wiki.txt", "tokens": 4096}  # no folders
+    assert content["versions"] == MADE.versions
+    assert [each["layer"] for each in content["receivers"]] == [1, 2, 3]
+    assert len(content["senders"]) == len(MADE.senders) and len(content["outputs"]) == len(MADE.outputs)
+    for each, wanted in zip(content["senders"], MADE.senders, strict=True):
+        for name in ("name", "kind", "layer", "module", "number", "share"):
+            assert each[name] == getattr(wanted, name)
+        for name in ("influence", "positive", "negative", "rank_change"):
+            assert each[name] == [
+                value if value is None else pytest.approx(value, rel=5e-6) for value in getattr(wanted, name)
+            ]
+        assert each["total_influence"] == pytest.approx(wanted.total_influence, rel=5e-6)
+        assert (each["total_rank_change"] is None) == (wanted.kind == "head")
+    assert content["overlap"]["both"] == [{"module": module(1), "layer": 1, "expert": 3}]
+    assert content["overlap"]["only_super_experts"] == [] and content["overlap"]["jaccard"] == 0.5
+    assert [each["max_entry"] for each in content["super_experts"]] == [50.0]
+    assert content["hubs"] == strict((tmp_path / "out" / "hubs.json").read_text())
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = replace(
+        MADE,
+        senders=(*MADE.senders, sender("other", 1, (math.inf, math.nan, None), number=None)),
+        receivers=(*MADE.receivers[:2], replace(MADE.receivers[2], unexplained=math.nan)),
+        per_key=(
+            KeyInfluence("model.layers.1.self_attn", 1, 3, 0, (7, 9), ("a|", "b"), (0.1, 2.0), math.nan, 0.5, 0.25),
+        ),
+    )
+    infinite = [replace(HUBS[0], influence_score=math.inf)]
+    write(odd, tmp_path / "out", hubs=infinite)
+    show_attribution(odd, infinite, SUPERS, 5, as_json=True)
+    assert strict(capsys.readouterr().out)["hubs"][0]["influence_score"] is None
+    content = strict((tmp_path / "out" / "attribution.json").read_text())
+    assert content["senders"][-1]["influence"] == [None, None, None]
+    assert content["receivers"][2]["unexplained"] is None
+    assert content["per_key"][0]["first"] is None and content["per_key"][0]["influence"] == [0.1, 2.0]
+    text = (tmp_path / "out" / "attribution.md").read_text()
+    assert '| L1 head 3 | 0 | - | 50.0% | 25.0% | "b" at 1, "a\\|" at 0 |' in text
+    assert strict((tmp_path / "out" / "hubs.json").read_text())[0]["influence_score"] is None
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_keep_six_digits(value: float) -> None:
+    assert rounded(value) == pytest.approx(value, rel=5.1e-6, abs=5e-324)
+    assert len(Decimal(repr(rounded(value))).normalize().as_tuple().digits) <= 6
+    assert rounded({"a": [value, 7, None, True]})["a"][1:] == [7, None, True]
+
+
+def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
+    text = markdown(MADE, HUBS, SUPERS, 3.5, top=6)
+    found = tables(text)
+    assert [cells[0] for cells in found["Hubs"]] == ["L1 E3", "L2 E6"]
+    assert float(found["Hubs"][0][1]) == pytest.approx(HUBS[0].influence, rel=6e-3)
+    totals = {kind: math.fsum(each.total_influence for each in MADE.of_kind(kind)) for kind in COMPONENTS}
+    kinds = {cells[0]: float(cells[3].rstrip("%")) for cells in found["What shapes routing"]}
+    assert list(kinds) == ["token", "attention", "mlp", "moe"]
+    for kind, percent in kinds.items():
+        assert percent == pytest.approx(100 * totals[kind] / sum(totals.values()), abs=0.051)
+    strong = sorted(MADE.senders, key=lambda each: -each.total_influence)[:6]
+    assert [cells[1] for cells in found["Strongest senders"]] == [each.kind for each in strong]
+    assert [float(cells[2]) for cells in found["Strongest senders"]] == [
+        pytest.approx(each.total_influence, rel=6e-3) for each in strong
+    ]
+    assert found["Super experts"] == [["L1 E3", "50", "100", "1"]]
+    assert "Both hub and super expert: L1 E3; hubs alone: 1, super experts alone: 0 (Jaccard index 0.50)." in text
+    assert "`moe-compress compress ... --protect hubs.json`" in text
+    assert "within 4e-07 of the largest logit (layer 3), on 4,096 tokens of wiki.txt" in text
+
+
+def test_without_hubs_the_text_says_so() -> None:
+    text = markdown(MADE, (), (), 4.25, top=3)
+    assert "No expert is a hub" in text and "above 4.25" in text and "--protect" not in text
+    assert "Neither hubs nor super experts were found." in text
+
+
+def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
+    odd = replace(sender("other", 2, (9.0, 9.0, 9.0)), name="a|b *c*")
+    text = markdown(replace(MADE, senders=(odd, *MADE.senders), model="org/[x]"), HUBS, SUPERS, 3.5, top=2)
+    assert tables(text)["Strongest senders"][0][0] == r"a\|b \*c\*"
+    assert text.startswith(r"# org/\[x\]: ")
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    "made",
+    [
+        attribution(layers=2, experts=2, heads=0, shared=False),  # one receiver, experts without any
+        attribution(scale=0.0),
+        attribution(scale=1e-200),
+        attribution(dense=(), heads=0),
+        Attribution("org/empty", (), (), (), 0),
+        Attribution("org/plain", (Receiver(module(0), 0, 1.0, 0.0),), (), (), 5),
+    ],
+)
+def test_any_attribution_has_reports(made: Attribution, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hubs, supers = find_hubs(made), super_experts(made)
+    written = write_attribution(made, hubs, supers, tmp_path / "out", False, 3.5, 5)
+    assert sorted(path.name for path in written) == NAMES
+    content = strict(written[0].read_text())
+    assert len(content["senders"]) == len(made.senders)
+    tables(written[1].read_text())
+    show_attribution(made, hubs, supers, 5, as_json=False)
+    assert f"{made.tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_labels_are_short_and_tell_senders_apart() -> None:
+    shown = [
+        sender("token", None, (1.0,)), sender("expert", 1, (1.0,), number=9), sender("head", 3, (1.0,), number=5),
+        sender("attention", 3, (1.0,)), sender("shared", 0, (1.0,)),
+    ]  # fmt: skip
+    assert [sender_label(each) for each in shown] == ["token", "L1 E9", "L3 head 5", "L3 attention", "L0 shared"]
+    twice = [*shown, replace(shown[3], name="model.layers.3.mamba")]
+    assert sender_labels(twice) == [
+        "token", "L1 E9", "L3 head 5", "model.layers.3.self_attn", "L0 shared", "model.layers.3.mamba",
+    ]  # fmt: skip
+
+
+def test_the_strongest_have_influence_and_come_in_order() -> None:
+    found = strongest(MADE.of_kind("expert"), 3)
+    assert [(each.layer, each.number) for each in found[:2]] == [(1, 3), (2, 6)] and len(found) == 3
+    equal: list[Sender] = [sender("expert", 1, (1.0,), number=n) for n in range(4)]
+    assert strongest(equal, 2) == tuple(equal[:2])
+    assert strongest(attribution(scale=0.0).senders, 9) == ()
+
+
+def test_rank_correlation_is_scipys_over_what_was_measured() -> None:
+    changes = [(3.0, 1.0, 0.5), (0.0, 0.0, 2.0), (5.0, None, 0.25)]
+    senders = tuple(
+        sender("expert", 1, (None, 0.5 * place, 1.0), number=place, rank_change=change)
+        for place, change in enumerate(changes)
+    )
+    found = list(pairs(replace(MADE, senders=senders), "expert"))
+    assert [(pair.influence, pair.rank_change) for pair in found] == [
+        (0.0, 1.0), (1.0, 0.5), (0.5, 0.0), (1.0, 2.0), (1.0, 0.25),
+    ]  # fmt: skip
+    wanted = spearmanr([0.0, 1.0, 0.5, 1.0, 1.0], [1.0, 0.5, 0.0, 2.0, 0.25]).statistic
+    assert rank_correlation(found) == pytest.approx(wanted)
+    assert rank_correlation(found[:2]) is None and rank_correlation([found[1], found[3], found[4]]) is None
+    assert list(pairs(MADE, "head")) == []
+
+
+def test_shares_of_kinds_leave_out_parts_of_others() -> None:
+    shares = kind_shares(MADE)
+    assert {each.kind for each in shares} == {"token", "attention", "mlp", "moe"}
+    assert math.fsum(each.share or 0 for each in shares) == pytest.approx(1)
+    assert [each.senders for each in shares] == [1, 4, 1, 3]
+    assert all(each.share is None for each in kind_shares(attribution(scale=0.0)))
+
+
+def test_exactness_names_the_worst_receiver() -> None:
+    worst = replace(MADE, receivers=(replace(MADE.receivers[0], unexplained=0.25), *MADE.receivers[1:]))
+    assert "within 0.25 of the largest logit (layer 1)" in exactness(worst)
+    assert "unknown data" in exactness(replace(MADE, calibration={}))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0123456, "0.0123"), (4836.85, "4,837"), (1.25e9, "1.25e+09"), (None, "-"), (math.nan, "-"), (0.0, "0")],
+)
+def test_numbers_for_people(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+
+    def fail(*arguments: Any) -> None:
+        (arguments[-1] / "influence.png").write_bytes(b"half a picture")
+        seen.extend(arguments[-1].iterdir())
+        raise error
+
+    monkeypatch.setattr(attribution_report, "plot_attribution", fail)
+    with pytest.raises(type(error)):
+        write(MADE, tmp_path / "out")
+    assert len(seen) == 4
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_an_earlier_attribution_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    written = write(MADE, tmp_path / "out")
+    with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
+        check_folder(tmp_path / "out")
+    assert write(MADE, tmp_path / "out", overwrite=True, hubs=()) == written
+    assert strict((tmp_path / "out" / "hubs.json").read_text()) == []
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CompressionError, match=r"holds notes\.txt beside attribution\.json"):
+        check_folder(tmp_path / "out", overwrite=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "comparison.json").write_text("{}")
+    with pytest.raises(CompressionError, match=r"holds no attribution\.json"):
+        write(MADE, tmp_path / "other", overwrite=True)
+    assert (tmp_path / "other" / "comparison.json").read_text() == "{}"
+
+
+def test_the_terminal_shows_hubs_senders_kinds_and_exactness(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    show_attribution(MADE, HUBS, SUPERS, 4, as_json=False, written=[Path("out/hubs.json")])
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in text.splitlines() if "│" in line]
+    hubs, senders, kinds = rows[:2], rows[2:6], rows[6:]
+    assert [(cells[0], cells[-1]) for cells in hubs] == [("L1 E3", "yes"), ("L2 E6", "no")]
+    strong = sorted(MADE.senders, key=lambda each: -each.total_influence)[:4]
+    assert [(cells[1], float(cells[2]), float(cells[3])) for cells in senders] == [
+        (each.kind, pytest.approx(each.total_influence, rel=6e-3), pytest.approx(each.total_rank_change, rel=6e-3))
+        for each in strong
+    ]
+    assert [cells[0] for cells in kinds] == ["token", "attention", "mlp", "moe"]
+    assert "within 4e-07 of the largest logit" in text and "Written: out/hubs.json" in text
+    show_attribution(MADE, (), (), 4, as_json=False)
+    assert "No hubs above the threshold" in capsys.readouterr().out
+
+
+def test_json_on_stdout_has_the_agreed_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    show_attribution(MADE, HUBS, SUPERS, 4, as_json=True, written=[Path("out/hubs.json")])
+    content = strict(capsys.readouterr().out)
+    assert list(content) == [
+        "model", "tokens", "hubs", "super_experts", "overlap", "receivers", "kinds", "seconds", "written",
+    ]  # fmt: skip
+    assert content["written"] == ["out/hubs.json"] and len(content["hubs"]) == 2
+    assert isinstance(SUPERS[0], SuperExpert) and content["super_experts"][0]["expert"] == SUPERS[0].expert

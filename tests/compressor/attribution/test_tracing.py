@@ -1,0 +1,321 @@
+"""Traced tensors: whatever linear code runs on them, their terms still sum to their values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from compressor.attribution.tracing import Context, Term, Traced, evaluate, plain, untraced
+
+H = 6
+SHAPES = [(5, H), (1, 5, H), (2, 3, H), (1, 1, H), (1, H), (3, 1, H)]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def start(shape: tuple[int, ...], names: str = "ab") -> tuple[Context, list[Traced]]:
+    """One component for each name, of random values."""
+    context = Context(torch.Size(shape[:-1]).numel())
+    return context, [context.start(name, draw(*shape, seed=seed)) for seed, name in enumerate(names)]
+
+
+def check(value: Any, sum_of: Tensor | None = None) -> Traced:
+    """The tensor is traced, and its terms sum to its values, also to the expected ones if given."""
+    assert isinstance(value, Traced)
+    values = plain(value).float().reshape(value.context.tokens, -1)
+    found = evaluate(value.terms)
+    scale = 1 + max(float(evaluate((term,)).abs().max()) for term in value.terms)
+    torch.testing.assert_close(found.expand_as(values), values, rtol=1e-5, atol=1e-5 * scale)
+    if sum_of is not None:
+        assert torch.equal(plain(value), sum_of)
+    return value
+
+
+def names(value: Traced) -> list[str]:
+    return [term.leaf.name for term in value.terms]
+
+
+def rms_norm(x: Any, weight: Tensor) -> Any:
+    """RMSNorm as decoder layers write it."""
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + 1e-6)).to(x.dtype)
+
+
+def layer_norm(x: Any, weight: Tensor, bias: Tensor) -> Any:
+    """LayerNorm written by hand."""
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + 1e-5) * weight + bias
+
+
+VECTOR, OTHER_VECTOR, MATRIX = draw(H, seed=10), draw(H, seed=11), draw(H, H, seed=12)
+Operation = Callable[[Any, Any, Tensor, Tensor], Any]  # two traced, one plain tensor [T, H], one plain factor [T, 1]
+LINEAR: dict[str, Operation] = {
+    "sum": lambda x, y, p, f: x + y,
+    "difference": lambda x, y, p, f: x - y,
+    "sum with itself": lambda x, y, p, f: x + x,
+    "plus plain": lambda x, y, p, f: x + p,
+    "plain plus": lambda x, y, p, f: p + x,
+    "minus plain": lambda x, y, p, f: x - p,
+    "plain minus": lambda x, y, p, f: p - x,
+    "plus a factor for each token": lambda x, y, p, f: x + f,
+    "plus vector": lambda x, y, p, f: x + VECTOR,
+    "vector minus": lambda x, y, p, f: VECTOR - x,
+    "plus number": lambda x, y, p, f: x + 1.5,
+    "number minus": lambda x, y, p, f: 2 - x,
+    "plus scalar": lambda x, y, p, f: x + torch.tensor(0.5),
+    "torch.add": lambda x, y, p, f: torch.add(x, y),
+    "torch.sub": lambda x, y, p, f: torch.subtract(x, p),
+    "torch.rsub": lambda x, y, p, f: torch.rsub(x, y),
+    "times number": lambda x, y, p, f: x * 0.7,
+    "number times": lambda x, y, p, f: 3 * x,
+    "times scalar": lambda x, y, p, f: x * torch.tensor(0.7),
+    "times one entry": lambda x, y, p, f: x * torch.tensor([0.7]),
+    "times vector": lambda x, y, p, f: x * VECTOR,
+    "vector times": lambda x, y, p, f: (1.0 + VECTOR) * x,
+    "times a factor for each token": lambda x, y, p, f: x * f,
+    "over number": lambda x, y, p, f: x / 3,
+    "over vector": lambda x, y, p, f: x / (VECTOR.abs() + 1),
+    "over a factor for each token": lambda x, y, p, f: x / (f.abs() + 1),
+    "torch.mul": lambda x, y, p, f: torch.mul(f, x),
+    "torch.div": lambda x, y, p, f: torch.div(x, 4),
+    "negative": lambda x, y, p, f: -x,
+    "torch.neg": lambda x, y, p, f: torch.neg(x),
+    "mean": lambda x, y, p, f: x - x.mean(-1, keepdim=True),
+    "mean by keyword": lambda x, y, p, f: x - x.mean(dim=-1, keepdim=True),
+    "mean of a tuple": lambda x, y, p, f: x - torch.mean(x, (-1,), keepdim=True),
+    "linear": lambda x, y, p, f: F.linear(x, MATRIX),
+    "linear with bias": lambda x, y, p, f: F.linear(x, MATRIX, VECTOR),
+    "linear by keywords": lambda x, y, p, f: F.linear(x, weight=MATRIX, bias=VECTOR),
+    "matrix product": lambda x, y, p, f: x @ MATRIX,
+    "matmul": lambda x, y, p, f: torch.matmul(x, MATRIX),
+    "rms by hand": lambda x, y, p, f: rms_norm(x, VECTOR),
+    "rms": lambda x, y, p, f: F.rms_norm(x, (H,), VECTOR, 1e-6),
+    "rms by keywords": lambda x, y, p, f: F.rms_norm(x, (H,), weight=VECTOR, eps=0.5),
+    "rms without weight": lambda x, y, p, f: F.rms_norm(x, (H,)),
+    "rms module": lambda x, y, p, f: torch.nn.RMSNorm(H)(x),
+    "layer norm by hand": lambda x, y, p, f: layer_norm(x, VECTOR, OTHER_VECTOR),
+    "layer norm": lambda x, y, p, f: F.layer_norm(x, (H,), VECTOR, OTHER_VECTOR, 0.1),
+    "layer norm by keywords": lambda x, y, p, f: F.layer_norm(x, (H,), weight=VECTOR, eps=0.5),
+    "layer norm module": lambda x, y, p, f: torch.nn.LayerNorm(H)(x),
+    "clone": lambda x, y, p, f: x.clone().contiguous().detach(),
+    "dropout": lambda x, y, p, f: F.dropout(x, 0.5, training=False),
+    "double": lambda x, y, p, f: x.double().to(torch.float32),
+    "flattened": lambda x, y, p, f: (x.reshape(-1, H) * VECTOR).view(x.shape),
+    "flattened to one dimension": lambda x, y, p, f: x.flatten().view_as(x),
+    "split into heads and back": lambda x, y, p, f: x.view(*x.shape[:-1], 2, H // 2).reshape(x.shape),
+    "unsqueezed": lambda x, y, p, f: x.unsqueeze(0).squeeze(0).reshape(x.shape),
+    "added in place": lambda x, y, p, f: x.clone().add_(y),
+    "subtracted in place": lambda x, y, p, f: x.clone().sub_(p),
+    "multiplied in place": lambda x, y, p, f: x.clone().mul_(VECTOR),
+    "divided in place": lambda x, y, p, f: x.clone().div_(2.0),
+    "added to plain in place": lambda x, y, p, f: p.clone().add_(x),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", LINEAR)
+def test_terms_of_a_linear_operation_sum_to_its_result(name: str, shape: tuple[int, ...]) -> None:
+    _, (x, y) = start(shape)
+    p, f = draw(*shape, seed=20), draw(*shape[:-1], 1, seed=21)
+    expected = LINEAR[name](plain(x), plain(y), p, f)
+    found = check(LINEAR[name](x, y, p, f), expected)
+    assert "a" in names(found)
+    assert all("changed" not in leaf for leaf in names(found))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(LINEAR)), st.integers(0, 9), st.integers(0, 9)), max_size=8),
+    st.sampled_from(SHAPES),
+)
+def test_terms_of_random_programs_sum_to_their_results(
+    program: list[tuple[str, int, int]], shape: tuple[int, ...]
+) -> None:
+    _, values = start(shape, "abc")
+    p, f = draw(*shape, seed=20), draw(*shape[:-1], 1, seed=21)
+    for name, first, second in program:
+        x, y = values[first % len(values)], values[second % len(values)]
+        values.append(check(LINEAR[name](x, y, p, f), LINEAR[name](plain(x), plain(y), p, f)))
+    for value in values:  # what happened to the others left them alone
+        check(value)
+
+
+NONLINEAR: dict[str, Callable[[Any, Any], Any]] = {
+    "square": lambda x, y: x.pow(2),
+    "product": lambda x, y: x * y,
+    "quotient": lambda x, y: x / y,
+    "one over": lambda x, y: 1 / x,
+    "rounded quotient": lambda x, y: torch.div(x, 2, rounding_mode="floor"),
+    "activation": lambda x, y: F.silu(x),
+    "softmax": lambda x, y: x.softmax(-1),
+    "absolute": lambda x, y: abs(x),
+    "clamp": lambda x, y: x.clamp(min=0),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "normalised": lambda x, y: F.normalize(x, dim=-1),
+    "cumulative": lambda x, y: x.cumsum(0),
+    "scaled sum": lambda x, y: torch.add(x, y, alpha=2),
+}
+
+
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_any_other_operation_loses_the_terms_and_not_the_values(name: str) -> None:
+    _, (x, y) = start((5, H))
+    found = NONLINEAR[name](x, y)
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, NONLINEAR[name](plain(x), plain(y)))
+
+
+MIXING: dict[str, Callable[[Any], Any]] = {
+    "another order": lambda x: x.flip(0),
+    "transposed": lambda x: x.transpose(0, 1),
+    "fewer": lambda x: x[:2],
+    "picked": lambda x: x[torch.tensor([0, 0, 1])],
+    "more": lambda x: torch.cat([x, x]),
+    "repeated": lambda x: x.repeat(2, 1),
+    "mean over tokens": lambda x: x.mean(0, keepdim=True),
+    "mixed by a matrix": lambda x: draw(5, 5) @ x,
+    "wider by broadcasting": lambda x: x + draw(3, 1, H),
+    "to logits of heads": lambda x: x.view(5, 2, H // 2) * draw(H // 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_or_picks_tokens_is_plain(name: str) -> None:
+    _, (x, _) = start((5, H))
+    found = MIXING[name](x)
+    assert type(found) is Tensor
+    assert torch.equal(found, MIXING[name](plain(x)))
+
+
+def test_plain_rows_become_a_component_and_vectors_a_constant() -> None:
+    context, (x, _) = start((2, 3, H))
+    rows = draw(2, 3, H, seed=5)
+    found = check(x + rows + VECTOR + 1.0 + rows)
+    assert names(found) == ["a", "other", "constant", "constant (2)", "other (2)"]
+    assert torch.equal(context.leaves["other"].value, rows.reshape(-1, H))
+    assert context.leaves["constant"].value.shape == (1, H)
+    assert context.leaves["constant (2)"].value.tolist() == [[1.0] * H]  # as wide as what it was added to
+
+
+def test_a_second_component_of_a_name_is_numbered() -> None:
+    context, _ = start((5, H), "aaa")
+    assert list(context.leaves) == ["a", "a (2)", "a (3)"]
+
+
+def test_a_factor_for_each_token_scales_the_terms_token_by_token() -> None:
+    _, (x, _) = start((2, 3, H))
+    factor = draw(2, 3, 1, seed=3)
+    (term,) = ((x * factor) / 2 * factor).terms
+    assert term.token is not None
+    torch.testing.assert_close(term.token, factor.flatten().square())
+    assert len(term.chain) == 1
+
+
+def test_one_token_has_a_factor_of_its_own_too() -> None:
+    _, (x, _) = start((1, 1, H))
+    (term,) = (x * draw(1, 1, 1)).terms
+    assert term.token is not None and term.chain == ()
+    (scaled,) = (x * torch.tensor([2.0])).terms  # a parameter of one entry is the same for all tokens
+    assert scaled.token is None
+
+
+def test_norm_statistics_stay_those_of_the_whole_input() -> None:
+    _, (x, y) = start((5, H))
+    total = plain(x) + plain(y)
+    size = total.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+    first, second = rms_norm(x + y, VECTOR).terms
+    torch.testing.assert_close(evaluate((first,)), plain(x) * VECTOR / size)
+    torch.testing.assert_close(evaluate((second,)), plain(y) * VECTOR / size)
+
+
+def test_values_survive_later_changes_in_place() -> None:
+    context = Context(5)
+    value = draw(5, H)
+    x = context.start("a", value)
+    value.zero_()
+    assert torch.equal(context.leaves["a"].value, draw(5, H))
+    y = context.start("b", draw(5, H, seed=1))
+    kept = y.clone()
+    y *= 0
+    check(y, torch.zeros(5, H))
+    check(kept, draw(5, H, seed=1))
+    assert torch.equal(plain(x), torch.zeros(5, H))
+
+
+def test_augmented_assignments_keep_the_terms() -> None:
+    _, (x, y) = start((2, 3, H))
+    expected = ((plain(x).clone() + plain(y)) * VECTOR - 1) / 2
+    same = x
+    x += y
+    x *= VECTOR
+    x -= 1
+    x /= 2
+    check(x, expected)
+    assert names(x) == ["a", "b", "constant"] and x is same
+    sums = torch.ones(2, 3, H)
+    sums += y
+    assert names(check(sums, 1 + plain(y))) == ["other", "b"]
+
+
+def _set_row(x: Any) -> Any:
+    x[0] = 7.0
+
+
+CHANGING: dict[str, Callable[[Any], Any]] = {
+    "zero_": lambda x: x.zero_(),
+    "clamp_": lambda x: x.clamp_(min=0),
+    "copy_": lambda x: x.copy_(draw(5, H, seed=9)),
+    "masked_fill_": lambda x: x.masked_fill_(draw(5, 1) > 0, 3.0),
+    "index_add_": lambda x: x.index_add_(0, torch.tensor([0, 2]), torch.ones(2, H)),
+    "mul_ by itself": lambda x: x.mul_(x),
+    "add_ alpha": lambda x: x.add_(torch.ones(5, H), alpha=2),
+    "power": lambda x: x.__ipow__(2),
+    "assigned": _set_row,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_change_in_place_that_is_not_linear_makes_a_new_component(name: str) -> None:
+    _, (x, _) = start((5, H))
+    expected = plain(x).clone()
+    CHANGING[name](expected)
+    CHANGING[name](x)
+    assert names(check(x, expected)) == ["changed in place"]
+
+
+def test_matrix_products_are_told_with_their_terms() -> None:
+    told: list[tuple[Tensor, tuple[Term, ...]]] = []
+    context, (x, y) = start((5, H))
+    context.projected = lambda value, terms: told.append((value, terms))
+    rows = draw(3, H)
+    F.linear(x + y, rows, torch.ones(3))
+    ((value, terms),) = told
+    torch.testing.assert_close(evaluate(terms), value)
+    assert [term.leaf.name for term in terms] == ["a", "b", "constant"]
+    F.linear(plain(x), rows)
+    assert len(told) == 1
+
+
+def test_half_precision_keeps_the_terms_up_to_rounding() -> None:
+    context = Context(5)
+    x = context.start("a", draw(5, H).bfloat16())
+    y = context.start("b", draw(5, H, seed=1).bfloat16())
+    found = rms_norm(x + y, VECTOR.bfloat16())
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(evaluate(found.terms), plain(found).float(), rtol=0.02, atol=0.02)
+
+
+def test_untraced_reaches_into_nests() -> None:
+    _, (x, y) = start((5, H))
+    found = untraced({"list": [x, 1], "pair": (y, None)})
+    assert type(found["list"][0]) is Tensor and type(found["pair"][0]) is Tensor
+    assert found["list"][1] == 1 and found["pair"][1] is None

@@ -1,0 +1,412 @@
+"""Downloading from a Hub on loopback: which files, in which order, and what happens when something goes wrong."""
+
+import json
+import logging
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from safetensors.torch import save_file
+
+from compressor.checkpoint import download as downloading
+from compressor.checkpoint.reader import read_header
+from compressor.checkpoint.source import fetch_headers, locate
+from compressor.errors import CompressionError
+from compressor.generation.generate import prepare
+from compressor.surgery.job import carried_files
+from tests import small
+from tests.command_line import Run
+from tests.hub_server import COMMIT, Hub, serve
+
+MODEL = "org/tiny-moe"
+OLDER = "a" * 40
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SMALL = ("config.json", "model.safetensors.index.json", "README.md", "generation_config.json", "tokenizer.json")
+TRAVELLERS = (
+    *("LICENSE", "NOTICE.txt", "additional_chat_templates/tool.jinja", "chat_template.jinja", "merges.txt"),
+    *("preprocessor_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
+)
+DECOYS = (
+    *("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("image.png", "optimizer.pt", "modeling_own.py", ".gitattributes", "USE_POLICY.md", "model.onnx"),
+    *("original/params.json", "onnx/model.onnx", "onnx/config.json", "checkpoint-5/model.safetensors"),
+)
+
+
+class Listener:
+    """Notes what a progress is told."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, int]] = []
+        self.advanced: list[str] = []
+
+    def start(self, phase: str, total: int) -> None:
+        self.started.append((phase, total))
+
+    def advance(self, detail: str) -> None:
+        self.advanced.append(detail)
+
+
+class Space(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
+
+
+def put(folder: Path, *names: str, size: int = 40) -> Path:
+    """Files of some bytes each, never the same twice in one folder."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(random.Random(name).randbytes(size))
+    return folder
+
+
+def put_index(folder: Path, *shards: str) -> Path:
+    places = {f"layer.{number}": shard for number, shard in enumerate(reversed(shards))}
+    (folder / downloading.INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def repository(folder: Path) -> Path:
+    """A sharded model: two shards of 5000 bytes, and small files."""
+    return put_index(put(put(folder, *SMALL), *SHARDS, size=5000), *SHARDS)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def point(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Make a server the Hub of this process, and a folder its cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+Serve = Callable[[Path], AbstractContextManager[Hub]]
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Serve a folder as the model, to this process; once the block ends, nobody answers there."""
+    from huggingface_hub import close_session
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
+
+    @contextmanager
+    def serving(folder: Path) -> Iterator[Hub]:
+        with serve(MODEL, folder) as hub:
+            point(monkeypatch, hub.url, tmp_path / "cache")
+            yield hub
+        close_session()  # which keeps connections
+
+    return serving
+
+
+def test_only_what_is_needed_is_fetched_small_files_first(
+    tmp_path: Path, served: Serve, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = put(repository(tmp_path / "model"), *TRAVELLERS, *DECOYS)
+    heard = Listener()
+    with served(folder) as hub:
+        source = locate(MODEL, progress=heard)
+        fetched = hub.fetched()
+    assert fetched[:2] == ["config.json", downloading.INDEX_NAME]
+    assert sorted(fetched[2:-2]) == sorted((*SMALL[2:], *TRAVELLERS))
+    assert fetched[-2:] == list(SHARDS)
+    assert heard.started == [("download (MB)", 2)]
+    assert heard.advanced == list(SHARDS)
+    assert (source.name, source.revision) == (MODEL, COMMIT)
+    expected = files(folder)
+    assert files(source.folder) == {name: expected[name] for name in (*SMALL, *TRAVELLERS, *SHARDS)}
+    carried = set(carried_files(folder)) - {"image.png"}
+    assert set(carried_files(source.folder)) == carried, "an output would be given other files than from a folder"
+    assert capfd.readouterr() == ("", ""), "the Hub client drew bars of its own"
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path, served: Serve) -> None:
+    folder = put(tmp_path / "model", "config.json", "model.safetensors", "model-00001-of-00002.safetensors")
+    with served(folder) as hub:
+        source = locate(MODEL)
+        assert hub.fetched() == ["config.json", "model.safetensors"]
+    assert source.folder.joinpath("model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_the_progress_counts_bytes(tmp_path: Path, served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(downloading, "STEP_BYTES", 1200)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    heard = Listener()
+    with served(repository(tmp_path / "model")) as hub:
+        hub.cuts = {SHARDS[0]: "reset"}  # what comes twice counts once
+        locate(MODEL, progress=heard)
+    assert heard.started == [("download (MB)", 2 * math.ceil(5000 / 1200))]
+    assert heard.advanced == [shard for shard in SHARDS for _ in range(5)]
+
+
+@given(some.integers(0, 10**13))
+def test_steps_are_begun_megabytes(nbytes: int) -> None:
+    assert (downloading.steps(nbytes) - 1) * 10**6 < max(nbytes, 1) <= downloading.steps(nbytes) * 10**6
+
+
+def test_a_second_run_fetches_nothing(tmp_path: Path, served: Serve) -> None:
+    heard = Listener()
+    with served(repository(tmp_path / "model")) as hub:
+        first = locate(MODEL, progress=heard)
+        hub.requests.clear()
+        assert locate(MODEL, progress=heard) == first
+        assert hub.fetched() == []
+        assert not any("safetensors" in path for _, path, _ in hub.requests)
+    assert len(heard.started) == 1
+
+
+def test_weights_of_another_commit_are_taken_from_the_cache(tmp_path: Path, served: Serve) -> None:
+    old, new = (repository(tmp_path / name) for name in ("old", "new"))
+    (new / "README.md").write_text("another card")
+    with served(new) as hub:
+        hub.commits[OLDER] = old
+        locate(MODEL, OLDER)
+        hub.requests.clear()
+        heard = Listener()
+        source = locate(MODEL, progress=heard)
+        assert hub.fetched() == ["README.md"]
+    assert heard.started == []
+    assert files(source.folder) == files(new)
+
+
+def test_a_revision_is_that_commit(tmp_path: Path, served: Serve) -> None:
+    old, new = (repository(tmp_path / name) for name in ("old", "new"))
+    put(old, SHARDS[1], size=4000)
+    with served(new) as hub:
+        hub.commits[OLDER] = old
+        hub.branches["v1"] = OLDER
+        for revision in ("v1", OLDER):
+            source = locate(MODEL, revision)
+            assert (source.revision, source.folder.name) == (OLDER, OLDER)
+            assert files(source.folder) == files(old)
+        assert locate(MODEL).revision == COMMIT
+        assert not any(path.endswith(f"/resolve/main/{SHARDS[1]}") for _, path, _ in hub.requests)
+        with pytest.raises(CompressionError, match="has no revision 'v2' on the Hub; check --revision"):
+            locate(MODEL, "v2")
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_download_cut_in_the_middle_ends_whole(
+    tmp_path: Path, served: Serve, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    folder = repository(tmp_path / "model")
+    with served(folder) as hub:
+        hub.cuts = {SHARDS[0]: how, "tokenizer.json": how}
+        source = locate(MODEL)
+        assert hub.fetched().count(SHARDS[0]) == 2
+        assert hub.cuts == {}
+        sent = sum(sent for _, path, sent in hub.requests if path.endswith(SHARDS[0]))
+    assert files(source.folder) == files(folder)
+    assert sent == (5000 if how == "closed" else 7500), "what came before a quiet cut is not asked for again"
+
+
+def test_a_run_after_a_failed_one_goes_on(tmp_path: Path, served: Serve) -> None:
+    folder = repository(tmp_path / "model")
+    message = f"{SHARDS[1]} of {MODEL} could not be downloaded .*500.*; run the same command again to go on"
+    with served(folder) as hub:
+        hub.broken = {SHARDS[1]}
+        with pytest.raises(CompressionError, match=message):
+            locate(MODEL)
+        hub.broken, heard = set(), Listener()
+        hub.requests.clear()
+        source = locate(MODEL, progress=heard)
+        assert hub.fetched() == [SHARDS[1]]
+    assert heard.advanced == [SHARDS[1]]
+    assert files(source.folder) == files(folder)
+
+
+def test_a_truncated_shard_in_the_cache_is_fetched_anew(tmp_path: Path, served: Serve) -> None:
+    folder = repository(tmp_path / "model")
+    with served(folder) as hub:
+        damaged = locate(MODEL).folder / SHARDS[0]
+        damaged.resolve().write_bytes(damaged.read_bytes()[:1000])
+        hub.requests.clear()
+        assert files(locate(MODEL).folder) == files(folder)
+        assert hub.fetched() == [SHARDS[0]]
+
+
+def test_a_shard_that_is_not_there_is_told_before_any_is_fetched(tmp_path: Path, served: Serve) -> None:
+    folder = put_index(repository(tmp_path / "model"), *SHARDS, "model-00003-of-00003.safetensors")
+    message = f"{MODEL}: model.safetensors.index.json names the shard 'model-00003-.*', which is missing on the Hub"
+    with served(folder) as hub:
+        for ask in (locate, fetch_headers):
+            with pytest.raises(CompressionError, match=message):
+                ask(MODEL)
+        assert not any(name.endswith(".safetensors") for name in hub.fetched())
+
+
+@pytest.mark.parametrize("places", [["../other/model.safetensors"], [3], []])
+def test_an_index_cannot_name_other_places(tmp_path: Path, served: Serve, places: list[object]) -> None:
+    folder = put_index(repository(tmp_path / "model"), *places)  # type: ignore[arg-type]
+    with served(folder) as hub:
+        with pytest.raises(CompressionError, match=r"missing on the Hub|no weight_map"):
+            locate(MODEL)
+        assert not any(name.endswith(".safetensors") for name in hub.fetched())
+
+
+REFUSED = {
+    "pickles": (("config.json", "pytorch_model.bin"), "pickle checkpoints are refused, convert it first"),
+    "adapter": (("adapter_config.json", "adapter_model.safetensors"), "is an adapter, not a model; merge it into"),
+    "adapter with a config": (("config.json", "adapter_config.json", "adapter_model.safetensors"), "is an adapter"),
+    "no config": (("model.safetensors", "README.md"), "has no config.json on the Hub; name the repository"),
+    "other names": (("config.json", "consolidated.safetensors"), "has consolidated.safetensors on the Hub, but neit"),
+    "no weights": (("config.json", "model.gguf"), "has no weights on the Hub, but neither model.safetensors nor"),
+    "graph alone": (("config.json", "model.onnx"), "has no weights on the Hub, but neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_read_is_refused_unfetched(
+    tmp_path: Path, served: Serve, names: tuple[str, ...], message: str
+) -> None:
+    with served(put(tmp_path / "model", *names)) as hub:
+        for ask in (locate, fetch_headers):
+            with pytest.raises(CompressionError, match=message):
+                ask(MODEL)
+        assert not any("/resolve/" in path for _, path, _ in hub.requests)
+
+
+def test_the_disk_is_checked_before_the_first_shard(
+    tmp_path: Path, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 10_000 + downloading.SPARE_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Space(10**9, 0, free))
+    with served(repository(tmp_path / "model")) as hub:
+        free -= 1
+        message = "downloading org/tiny-moe needs 0.07 GB, .*cache has 0.07 GB free; free some space, or set HF_HOME"
+        with pytest.raises(CompressionError, match=message):
+            locate(MODEL)
+        assert "config.json" in hub.fetched()
+        assert not any(name.endswith(".safetensors") for name in hub.fetched())
+        free += 1
+        locate(MODEL)
+        free = 0  # there is nothing left to fetch
+        locate(MODEL)
+
+
+@pytest.mark.parametrize("why", ["gone", "offline", "in trouble"])
+def test_a_cached_commit_will_do_without_the_hub(
+    tmp_path: Path, served: Serve, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    with served(repository(tmp_path / "model")) as hub:
+        hub.branches["v1"] = COMMIT
+        source = locate(MODEL, "v1")
+        locate(MODEL)
+        assert caplog.records == []
+        if why == "in trouble":
+            hub.broken = {"api"}
+            assert locate(MODEL) == source
+    if why != "in trouble":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", why == "offline")
+        caplog.clear()
+        for revision in (None, "v1", COMMIT):
+            assert locate(MODEL, revision) == source
+        with pytest.raises(CompressionError, match="'org/tiny-moe' is no folder here, and the Hub could not be asked"):
+            locate(MODEL, OLDER)
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert f"the Hub could not be asked for {MODEL}; its cached commit {COMMIT} is used" in caplog.text
+    (source.folder / SHARDS[1]).unlink()
+    with pytest.raises(CompressionError, match=f"{SHARDS[1]} is not in the cache, and the Hub could not be asked"):
+        locate(MODEL)
+
+
+def test_a_model_that_the_hub_denies_is_not_taken_from_the_cache(tmp_path: Path, served: Serve) -> None:
+    with served(repository(tmp_path / "model")) as hub:
+        locate(MODEL)
+        hub.commits.clear()
+        with pytest.raises(CompressionError, match="has no revision"):
+            locate(MODEL)
+
+
+def test_a_graph_will_do_where_it_is_asked_for(tmp_path: Path, served: Serve) -> None:
+    graph = ("model.onnx", "model.onnx.data", "model.onnx_data_1", "onnx_export.json", "tokenizer.json")
+    folder = put(tmp_path / "model", *graph, "decoder.onnx", "image.png")
+    heard = Listener()
+    with served(folder) as hub:
+        source = locate(MODEL, progress=heard, weights="any")
+        assert hub.fetched() == ["onnx_export.json", "tokenizer.json", *graph[:3]]
+    assert heard.advanced == list(graph[:3])
+    assert locate(MODEL, weights="any") == source, "the cache was not enough"
+
+
+def test_safetensors_are_preferred_to_a_graph(tmp_path: Path, served: Serve) -> None:
+    with served(put(repository(tmp_path / "model"), "model.onnx", "model.onnx.data")) as hub:
+        locate(MODEL, weights="any")
+        assert hub.fetched()[-2:] == list(SHARDS)
+        assert "model.onnx" not in hub.fetched()
+
+
+def test_generating_downloads_a_graph(tmp_path: Path, served: Serve) -> None:
+    small.tokenizer().save_pretrained(tmp_path / "model")
+    heard = Listener()
+    with (
+        served(put(tmp_path / "model", "model.onnx")),
+        pytest.raises(CompressionError, match=r"cannot read|onnxruntime"),
+    ):
+        prepare(MODEL, "A prompt", progress=heard)
+    assert heard.advanced == ["model.onnx"]
+
+
+def test_headers_cost_few_bytes(tmp_path: Path, served: Serve) -> None:
+    folder = put(tmp_path / "model", "config.json", "tokenizer.json")
+    for number, shard in enumerate(SHARDS):
+        save_file({f"layer.{number}": torch.zeros(1024, 1024)}, folder / shard)
+    put_index(folder, *reversed(SHARDS))
+    with served(folder) as hub:
+        found = fetch_headers(MODEL)
+        sent = sum(sent for _, path, sent in hub.requests if path.endswith(".safetensors"))
+        assert "tokenizer.json" not in hub.fetched()
+    assert 0 < sent < 250_000 < sum((folder / shard).stat().st_size for shard in SHARDS)
+    local = {name: info for shard in SHARDS for name, info in read_header(folder / shard).items()}
+    assert {name: (info.file, info.shape, info.nbytes) for name, info in found.tensors.items()} == {
+        name: (info.file, info.shape, info.nbytes) for name, info in local.items()
+    }
+    assert found.revision == COMMIT
+
+
+def test_headers_come_from_the_cache_without_the_hub(tmp_path: Path, served: Serve) -> None:
+    folder = small.save(tmp_path / "model")
+    with served(folder):
+        locate(MODEL)
+    assert fetch_headers(MODEL).tensors == read_header(folder / "model.safetensors")  # places in the file, too
+
+
+def test_the_command_shows_the_download(tmp_path: Path, served: Serve, run: Run) -> None:
+    small.save(tmp_path / "model", shard="100KB")
+    asked = ("compress", MODEL, "--experts", 4, "--strategy", "model-centric", "-o")
+    with served(tmp_path / "model"):
+        first, second = (run(*asked, tmp_path / name) for name in ("first", "second"))
+    third = run(*asked, tmp_path / "third")
+    assert (first.status, second.status, third.status) == (0, 0, 0), (first.err, second.err, third.err)
+    assert "download (MB)" in first.err
+    assert "download" not in second.err
+    assert third.err.count(f"WARNING: the Hub could not be asked for {MODEL}") == 1
+    shown = locate(str(tmp_path / "model"))
+    assert run(*("compress", shown.folder, *asked[2:]), tmp_path / "local").status == 0
+    written = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "third", "local")}
+    assert len(set(written.values())) == 1

@@ -1,0 +1,219 @@
+"""Headers and indexes: what is read of a sound checkpoint, and one clear refusal for each way to damage one."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint, contains_nan, refuse_nan, tensor_bytes
+from compressor.errors import CompressionError
+from tests import small
+
+NAME = "b.weight"
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    tensors = {"a.weight": torch.arange(6.0).view(2, 3), NAME: torch.ones(4, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_sharded(folder: Path) -> Path:
+    write(folder)
+    for number, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
+        save_file({name: tensor}, folder / f"part-{number}.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {"a.weight": "part-0.safetensors", NAME: "part-1.safetensors"}
+    first = load_file(folder / "part-0.safetensors")
+    if "a.weight" not in first:
+        places = {"a.weight": "part-1.safetensors", NAME: "part-0.safetensors"}
+    small.index_path(folder).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize("layout", [write, write_sharded])
+def test_reads_what_the_safetensors_library_reads(layout: Callable[[Path], Path], tmp_path: Path) -> None:
+    checkpoint = Checkpoint(layout(tmp_path / "model"))
+    assert set(checkpoint) == {"a.weight", NAME}
+    for name in checkpoint:
+        expected = load_file(checkpoint.path(name))[name]
+        assert torch.equal(checkpoint.read(name), expected)
+        info = checkpoint.tensors[name]
+        assert (info.shape, info.nbytes) == (tuple(expected.shape), expected.numel() * expected.itemsize)
+        assert checkpoint.path(name).read_bytes()[info.begin : info.end] == expected.view(torch.uint8).numpy().tobytes()
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_header(folder / "model.safetensors", change)
+
+
+def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+def with_header(text: bytes) -> Callable[[Path], Any]:
+    return raw(lambda whole: len(text).to_bytes(8, "little") + text + bytes(32))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "config.json should hold a JSON object"),
+    "config not UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), "is not valid JSON"),
+    "config too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "is not valid JSON"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "pickle only": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "only as pickle files.*convert them to safetensors",
+    ),
+    "stray name": (
+        lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"),
+        "has weights.safetensors but neither",
+    ),
+    "dangling link": (
+        lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").symlink_to(f / "gone")),
+        "neither model.safetensors",
+    ),
+    "empty file": (raw(lambda whole: b""), "model.safetensors is truncated"),
+    "cut in the length": (raw(lambda whole: whole[:4]), "model.safetensors is truncated"),
+    "cut in the header": (raw(lambda whole: whole[:50]), "model.safetensors is truncated"),
+    "cut by a byte": (raw(lambda whole: whole[:-1]), "is truncated: its header promises"),
+    "bytes too many": (raw(lambda whole: whole + b"more"), "has 4 bytes after its last tensor"),
+    "header too long": (raw(lambda whole: (2**63).to_bytes(8, "little") + whole), "is truncated"),
+    "header no JSON": (with_header(b"not JSON"), "not a safetensors file"),
+    "header a list": (with_header(b"[1, 2, 3]"), "its header is no JSON object"),
+    "header not UTF-8": (with_header(b"\xff\xfe\xfd"), "not a safetensors file"),
+    "dtype unknown": (header(lambda h: h[NAME].update(dtype="Q4_K")), "'b.weight' has dtype 'Q4_K'"),
+    "dtype a number": (header(lambda h: h[NAME].update(dtype=7)), "'b.weight' has dtype '7'"),
+    "offsets negative": (header(lambda h: h[NAME].update(data_offsets=[-8, 0])), "'b.weight' cannot be read"),
+    "offsets reversed": (header(lambda h: h[NAME].update(data_offsets=[32, 24])), "'b.weight' claims -8 bytes"),
+    "offsets three": (header(lambda h: h[NAME].update(data_offsets=[0, 8, 16])), "'b.weight' cannot be read"),
+    "offsets fractions": (header(lambda h: h[NAME].update(data_offsets=[0.5, 8.5])), "'b.weight' cannot be read"),
+    "tensors overlap": (header(lambda h: h[NAME].update(data_offsets=[8, 16])), "overlap or leave a gap"),
+    "a gap": (header(lambda h: h.pop("a.weight")), "overlap or leave a gap|bytes after its last tensor"),
+    "beyond the end": (header(lambda h: h[NAME].update(data_offsets=[10**9, 10**9 + 8])), "is truncated"),
+    "shape negative": (header(lambda h: h[NAME].update(shape=[-2, -2])), "'b.weight' cannot be read"),
+    "shape fractions": (header(lambda h: h[NAME].update(shape=[4.0])), "'b.weight' cannot be read"),
+    "shape text": (header(lambda h: h[NAME].update(shape="four")), "'b.weight' cannot be read"),
+    "shape too large": (header(lambda h: h[NAME].update(shape=[5])), "'b.weight' claims 8 bytes"),
+    "entry null": (header(lambda h: h.update({NAME: None})), "'b.weight' cannot be read"),
+    "entry incomplete": (header(lambda h: h[NAME].pop("dtype")), "'b.weight' cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
+    folder = write(tmp_path / "model")
+    damage(folder)
+    with pytest.raises(CompressionError, match=message):
+        Checkpoint(folder)
+
+
+def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_json(small.index_path(folder), change)
+
+
+INDEX_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no JSON": (lambda f: small.index_path(f).write_text("{"), "index.json is not valid JSON"),
+    "a list": (lambda f: small.index_path(f).write_text("[]"), "should hold a JSON object"),
+    "no map": (index(lambda c: c.pop("weight_map")), "has no weight_map"),
+    "empty map": (index(lambda c: c["weight_map"].clear()), "has no weight_map"),
+    "map a list": (index(lambda c: c.update(weight_map=["x"])), "has no weight_map"),
+    "parent folder": (index(lambda c: c["weight_map"].update({NAME: "../part-1.safetensors"})), "outside the folder"),
+    "absolute path": (index(lambda c: c["weight_map"].update({NAME: "/etc/passwd"})), "outside the folder"),
+    "below": (index(lambda c: c["weight_map"].update({NAME: "sub/part-1.safetensors"})), "outside the folder"),
+    "two dots": (index(lambda c: c["weight_map"].update({NAME: ".."})), "outside the folder"),
+    "a number": (index(lambda c: c["weight_map"].update({NAME: 5})), "outside the folder"),
+    "no such shard": (index(lambda c: c["weight_map"].update({NAME: "part-9.safetensors"})), "missing from"),
+    "a NUL byte": (index(lambda c: c["weight_map"].update({NAME: "a\0b"})), "missing from"),
+    "shard deleted": (lambda f: (f / "part-1.safetensors").unlink(), "names the shard 'part-1.safetensors', which is"),
+    "tensor not there": (
+        index(lambda c: c["weight_map"].update({"c.weight": "part-0.safetensors"})),
+        "promises tensor 'c.weight' in 'part-0.safetensors'",
+    ),
+    "no safetensors": (index(lambda c: c["weight_map"].update({NAME: "config.json"})), "config.json is truncated"),
+    "shard truncated": (
+        lambda f: (f / "part-1.safetensors").write_bytes((f / "part-1.safetensors").read_bytes()[:-3]),
+        "part-1.safetensors is truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_DAMAGE)
+def test_damaged_index_is_refused(name: str, tmp_path: Path) -> None:
+    damage, message = INDEX_DAMAGE[name]
+    folder = write_sharded(tmp_path / "model")
+    damage(folder)
+    with pytest.raises(CompressionError, match=message):
+        Checkpoint(folder)
+
+
+def test_a_shard_may_be_a_link_as_in_the_hub_cache(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "model")
+    blob = tmp_path / "blob"
+    shutil.move(folder / "part-0.safetensors", blob)
+    (folder / "part-0.safetensors").symlink_to(blob)
+    assert {name: checkpoint_sum(folder, name) for name in ("a.weight", NAME)} == {"a.weight": 15.0, NAME: 4.0}
+
+
+def checkpoint_sum(folder: Path, name: str) -> float:
+    return float(Checkpoint(folder).read(name).sum())
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompressionError, match="is not a folder"):
+        Checkpoint(tmp_path / "nowhere")
+
+
+def test_stamp_changes_with_the_files(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    before = Checkpoint(folder).stamp()
+    assert Checkpoint(folder).stamp() == before
+    small.edit_tensors(folder, lambda tensors: tensors["a.weight"].add_(1))
+    assert Checkpoint(folder).stamp() != before
+
+
+@given(st.sampled_from(sorted(TORCH_DTYPES)), st.lists(st.integers(0, 5), max_size=3))
+def test_bytes_of_a_tensor(dtype: str, shape: list[int]) -> None:
+    tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    assert tensor_bytes(dtype, tuple(shape)) == tensor.numel() * tensor.itemsize
+    assert DTYPE_BITS[dtype] == 8 * tensor.itemsize
+
+
+FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_bit_pattern_is_told_from_nan(dtype: torch.dtype) -> None:
+    if dtype.itemsize == 1:
+        patterns = torch.arange(256).to(torch.uint8).view(dtype)
+        for value in patterns:
+            assert contains_nan(value[None]) == bool(value.float().isnan())
+    else:
+        assert not contains_nan(torch.tensor([1.0, torch.inf, -torch.inf, 0.0]).to(dtype))
+        for place in range(3):
+            values = torch.ones(3, dtype=dtype)
+            values[place] = torch.nan
+            assert contains_nan(values)
+
+
+def test_nan_is_named() -> None:
+    assert not contains_nan(torch.empty(0)) and not contains_nan(torch.tensor([1, 2]))
+    refuse_nan("fine", "file", torch.ones(2))
+    with pytest.raises(CompressionError, match=re.escape("tensor 'x' in part.safetensors holds NaN")):
+        refuse_nan("x", "part.safetensors", torch.tensor([1.0, torch.nan]))

@@ -1,0 +1,176 @@
+"""Stored results: taken again for the same model, task and options, and for nothing else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import evaluate_stored
+from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.store import ResultStore, identity
+from compressor.evaluation.tasks import resolve_tasks
+from compressor.files import default_folder
+from tests import small
+from tests.evaluations import Steps, no_network, own_tasks
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that were tried; none succeeds."""
+    return no_network(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a byte tokenizer that has a token for the start of a text."""
+    return small.save(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=256)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return own_tasks(tmp_path)
+
+
+class Evaluations:
+    """The evaluation of one small model with a store, counting the runs of the model."""
+
+    def __init__(self, model: Path, own: Path, store: ResultStore) -> None:
+        self.model, self.own, self.store = model, own, store
+
+    def __call__(self, *names: str, **settings: Any) -> tuple[dict[str, ItemScores], bool, int]:
+        options = EvaluationOptions(names or ("sums",), **{"include_path": self.own, "limit": 3, **settings})
+        steps = Steps()
+        source = locate(str(self.model))
+        scores, reused = evaluate_stored(source, resolve_tasks(options), options, self.store, steps)
+        return scores, reused, sum(phase.startswith("Evaluating") for phase, _ in steps.phases)
+
+
+@pytest.fixture
+def stored(tiny: Path, own: Path, tmp_path: Path) -> Evaluations:
+    return Evaluations(Path(shutil.copytree(tiny, tmp_path / "model")), own, ResultStore(tmp_path / "store"))
+
+
+def test_stored_results_are_reused_and_only_missing_tasks_run(stored: Evaluations, tmp_path: Path) -> None:
+    first = stored()
+    assert first[1:] == (False, 1)
+    assert stored() == (first[0], True, 0)
+    moved = tmp_path / "elsewhere"
+    stored.model.rename(moved)
+    stored.model = moved  # the same files in another place are the same model
+    assert stored() == (first[0], True, 0)
+    both = stored("moe_demo_facts", "sums")
+    assert both[1:] == (False, 1)
+    assert list(both[0]) == ["moe_demo_facts", "sums"]
+    assert both[0]["sums"] == first[0]["sums"]
+    assert not [path for path in stored.store.folder.iterdir() if path.name.startswith(".")]
+
+
+def heavier(stored: Evaluations) -> dict[str, Any]:
+    small.edit_tensors(stored.model, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    return {}
+
+
+def other_tokenizer(stored: Evaluations) -> dict[str, Any]:
+    small.edit_json(stored.model / "tokenizer_config.json", lambda config: config.update(model_max_length=99))
+    return {}
+
+
+def other_data(stored: Evaluations) -> dict[str, Any]:
+    path = stored.own / "sums.jsonl"
+    path.write_text(path.read_text().replace("1 and 1:", "one and one:"))
+    return {}
+
+
+def other_definition(stored: Evaluations) -> dict[str, Any]:
+    path = stored.own / "sums.yaml"
+    path.write_text(path.read_text().replace('target_delimiter: " "', 'target_delimiter: "  "'))
+    return {}
+
+
+CHANGES: list[Callable[[Evaluations], dict[str, Any]]] = [
+    heavier,
+    other_tokenizer,
+    other_data,
+    other_definition,
+    lambda stored: {"limit": 4},
+    lambda stored: {"num_fewshot": 1},
+    lambda stored: {"dtype": "bfloat16"},
+    lambda stored: {"batch_size": 1},
+    lambda stored: {"seed": 5},
+]
+
+
+@pytest.mark.parametrize("change", range(len(CHANGES)))
+def test_a_stored_result_is_not_reused_when_anything_changes(stored: Evaluations, change: int) -> None:
+    first = stored()
+    settings = CHANGES[change](stored)
+    assert stored(**settings)[1:] == (False, 1)
+    assert stored(**settings)[1:] == (True, 0)
+    assert first[1:] == (False, 1)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "cut values", "other key"])
+def test_a_damaged_file_is_replaced(stored: Evaluations, damage: str) -> None:
+    scores = stored()[0]
+    (path,) = stored.store.folder.iterdir()
+    whole = json.loads(path.read_text())
+    if damage == "cut values":
+        whole["scores"]["values"].pop()
+    if damage == "other key":
+        whole["key"]["task"] = "another"
+    path.write_text(damage if damage[:1] in ("", "{", "[", "n") else json.dumps(whole))
+    assert stored() == (scores, False, 1)
+    assert stored()[1]
+
+
+def test_a_store_that_cannot_be_written_costs_a_warning_only(
+    stored: Evaluations, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    stored.store = ResultStore(tmp_path / "file" / "store")
+    assert stored()[1:] == (False, 1)
+    assert "the results on sums could not be stored in" in caplog.text
+
+
+def test_a_task_is_stored_before_the_next_one_fails(stored: Evaluations, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lm_eval
+
+    real = lm_eval.simple_evaluate
+
+    def scarce(**settings: Any) -> Any:
+        if settings["tasks"][0].task_name == "moe_demo_facts":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(**settings)
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", scarce, raising=False)
+    with pytest.raises(CompressionError, match=r"model .* on task 'moe_demo_facts': memory ran out; .*--batch-size"):
+        stored("sums", "moe_demo_facts")
+    assert stored("sums")[1:] == (True, 0)
+
+
+def test_the_folder_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_COMPRESSOR_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert default_folder() == Path("/caches/moe-compressor/gate")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_folder() == Path.home() / ".cache" / "moe-compressor" / "gate"
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", "/mine")
+    assert default_folder() == Path("/mine")
+
+
+def test_a_hub_model_is_its_commit(tiny: Path) -> None:
+    source = replace(locate(str(tiny)), name="org/model", revision="abc")
+    assert identity(source) == {"repository": "org/model", "commit": "abc"}
+
+
+def test_options_that_come_to_the_same_device_share_results(stored: Evaluations) -> None:
+    stored(device="auto")
+    assert stored(device="cuda" if torch.cuda.is_available() else "cpu")[1]

@@ -1,0 +1,148 @@
+"""Reconstruction: outputs of the stock modules of the really smaller model, and errors written another way."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.calibration.collecting import collect
+from compressor.calibration.statistics import LayerStatistics
+from compressor.checkpoint.source import locate
+from compressor.grouping.choose import merge_groups
+from compressor.grouping.reconstruction import RECONSTRUCTION, KeptErrors, original, reconstruct, relative_error
+from compressor.model.opened import open_model
+from compressor.plans.plan import Group, LayerPlan
+from compressor.progress import Silent
+from tests import zoo
+from tests.opened import batches, calibration, opened, plain_calls
+from tests.stock import Small
+
+NAMES = [
+    "mixtral", "gpt_oss", "deepseek_v3", "minimax_m2", "zaya", "deepseek_v4", "gemma4", "granitemoe", "ernie4_5_moe",
+    "hy_v3", "jamba", "olmoe", "nemotron_h",
+]  # fmt: skip
+SEVERAL = pytest.mark.parametrize("name", NAMES)
+
+
+def layers(model: Any, parts: Any) -> Iterator[LayerStatistics]:
+    yield from collect(model, RECONSTRUCTION, calibration(parts), Silent())
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def plans(stats: LayerStatistics) -> list[LayerPlan]:
+    """Drops and merges, with shares that differ between experts and routers and a scale, and dropped experts beside."""
+    merged = [
+        Group((0, 3), (0.75, 0.25), (0.25, 0.75), 1.5),
+        Group((4, 6), (-0.5, 1.5), (1.0, 0.0)),
+        Group((5,), (1.0,), (1.0,), 0.5),
+    ]
+    return [
+        LayerPlan.keep(stats.layer, [0, 2, 4, 5]),
+        LayerPlan.keep(stats.layer, range(8)),
+        LayerPlan.of(stats.layer, [*merged, Group.single(1)]),
+        merge_groups(stats, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+    ]
+
+
+@SEVERAL
+def test_outputs_and_errors_are_those_of_the_stock_smaller_model(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    calls, small = plain_calls(stock, model.architecture, parts), Small.of(name, stock)
+    for stats in layers(model, parts):
+        seen = calls[stats.layer.name]
+        close(original(stats), torch.cat(seen.experts_outputs))
+        for plan in plans(stats):
+            _, _, outputs = small.run(stats.layer, plan, seen)
+            close(reconstruct(stats, plan), outputs)
+            expected = small.error(stats.layer, plan, seen)
+            assert relative_error(stats, plan) == pytest.approx(expected, rel=1e-4, abs=1e-9)
+            assert (expected > 1e-3) == (len(plan.groups) < 8)  # keeping everything costs nothing
+
+
+@SEVERAL
+def test_errors_of_kept_sets_are_squared_distances_of_outputs(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    rows = torch.tensor([30, 2, 2, 17])
+    for stats in layers(model, batches(stock)):
+        errors = KeptErrors(stats)
+        for kept in ([0, 2, 4, 5], [1, 3, 6, 7], [0, 1, 3, 4, 5, 6]):
+            gap = original(stats).double() - reconstruct(stats, LayerPlan.keep(stats.layer, kept)).double()
+            expected = gap.square().sum(1)
+            found = errors.kept(kept)
+            assert found.errors.dtype == torch.float64
+            torch.testing.assert_close(found.errors, expected, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(errors.kept(kept, rows).errors, expected[rows], rtol=1e-3, atol=1e-6)
+            assert set(found.experts.unique().tolist()) <= set(kept)
+        assert float(errors.kept(range(8)).errors.max()) < 1e-9
+
+
+def test_outputs_given_by_the_caller_stand_in_for_the_statistic(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    for stats in layers(model, batches(stock)):
+        plan = LayerPlan.keep(stats.layer, [0, 2, 4, 5])
+        close(reconstruct(stats, plan, 2 * stats.expert_outputs), 2 * reconstruct(stats, plan))
+
+
+def test_members_are_brought_into_the_order_of_their_head(tmp_path: Path) -> None:
+    """Expert 1 is expert 0 with other neuron numbers: merged with a head the pair is expert 0, without it is not."""
+    stock = zoo.build("mixtral")
+    with torch.no_grad():
+        for experts in zoo.experts(stock).values():
+            up: Any = experts.gate_up_proj
+            down: Any = experts.down_proj
+            half = up.shape[1] // 2
+            order = torch.randperm(half, generator=torch.Generator().manual_seed(0))
+            up[1] = up[0][torch.cat([order, half + order])]
+            down[1] = down[0][:, order]
+    stock.save_pretrained(tmp_path)
+    for stats in layers(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock)):
+        rest = [Group.single(expert) for expert in range(2, 8)]
+        pair = Group((0, 1), (0.5, 0.5), (0.5, 0.5), head=0)
+        one = reconstruct(stats, LayerPlan.of(stats.layer, [Group((0, 1), (1.0, 0.0), (0.5, 0.5)), *rest]))
+        close(reconstruct(stats, LayerPlan.of(stats.layer, [pair, *rest])), one)
+        unlike = reconstruct(stats, LayerPlan.of(stats.layer, [replace(pair, head=None), *rest]))
+        assert float((unlike - one).norm() / one.norm()) > 0.02
+
+
+def changed(stats: LayerStatistics, **values: Any) -> LayerStatistics:
+    return replace(stats, values={**stats.values, **values})
+
+
+def test_errors_are_finite_where_the_layer_puts_out_nothing(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    for stats in layers(model, batches(stock)):
+        plan = LayerPlan.keep(stats.layer, [0, 2, 4, 5])
+        silent = changed(stats, expert_outputs=torch.zeros_like(stats.expert_outputs))
+        assert relative_error(silent, plan) == 0
+        muted = changed(stats, top_k_weights=torch.zeros_like(stats.top_k_weights))
+        expected = float(reconstruct(stats, plan).double().square().sum())
+        assert relative_error(muted, plan) == pytest.approx(expected) and expected > 0
+
+
+def test_a_layer_that_no_token_reached_has_no_error(tmp_path: Path) -> None:
+    stock, model = opened("ernie4_5_vl_moe", tmp_path)
+    unreached = [stats for stats in layers(model, batches(stock)) if len(stats.inputs) == 0]
+    assert len(unreached) == 2
+    for stats in unreached:
+        for plan in plans(stats):
+            assert relative_error(stats, plan) == 0
+        assert len(KeptErrors(stats).kept([0, 1, 2]).errors) == 0
+
+
+def test_samples_in_a_lower_precision_are_reconstructed_in_float32(tmp_path: Path) -> None:
+    stock = zoo.build("mixtral").bfloat16()
+    stock.save_pretrained(tmp_path)
+    model = open_model(locate(str(tmp_path)), "bfloat16", "cpu")
+    for stats in layers(model, batches(stock)):
+        everything, pairs = LayerPlan.keep(stats.layer, range(8)), merge_groups(stats, [(0, 1), (2, 3), (4, 5), (6, 7)])
+        assert reconstruct(stats, pairs).dtype == torch.float32
+        assert relative_error(stats, everything) < 1e-3 < relative_error(stats, pairs)

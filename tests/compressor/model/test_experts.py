@@ -1,0 +1,96 @@
+"""What one expert computes, against the stock experts module of every family."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.model.experts import apply_expert, expert_parameters, observed_forward, parameter_names, projections
+from tests import zoo
+from tests.opened import one_expert
+
+EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+NO_PRODUCT = {"gpt_oss", "openai_privacy_filter", "minimax_m3_vl"}  # (up + 1) * glu(gate)
+
+
+def layers(name: str) -> list[Any]:
+    return [module for module in zoo.experts(zoo.build(name)).values() if "vision" not in type(module).__name__.lower()]
+
+
+def tokens(experts: Any, count: int = 9, scale: float = 1.0) -> Tensor:
+    up = getattr(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+    width = up.shape[1] if experts.is_transposed else up.shape[2]
+    return scale * torch.randn(count, width, generator=torch.Generator().manual_seed(4))
+
+
+@EVERY
+@torch.no_grad()
+def test_apply_expert_is_the_stock_module_with_one_choice(name: str) -> None:
+    for experts in layers(name):
+        x = tokens(experts)
+        for expert in range(experts.num_experts):
+            found = apply_expert(experts, expert_parameters(experts, expert), x)
+            torch.testing.assert_close(found, one_expert(experts, expert, x), rtol=1e-5, atol=1e-5)
+        assert apply_expert(experts, expert_parameters(experts, 0), x[:0]).shape == x[:0].shape
+
+
+@EVERY
+@torch.no_grad()
+def test_observed_forward_is_the_stock_forward_and_shows_each_choice_once(name: str) -> None:
+    for experts in layers(name):
+        x, generator = tokens(experts), torch.Generator().manual_seed(8)
+        index = torch.rand(len(x), experts.num_experts, generator=generator).argsort(-1)[:, :3] % (
+            experts.num_experts - 1
+        )
+        weights = torch.rand(len(x), 3, generator=generator)
+        weights[2, 1] = 0  # a skipped choice
+        seen: dict[tuple[int, int], list[float]] = {}
+
+        def observe(expert: int, rows: Tensor, shares: Tensor, outputs: Tensor, x: Tensor = x, experts: Any = experts,
+                    seen: dict[tuple[int, int], list[float]] = seen) -> None:  # fmt: skip
+            for row, share, output in zip(rows.tolist(), shares.tolist(), outputs, strict=True):
+                seen.setdefault((expert, row), []).append(share)
+                torch.testing.assert_close(
+                    output, one_expert(experts, expert, x[row : row + 1])[0], rtol=1e-5, atol=1e-5
+                )
+
+        found = observed_forward(experts, x, index, weights, observe)
+        torch.testing.assert_close(found, experts(x, index, weights), rtol=1e-5, atol=1e-5)
+        expected: dict[tuple[int, int], list[float]] = {}
+        for row in range(len(x)):
+            for expert, share in zip(index[row].tolist(), weights[row].tolist(), strict=True):
+                expected.setdefault((expert, row), []).append(share)
+        assert {key: sorted(value) for key, value in seen.items()} == {k: sorted(v) for k, v in expected.items()}
+
+
+@EVERY
+@torch.no_grad()
+def test_projections_are_views_in_canonical_layout(name: str) -> None:
+    for experts in layers(name):
+        x = tokens(experts, scale=0.05)  # small, for activations that clamp
+        for parameter in (getattr(experts, key) for key in parameter_names(experts) if "bias" in key):
+            parameter.zero_()
+        view = projections(experts, 1)
+        assert view.up.shape == view.down.T.shape
+        assert view.up.shape[1] == x.shape[1]
+        before = one_expert(experts, 1, x)
+        if view.gate is None:
+            inner = experts.act_fn(x @ view.up.T)
+            torch.testing.assert_close(before, inner @ view.down.T, rtol=1e-5, atol=1e-6)
+            continue
+        assert view.gate.shape == view.up.shape
+        if getattr(experts, "has_post_expert_norm", False):
+            continue  # the norm hides every factor
+        gate, up = x @ view.gate.T, x @ view.up.T
+        fused = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(1)
+        torch.testing.assert_close(before, experts._apply_gate(fused) @ view.down.T, rtol=1e-5, atol=1e-6)
+        if name.split("-")[0] in NO_PRODUCT:
+            by_hand = (up + 1) * gate * (1.702 * gate).sigmoid()
+            torch.testing.assert_close(before, by_hand @ view.down.T, rtol=1e-5, atol=1e-6)
+            continue
+        view.up.mul_(2)  # a product is linear in up, and the view writes through
+        torch.testing.assert_close(one_expert(experts, 1, x), 2 * before, rtol=1e-5, atol=1e-6)
+        view.up.mul_(0.5)
+        view.gate.mul_(-3)
+        assert not torch.allclose(one_expert(experts, 1, x), -3 * before, rtol=1e-2, atol=1e-6)

@@ -1,0 +1,163 @@
+"""How many experts stay: --experts and --ratio, with and without routing groups; opening what does not fit together."""
+
+import json
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import open_model, pick_device, pick_dtype, resolve_count
+from tests import small
+
+
+def layer(experts: int = 8, top_k: int = 2, **details: Any) -> MoeLayer:
+    return MoeLayer("layers.0.experts", "layers.0", "layers.0.gate", "layers.0", 0, experts, top_k, **details)
+
+
+@given(st.integers(1, 300), st.floats(0, 1, exclude_max=True))
+def test_no_more_than_the_ratio_goes_and_no_less_than_can(experts: int, ratio: float) -> None:
+    kept = resolve_count((layer(experts, top_k=1),), None, ratio)
+    assert 1 <= kept <= experts
+    assert (experts - kept) / experts <= ratio
+    assert kept == 1 or (experts - kept + 1) / experts > ratio
+
+
+@given(st.integers(1, 300), st.integers(0, 299))
+def test_a_ratio_written_as_a_fraction_removes_exactly_that_many(experts: int, removed: int) -> None:
+    assume(removed < experts)
+    assert resolve_count((layer(experts, top_k=1),), None, removed / experts) == experts - removed
+
+
+@given(st.integers(1, 8), st.integers(2, 16), st.integers(0, 100))
+def test_routing_groups_stay_equal_under_a_ratio(groups: int, size: int, percent: int) -> None:
+    assume(percent < 100)
+    experts, ratio = groups * size, percent / 100
+    entry = layer(experts, top_k=1, routing_groups=groups, chosen_groups=groups)
+    kept = resolve_count((entry,), None, ratio)
+    assert kept % groups == 0
+    assert Fraction(experts - kept, experts) <= Fraction(percent, 100)
+    assert kept == groups or Fraction(experts - kept + groups, experts) > Fraction(percent, 100)
+
+
+def test_ratios_by_hand() -> None:
+    counts = {0.0: 8, 0.1: 8, 0.125: 7, 0.25: 6, 0.3: 6, 0.49999999999: 5, 0.5: 4, 0.75: 2}
+    assert {ratio: resolve_count((layer(),), None, ratio) for ratio in counts} == counts
+    assert resolve_count((layer(100),), None, 0.29) == 71  # 100 * 0.29 is 28.999999999999996
+    assert resolve_count((layer(8, routing_groups=4, chosen_groups=4),), None, 0.3) == 8
+
+
+REFUSALS: list[tuple[dict[str, Any], int | None, float | None, str]] = [
+    ({}, None, None, "either --experts N or --ratio R"),
+    ({}, 4, 0.5, "either --experts N or --ratio R"),
+    ({}, 9, None, "layers.0.experts: 9 experts asked for, it has 8"),
+    ({}, 1, None, "1 experts are fewer than the top-k of 2"),
+    ({}, 0, None, "--experts 0 leaves nothing"),
+    ({}, -1, None, "--experts -1 leaves nothing"),
+    ({}, None, 1.0, r"--ratio 1\.0 is not a share"),
+    ({}, None, -0.25, "is not a share"),
+    ({}, None, math.nan, "--ratio nan is not a share"),
+    ({}, None, math.inf, "--ratio inf is not a share"),
+    ({}, None, 0.99, "1 experts are fewer than the top-k of 2"),
+    ({"routing_groups": 2, "chosen_groups": 2}, 5, None, "5 experts do not divide into its 2 routing groups"),
+    (
+        {"routing_groups": 4, "chosen_groups": 4, "experts_per_group": 2},
+        4,
+        None,
+        "leave 1 in each of its 4 routing groups, its router needs 2; keep at least 8",
+    ),
+    (
+        {"top_k": 4, "routing_groups": 2, "chosen_groups": 1},
+        6,
+        None,
+        "leave 3 within a token's 1 routing groups, fewer than the top-k of 4; keep at least 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("details", "experts", "ratio", "message"), REFUSALS)
+def test_impossible_counts_are_refused(
+    details: dict[str, Any], experts: int | None, ratio: float | None, message: str
+) -> None:
+    with pytest.raises(CompressionError, match=message):
+        resolve_count((layer(**details),), experts, ratio)
+
+
+def test_all_experts_is_the_identity() -> None:
+    assert resolve_count((layer(),), 8, None) == 8
+    assert resolve_count((layer(),), 2, None) == 2
+
+
+def test_every_layer_is_asked() -> None:
+    with pytest.raises(CompressionError, match=r"layers\.0\.experts: 3 experts are fewer than the top-k of 4"):
+        resolve_count((layer(), layer(top_k=4)), 3, None)
+
+
+@pytest.mark.parametrize("name", ["nope", "meta", "cuda:99", ""])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(CompressionError, match=r"cannot be used .*pass --device cpu or auto"):
+        pick_device(name)
+
+
+def test_devices_and_dtypes(tmp_path: Path) -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    model = open_model(locate(str(small.save(tmp_path / "model"))))
+    assert model.partial.dtype == torch.float32
+    assert pick_dtype("bfloat16", model.config, model.checkpoint) == torch.bfloat16
+    with pytest.raises(CompressionError, match="no dtype 'int8'; known are auto, float32, bfloat16, float16"):
+        pick_dtype("int8", model.config, model.checkpoint)
+
+
+def config(**fields: Any) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_json(folder / "config.json", lambda content: content.update(fields))
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_tensors(folder, change)
+
+
+def renumber(content: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in content if "layers.1." in name and "experts.7." in name]:
+        content[name.replace("experts.7.", "experts.9.")] = content.pop(name)
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
+UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no model type": (lambda f: (f / "config.json").write_text("{}"), "transformers cannot read .*config.json"),
+    "unknown type": (config(model_type="nope", architectures=["Nope"]), "cannot read .*model type `nope`"),
+    "remote code": (config(model_type="nope", auto_map={"AutoConfig": "x.Y"}), "transformers cannot read"),
+    "count is text": (config(num_local_experts="eight"), "Validation error for field 'num_local_experts'"),
+    "negative count": (config(num_local_experts=-1), "cannot build MixtralForCausalLM"),
+    "no experts": (config(num_local_experts=0), "routers beside its experts"),
+    "fewer experts": (config(num_local_experts=7), "holds 8 tensors like .* for 7 experts"),
+    "more experts": (config(num_local_experts=16), "holds 8 tensors like .* for 16 experts"),
+    "unknown dtype": (config(dtype="float99"), "float99"),
+    "expert tensor gone": (tensors(lambda t: t.pop(EXPERT)), "layers.1.*holds 7 tensors like .*w2.* for 8 experts"),
+    "expert numbered 9": (tensors(renumber), "layers.1.*no tensor like .* of expert 7"),
+    "expert's shape": (
+        tensors(lambda t: t.update({EXPERT: torch.zeros(5, 5)})),
+        r"'model.layers.1.block_sparse_moe.experts.7.w2.weight' has shape \[5, 5\]",
+    ),
+    "dense": (
+        lambda f: (f / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 9})),
+        r"LlamaForCausalLM \(llama\) has no experts module .* it is a dense model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(name: str, tmp_path: Path) -> None:
+    damage, message = UNFIT[name]
+    folder = small.save(tmp_path / "model")
+    damage(folder)
+    with pytest.raises(CompressionError, match=message) as fault:
+        open_model(locate(str(folder)))
+    assert "\n" not in str(fault.value)

@@ -1,0 +1,78 @@
+"""Batches that run through a layer without being moved on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.model.streaming import stream_layers
+from tests.opened import plain_calls, watch
+from tests.ordered import opened_wide, with_heldout
+
+
+@pytest.mark.parametrize(
+    "name", ["zaya", "deepseek_v4", "qwen3_next", "jamba", "kimi_linear", "minimax", "lfm2_moe", "granitemoehybrid"]
+)
+def test_rehearsals_show_what_a_plain_forward_does_and_leave_no_trace(name: str, tmp_path: Path) -> None:
+    """Every layer rehearsed twice: state that a forward leaves behind would show."""
+    stock, model = opened_wide(name, tmp_path)
+    parts = with_heldout(stock).batches
+    expected = plain_calls(stock, model.architecture, parts)
+    seen = watch(model.partial.model, model.architecture.layers)
+
+    def standing(unit: str, rehearse: Callable[[], None]) -> None:
+        rehearse()
+        rehearse()
+
+    wanted = {layer.unit for layer in model.architecture.layers}
+    for _ in stream_layers(
+        model.partial, parts, model.architecture.units, wanted, standing=standing, rehearsing=range(len(parts))
+    ):
+        pass
+    for layer, calls in expected.items():
+        assert len(seen[layer].experts_outputs) == 3 * len(parts), layer
+        for found, plain in zip(seen[layer].experts_outputs, 3 * calls.experts_outputs, strict=True):
+            torch.testing.assert_close(found, plain, rtol=0, atol=2e-6)
+
+
+class InPlace(nn.Module):
+    """A layer that writes into what it is given."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.mul_(2)
+
+
+class Doubling(nn.Module):
+    """Two such layers behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 2), nn.ModuleList([InPlace(), InPlace()])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+        hidden: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_rehearsing_a_layer_that_writes_into_its_input_does_not_move_it_on() -> None:
+    nothing: Any = lambda *_: ()  # noqa: E731
+    partial: Any = SimpleNamespace(
+        model=Doubling(), device=torch.device("cpu"), load=nothing, release=nothing, keys_under=nothing, tied={}
+    )
+    ids, found = torch.tensor([[2, 5]]), list[Tensor]()
+    units = ("layers.0", "layers.1")
+    for _ in stream_layers(
+        partial, [ids], units, units, standing=lambda unit, rehearse: rehearse(), rehearsing=[0],
+        finishing=[0], finished=lambda batch, output: found.append(output),
+    ):  # fmt: skip
+        pass
+    assert torch.equal(found[0], 4 * partial.model.embed(ids))

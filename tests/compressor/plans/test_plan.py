@@ -1,0 +1,377 @@
+"""Plans: JSON there and back, what groups mean, and one clear refusal for each way to edit a plan into nonsense."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.plans.json import readable_json
+from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source, check_against
+
+FINGERPRINT = "f" * 64
+
+
+def moe_layer(index: int = 0, experts: int = 8, top_k: int = 2, groups: int = 1) -> MoeLayer:
+    name = f"model.layers.{index}.mlp"
+    return MoeLayer(
+        f"{name}.experts", name, f"{name}.gate", f"model.layers.{index}", index, experts, top_k, groups, groups,
+    )  # fmt: skip
+
+
+def a_plan(*layers: LayerPlan) -> CompressionPlan:
+    chosen = layers or tuple(LayerPlan.keep(moe_layer(index), [0, 2, 5, 7]) for index in range(2))
+    return CompressionPlan(
+        Source("folder", None, FINGERPRINT), len(chosen[0].groups), "by-hand", {}, None, tuple(chosen)
+    )
+
+
+@st.composite
+def group_of(draw: st.DrawFn, members: tuple[int, ...]) -> Group:
+    def shares() -> tuple[float, ...]:
+        weights = draw(st.lists(st.floats(1e-3, 1e3), min_size=len(members), max_size=len(members)))
+        return tuple(weight / sum(weights) for weight in weights)
+
+    head = draw(st.none() | st.sampled_from(members))
+    return Group(members, shares(), shares(), draw(st.floats(1e-6, 1e6)), head)
+
+
+@st.composite
+def layer_plan(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
+    experts = draw(st.integers(keep, 12))
+    order = draw(st.permutations(range(experts)))
+    cuts = sorted(draw(st.sets(st.integers(1, experts - 1), min_size=keep - 1, max_size=keep - 1)))
+    pieces = [order[begin:end] for begin, end in zip([0, *cuts], [*cuts, experts], strict=True)]
+    kept = [tuple(sorted(piece[: draw(st.integers(1, len(piece)))])) for piece in pieces]
+    groups = [draw(group_of(members)) for members in kept]
+    figures = draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=2))
+    return LayerPlan.of(moe_layer(index, experts), groups, decided_by=draw(st.text(max_size=8)), figures=figures)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> CompressionPlan:
+    keep = draw(st.integers(2, 5))
+    layers = tuple(draw(layer_plan(index, keep)) for index in draw(st.sets(st.integers(0, 9), min_size=1, max_size=3)))
+    calibration = draw(st.none() | st.fixed_dictionaries({"source": st.text(), "tokens": st.integers(0, 99)}))
+    source = Source(draw(st.text(min_size=1)), draw(st.none() | st.text()), FINGERPRINT)
+    options = draw(st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
+    return CompressionPlan(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
+
+
+@given(plans())
+def test_json_there_and_back(plan: CompressionPlan) -> None:
+    again = CompressionPlan.from_dict(json.loads(plan.to_json()))
+    assert again == plan
+    assert again.digest() == plan.digest()
+    assert again.to_json() == plan.to_json()
+
+
+@given(plans())
+def test_slots_and_dropped_share_out_all_experts(plan: CompressionPlan) -> None:
+    for layer in plan.layers:
+        slots = layer.slots()
+        assert sorted([*slots, *layer.dropped]) == list(range(layer.experts))
+        for slot, group in enumerate(layer.groups):
+            assert {expert for expert, place in slots.items() if place == slot} == set(group.members)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4))
+def test_readable_json_is_the_same_json(content: dict[str, Any]) -> None:
+    assert json.loads(readable_json(content)) == content
+
+
+def without_lists(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: without_lists(value) for name, value in content.items()}
+    return "[ a ]" if isinstance(content, list) else content
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4))
+def test_readable_json_without_lists_is_indented_json(content: dict[str, Any]) -> None:
+    content = without_lists(content)
+    assert readable_json(content) == json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def test_lists_of_plain_values_stand_on_one_line_and_text_is_left_alone() -> None:
+    content = {"members": (0, 2, 5), "text": "[ x ]", "empty": [], "more": [["[\n 1 ]", None], {"a": {}}], 7: True}
+    assert readable_json(content) == (
+        '{\n  "members": [0, 2, 5],\n  "text": "[ x ]",\n  "empty": [],\n  "more": [\n    ["[\\n 1 ]", null],\n'
+        '    {\n      "a": {}\n    }\n  ],\n  "7": true\n}\n'
+    )
+
+
+def test_digest_is_about_the_groups_alone() -> None:
+    plan = a_plan()
+    assert replace(plan, strategy="other", seed=5).digest() == plan.digest()
+    assert a_plan(*(LayerPlan.keep(moe_layer(i), [0, 2, 5, 6]) for i in range(2))).digest() != plan.digest()
+    assert replace(plan, source=Source("folder", None, "0" * 64)).digest() != plan.digest()
+
+
+def test_digest_of_a_corrected_plan_is_about_its_tokens_too() -> None:
+    data = {"source": "a.txt", "sha256": "0" * 64, "heldout": 0.125}
+    plan = replace(a_plan(), correction={"method": "ridge"}, calibration=data)
+    assert replace(plan, calibration={**data, "source": "b.txt"}).digest() == plan.digest() != a_plan().digest()
+    others: list[dict[str, Any]] = [{"sha256": "1" * 64}, {"heldout": 0.25}, {"only": "a"}]
+    for other in others:
+        assert replace(plan, calibration={**data, **other}).digest() != plan.digest()
+    assert replace(plan, seed=5).digest() != plan.digest()
+    assert replace(plan, correction={"method": "tune"}).digest() != plan.digest()
+
+
+def test_drop_and_merge_are_told_apart() -> None:
+    assert a_plan().is_drop
+    assert Group.single(3).untouched
+    assert not Group((3,), (1.0,), (1.0,), 0.5).untouched
+    assert not a_plan(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0)), Group.single(2)])).is_drop
+
+
+def first_layer(content: dict[str, Any]) -> Any:
+    return content["layers"][0]
+
+
+def first_group(content: dict[str, Any]) -> Any:
+    return content["layers"][0]["groups"][0]
+
+
+Edit = Callable[[dict[str, Any]], Any]
+EDITS: dict[str, tuple[Edit, str]] = {
+    "another format": (lambda c: c.update(format="moe-compressor-plan/9"), "format is 'moe-compressor-plan/9'"),
+    "no format": (lambda c: c.pop("format"), "format is None"),
+    "no layers": (lambda c: c.pop("layers"), "field 'layers' is missing"),
+    "no experts": (lambda c: c.pop("experts"), "field 'experts' is missing"),
+    "no members": (lambda c: first_group(c).pop("members"), "field 'members' is missing"),
+    "no fingerprint": (lambda c: c["source"].pop("fingerprint"), "field 'fingerprint' is missing"),
+    "unknown field": (lambda c: c.update(exprets=4), "unknown field 'exprets'"),
+    "unknown layer field": (
+        lambda c: first_layer(c).update(bias=1),
+        "layers.0.mlp.experts has an unknown field 'bias'",
+    ),
+    "unknown group field": (lambda c: first_group(c).update(weight=1), r"group \[0\] has an unknown field 'weight'"),
+    "unknown source field": (lambda c: c["source"].update(path="x"), "unknown field 'path'"),
+    "expert in two groups": (
+        lambda c: first_group(c).update(members=[0, 2], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
+        "layers.0.mlp.experts: expert 2 is in two groups",
+    ),
+    "expert twice in a group": (
+        lambda c: first_group(c).update(members=[0, 0], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
+        "expert 0 is in two groups",
+    ),
+    "no such expert": (lambda c: first_group(c).update(members=[8]), "expert 8 does not exist.*numbered 0 to 7"),
+    "negative expert": (lambda c: first_group(c).update(members=[-1]), "expert -1 does not exist"),
+    "expert true": (lambda c: first_group(c).update(members=[True]), "expert True does not exist"),
+    "expert a fraction": (lambda c: first_group(c).update(members=[0.0]), "expert 0.0 does not exist"),
+    "expert text": (lambda c: first_group(c).update(members="0"), "expert '0' does not exist"),
+    "empty group": (
+        lambda c: first_group(c).update(members=[], coefficients=[], router_coefficients=[]),
+        "must sum to 1|no members",
+    ),
+    "sum above 1": (lambda c: first_group(c).update(coefficients=[1.1]), r"coefficients that sum to 1\.1; they must"),
+    "router sum": (lambda c: first_group(c).update(router_coefficients=[0.5]), "router_coefficients that sum to 0.5"),
+    "coefficient NaN": (lambda c: first_group(c).update(coefficients=[float("nan")]), "must sum to 1"),
+    "coefficient infinite": (lambda c: first_group(c).update(coefficients=[float("inf")]), "must sum to 1"),
+    "coefficient text": (lambda c: first_group(c).update(coefficients=["1"]), "'1' stands where a number should"),
+    "coefficient true": (lambda c: first_group(c).update(coefficients=[True]), "True stands where a number should"),
+    "coefficients too many": (lambda c: first_group(c).update(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
+    "scale zero": (lambda c: first_group(c).update(scale=0), "scale 0.0; it must be a positive number"),
+    "head no member": (lambda c: first_group(c).update(head=3), r"group \[0\] has head 3, which is none of its"),
+    "head true": (lambda c: first_group(c).update(head=True), "head should be a whole number, it is True"),
+    "head a fraction": (lambda c: first_group(c).update(head=0.0), "head should be a whole number, it is 0.0"),
+    "head text": (lambda c: first_group(c).update(head="0"), "head should be a whole number, it is '0'"),
+    "scale huge": (lambda c: first_group(c).update(scale=10**400), "not built like a plan"),
+    "groups missing": (
+        lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
+        "3 groups, but the plan keeps 4 experts in every layer",
+    ),
+    "below top-k": (
+        lambda c: (c.update(experts=1), [e.update(groups=e["groups"][:1], dropped=[]) for e in c["layers"]]),
+        "1 experts are fewer than the top-k of 2",
+    ),
+    "count edited": (lambda c: c.update(experts=5), "4 groups, but the plan keeps 5"),
+    "count a text": (lambda c: c.update(experts="4"), "experts should be a whole number, it is '4'"),
+    "top-k a fraction": (lambda c: first_layer(c).update(top_k=2.5), "top_k should be a whole number"),
+    "routing groups text": (lambda c: first_layer(c).update(routing_groups="2"), "routing_groups should be a whole"),
+    "seed text": (lambda c: c.update(seed="x"), "seed should be a whole number"),
+    "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
+    "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
+    "layer twice": (lambda c: c["layers"].append(c["layers"][0]), "layers.0.mlp.experts appears twice"),
+    "layers a text": (lambda c: c.update(layers="all"), "layers: 'a' stands where an object"),
+    "layers null": (lambda c: c.update(layers=None), "not built like a plan"),
+    "layer null": (lambda c: c.update(layers=[None]), "None stands where an object"),
+    "groups null": (lambda c: first_layer(c).update(groups=None), "not built like a plan"),
+    "group a list": (lambda c: first_layer(c).update(groups=[[0, 1]]), r"\[0, 1\] stands where an object"),
+    "source text": (lambda c: c.update(source="here"), "'here' stands where an object"),
+    "fingerprint number": (lambda c: c["source"].update(fingerprint=5), "model and fingerprint should be text"),
+    "revision number": (lambda c: c["source"].update(revision=5), "revision should be text or null"),
+    "calibration text": (lambda c: c.update(calibration="c4"), "not built like a plan"),
+    "calibration empty": (lambda c: c.update(calibration={}), "calibration should name its source"),
+    "options text": (lambda c: c.update(options="x"), "not built like a plan"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_impossible_edit_is_refused(name: str, tmp_path: Path) -> None:
+    edit, message = EDITS[name]
+    path = tmp_path / "plan.json"
+    path.write_text(a_plan().to_json())
+    path.write_text(edited(path, edit))
+    with pytest.raises(CompressionError, match=message) as fault:
+        CompressionPlan.load(path)
+    assert "\n" not in str(fault.value)
+
+
+def edited(path: Path, edit: Edit) -> str:
+    content = json.loads(path.read_text())
+    edit(content)
+    return json.dumps(content)
+
+
+def test_plan_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(CompressionError, match=r"plan.json cannot be read \(No such file"):
+        CompressionPlan.load(path)
+    with pytest.raises(CompressionError, match=r"cannot be read \(Is a directory\)"):
+        CompressionPlan.load(tmp_path)
+    for content, message in (("{", "not valid JSON"), ("[]", "should hold a JSON object"), ("[" * 99_999, "not valid")):
+        path.write_text(content)
+        with pytest.raises(CompressionError, match=message):
+            CompressionPlan.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(CompressionError, match="not valid JSON"):
+        CompressionPlan.load(path)
+
+
+def test_dropped_may_be_left_out_or_say_less() -> None:
+    content = json.loads(a_plan().to_json())
+    for given_list in (None, [], [1]):
+        first_layer(content)["dropped"] = given_list
+        assert CompressionPlan.from_dict(content) == a_plan()
+    del first_layer(content)["dropped"]
+    assert CompressionPlan.from_dict(content) == a_plan()
+
+
+def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
+    content = json.loads(a_plan().to_json())
+    first_group(content).update(members=[0, 1], coefficients=[0.75, 0.25], router_coefficients=[1, 0])
+    with pytest.raises(CompressionError, match="expert 1 is in a group and in 'dropped'"):
+        CompressionPlan.from_dict(content)
+    first_layer(content)["dropped"].remove(1)
+    plan = CompressionPlan.from_dict(content)
+    assert plan.layers[0].dropped == (3, 4, 6)
+    assert plan.layers[0].slots() == {0: 0, 1: 0, 2: 1, 5: 2, 7: 3}
+
+
+def test_router_coefficients_follow_the_others_if_left_out() -> None:
+    content = json.loads(a_plan().to_json())
+    del first_group(content)["router_coefficients"]
+    assert CompressionPlan.from_dict(content) == a_plan()
+
+
+def test_routing_groups_must_stay_equal_whole_and_in_order() -> None:
+    layer = moe_layer(groups=2)
+    assert len(LayerPlan.keep(layer, [0, 1, 4, 6]).groups) == 4
+    with pytest.raises(CompressionError, match=r"keep unequal numbers of experts, \[3, 1\]"):
+        LayerPlan.keep(layer, [0, 1, 2, 4])
+    with pytest.raises(CompressionError, match="3 experts do not divide into its 2 routing groups"):
+        LayerPlan.keep(layer, [0, 1, 4])
+    with pytest.raises(CompressionError, match=r"group \[0, 5\] mixes experts of different routing groups"):
+        LayerPlan.of(layer, [Group((0, 5), (0.5, 0.5), (0.5, 0.5)), Group.single(4)])
+    whole = LayerPlan.keep(layer, [0, 1, 4, 6])
+    with pytest.raises(CompressionError, match="not in the order of the routing groups"):
+        replace(whole, groups=whole.groups[::-1])
+
+
+def test_another_models_plan_is_refused() -> None:
+    layers = [moe_layer(0), moe_layer(1)]
+    plan = a_plan()
+    check_against(plan, layers, FINGERPRINT)
+    with pytest.raises(CompressionError, match="made for another model: its source fingerprint ffffffffffff differs"):
+        check_against(plan, layers, "0" * 64)
+    with pytest.raises(
+        CompressionError, match=r"speaks of model\.layers\.1\.mlp.experts, which this model does not have"
+    ):
+        check_against(plan, layers[:1], FINGERPRINT)
+    with pytest.raises(CompressionError, match=r"has no entry for model\.layers\.2\.mlp\.experts"):
+        check_against(plan, [*layers, moe_layer(2)], FINGERPRINT)
+    with pytest.raises(CompressionError, match="the plan says top_k 2, the model has 3; restore it"):
+        check_against(plan, [moe_layer(0, top_k=3), moe_layer(1)], FINGERPRINT)
+    with pytest.raises(CompressionError, match="the plan says experts 8, the model has 16"):
+        check_against(plan, [moe_layer(0, experts=16), moe_layer(1)], FINGERPRINT)
+
+
+def test_a_head_is_written_where_there_is_one_and_counts_for_the_digest() -> None:
+    def with_head(head: int | None) -> CompressionPlan:
+        return a_plan(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0), head=head), Group.single(2)]))
+
+    written = with_head(1).to_dict()["layers"][0]["groups"]
+    assert written[0]["head"] == 1 and "head" not in written[1]
+    assert "head" not in first_group(with_head(None).to_dict())
+    assert CompressionPlan.from_dict(json.loads(with_head(1).to_json())).layers[0].groups[0].head == 1
+    assert len({with_head(head).digest() for head in (None, 0, 1)}) == 3
+
+
+def test_a_head_aligns_only_where_several_members_count() -> None:
+    assert Group((0, 1), (0.5, 0.5), (1.0, 0.0), head=0).aligned
+    assert Group((0, 1, 2), (1.5, -0.5, 0.0), (1.0, 0.0, 0.0), head=2).aligned
+    assert not Group((0, 1), (0.5, 0.5), (1.0, 0.0)).aligned
+    assert not Group((0, 1), (0.0, 1.0), (1.0, 0.0), head=0).aligned
+    assert not Group((3,), (1.0,), (1.0,), head=3).aligned
+    assert Group((3,), (1.0,), (1.0,), head=3).untouched
+
+
+def test_protected_experts_are_written_where_there_are_some_and_leave_the_digest_as_it_is() -> None:
+    plan = a_plan()
+    guarded = replace(plan, protected={"model.layers.1.mlp.experts": (0, 7)})
+    assert "protected" not in plan.to_dict()
+    content = json.loads(guarded.to_json())
+    assert content["protected"] == {"model.layers.1.mlp.experts": [0, 7]}
+    assert CompressionPlan.from_dict(content) == guarded and guarded.digest() == plan.digest()
+    content["protected"] = {"model.layers.1.mlp.experts": [7, 0, 7]}
+    assert CompressionPlan.from_dict(content) == guarded
+    assert CompressionPlan.from_dict({**content, "protected": {}}) == plan
+
+
+@pytest.mark.parametrize(
+    ("protected", "message"),
+    [
+        ({"model.layers.9.mlp.experts": [0]}, r"names model\.layers\.9\.mlp\.experts, which the plan does not have"),
+        ({"model.layers.0.mlp.experts": [8]}, "protected expert 8 does not exist; experts are numbered 0 to 7"),
+        ({"model.layers.0.mlp.experts": [-1]}, "protected expert -1 does not exist"),
+        ({"model.layers.0.mlp.experts": [True]}, "each protected expert should be a whole number, it is True"),
+        ({"model.layers.0.mlp.experts": ["2"]}, "each protected expert should be a whole number, it is '2'"),
+        ({"model.layers.0.mlp.experts": 2}, "protected should be an object with a list of experts for each module"),
+        ([2], "protected should be an object"),
+        (None, "protected should be an object"),
+        ({"model.layers.0.mlp.experts": [0, 4]}, "expert 4 is protected, but is not kept as it is; give it an untouch"),
+    ],
+)
+def test_impossible_protected_experts_are_refused(protected: Any, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        CompressionPlan.from_dict({**json.loads(a_plan().to_json()), "protected": protected})
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"members": [0, 1], "coefficients": [1.0, 0.0]},
+        {"members": [0], "coefficients": [1.0], "scale": 0.5},
+        {"members": [1], "coefficients": [1.0]},
+    ],
+)
+def test_a_plan_edited_to_touch_a_protected_expert_is_refused(group: dict[str, Any]) -> None:
+    content = json.loads(replace(a_plan(), protected={"model.layers.0.mlp.experts": (0, 2)}).to_json())
+    content["layers"][0]["groups"][0] = group
+    content["layers"][0]["dropped"] = []
+    with pytest.raises(CompressionError, match="expert 0 is protected, but is not kept as it is"):
+        CompressionPlan.from_dict(content)

@@ -1,0 +1,103 @@
+"""The command in a model card makes the same plan when it is run."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compressor.api import compressing as api
+from compressor.planning.registry import read_option
+from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.command import option_text, protected_list, rebuilt
+from tests.command_line import captured
+
+DEMO = Path("compressor/demo/checkpoint").absolute()
+SMALL: dict[str, Any] = {"experts": 12, "samples": 4, "sequence_length": 32}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the model and two texts, where the command is run."""
+    shutil.copytree(DEMO, tmp_path / "checkpoint")
+    for name, text in (("a.txt", "one two three "), ("b=2.txt", "7 + 5 = 12; ")):
+        (tmp_path / name).write_text(text * 400)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def published(folder: Path) -> tuple[dict[str, Any], CompressionPlan]:
+    """The plan in an output, as it has it, and read."""
+    content = json.loads((folder / "compression.json").read_text())["plan"]
+    return content, CompressionPlan.from_dict(content)
+
+
+def run_again(folder: Path, place: Path) -> CompressionPlan:
+    """Run the rebuilt command and read the plan of what it made."""
+    plan = published(folder)[1]
+    command = rebuilt(plan, "again")
+    assert command is not None and str(place) not in "".join(command.lines)
+    if command.protected is not None:
+        (place / "protected.json").write_text(command.protected)
+    for line in command.lines:
+        name, *arguments = shlex.split(line)
+        result = captured(*arguments)
+        assert name == "moe-compress" and result.status == 0, result
+    return published(place / "again")[1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "extra"),
+    [
+        ({"strategy": "count-guided", "calibration": ["a.txt=3", "b=2.txt=1"]}, []),
+        ({"strategy": "reap", "calibration": ["b=2.txt"], "options": {"saliency": "mean-norm"}, "seed": 3}, []),
+        ({"strategy": "count-guided", "calibration": "demo", "correct": "ridge"}, ["--correct ridge", "--dtype"]),
+        ({"strategy": "count-guided", "calibration": "demo", "sequential": True, "seed": 5}, ["--sequential"]),
+        (
+            {"strategy": "hc-smoe", "calibration": "demo", "options": {"merge_routers": False, "merge": "max"}},
+            ["merge_routers=false", "merge=max"],
+        ),
+        ({"strategy": "model-centric", "options": {"representation": "vectorized"}}, ["--correct none"]),
+    ],
+)
+def test_the_rebuilt_command_makes_the_same_plan(wanted: dict[str, Any], extra: list[str], place: Path) -> None:
+    api.compress("checkpoint", "out", **SMALL, **wanted)
+    content, plan = published(place / "out")
+    again = run_again(place / "out", place)
+    assert again.digest() == plan.digest()
+    assert again.layers == plan.layers and again.to_dict()["calibration"] == content["calibration"]
+    command = rebuilt(plan, "again")
+    assert command is not None and all(part in command.lines[0] for part in extra)
+
+
+def test_protected_experts_come_as_the_file_that_the_command_reads(place: Path) -> None:
+    listed = [{"layer": 0, "expert": 3}, {"layer": 2, "expert": 15}, {"layer": 2, "expert": 1}]
+    (place / "mine.json").write_text(json.dumps(listed))
+    api.compress("checkpoint", "out", **SMALL, strategy="count-guided", calibration="demo", protect="mine.json")
+    plan = published(place / "out")[1]
+    assert json.loads(protected_list(plan)) == sorted(listed, key=lambda entry: (entry["layer"], entry["expert"]))
+    again = run_again(place / "out", place)
+    assert again.digest() == plan.digest() and again.protected == plan.protected
+
+
+def test_a_plan_for_one_source_of_several_takes_two_commands(place: Path) -> None:
+    plans = api.plan_per_source("checkpoint", **SMALL, strategy="count-guided", calibration=["a.txt", "b=2.txt"])
+    assert plans[1].digest() != plans[2].digest()
+    api.apply(plans[2], "out")
+    again = run_again(place / "out", place)
+    assert again.digest() == plans[2].digest() and again.calibration is not None and again.calibration["only"] == "b=2"
+
+
+@pytest.mark.parametrize("value", [1, 2.5, True, None, "text", "7", "true", '"quoted"', "a b'c", [1, "x"]])
+def test_options_are_read_back_as_they_were(value: Any) -> None:
+    (argument,) = shlex.split(shlex.quote(option_text("merge_routers", value)))
+    assert read_option(argument, "fault") == ("merge_routers", value)
+
+
+def test_without_sizes_no_command_is_claimed(place: Path) -> None:
+    api.compress("checkpoint", "out", **SMALL, strategy="count-guided", calibration="demo")
+    content = published(place / "out")[0]
+    del content["calibration"]["asked"]
+    assert rebuilt(CompressionPlan.from_dict(content), "again") is None

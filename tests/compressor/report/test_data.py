@@ -1,0 +1,177 @@
+"""A report's data: what an output says of itself, its JSON, and how evenly visits spread."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import compressor
+from compressor.errors import CompressionError
+from compressor.gates.report import gate_json
+from compressor.report.data import LayerMeasures, Load, Measured, ReportData, load_of, report_data
+from tests import gates, small
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    small.save(folder / "in")
+    text = small.text_file(folder)
+    (folder / "protected.json").write_text('[{"layer": 1, "expert": 6}]')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_COMPRESSOR_CACHE", str(folder / "cache"))
+        compressor.compress(
+            str(folder / "in"), folder / "out", experts=4, strategy="reap", calibration=str(text), samples=6,
+            sequence_length=32, correct="ridge", sequential=True, protect=str(folder / "protected.json"),
+            command=("moe-compress", "compress", "in"),
+        )  # fmt: skip
+    return folder / "out"
+
+
+@pytest.fixture
+def cached(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(out.parent / "cache"))
+
+
+MODULES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+MEASURED = Measured(
+    tuple(
+        LayerMeasures(module, ((1.0, 0.25), (0.25, 1.0)), "made up", (0.5, 0.5), (1.0,), 0.125, 0.875, 0.1, 0.9)
+        for module in MODULES
+    ),
+    1000, "calibration.txt", ("Something is missing.",),
+)  # fmt: skip
+
+
+def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
+    record = json.loads((out / "compression.json").read_text())
+    data = report_data(out)
+    assert (data.title, data.source, data.revision) == ("out", "in", None)
+    assert (data.strategy, data.sequential) == ("reap", True)
+    assert data.correction is not None and data.correction["method"] == "ridge"
+    assert (data.experts_before, data.experts_after, data.top_k) == (8, 4, 2)
+    assert data.parameters == (record["parameters"]["before"], record["parameters"]["after"])
+    assert data.nbytes == (record["bytes"]["before"], record["bytes"]["after"])
+    assert data.nbytes[1] < data.nbytes[0]
+    assert data.plan_digest == record["plan_digest"] and data.versions == record["versions"]
+    assert set(data.seconds) == {"open", "plan", "correct", "write"} and (data.peak_memory or 0) > 0
+    assert data.command == ("moe-compress", "compress", "in")
+    assert (data.missing, data.gate, data.hubs) == ((), None, ())
+    for layer, planned in zip(data.layers, record["plan"]["layers"], strict=True):
+        assert [list(group) for group in layer.groups] == [group["members"] for group in planned["groups"]]
+        assert list(layer.dropped) == planned["dropped"] and (layer.experts, layer.kept) == (8, 4)
+        assert layer.protected == ((6,) if layer.layer == 1 else ())
+        figures = planned["figures"]["correction"]
+        assert layer.heldout_error_before == figures["heldout_error_before"]
+        assert layer.heldout_error_after == figures["heldout_error"]
+        assert (layer.similarity, layer.visits_before, layer.error) == (None, None, None)
+
+
+def test_an_output_from_elsewhere_lacks_only_the_runs_figures(out: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path))
+    data = report_data(out)
+    assert (data.seconds, data.peak_memory, data.command) == ({}, None, None)
+    assert data.missing == ("This machine has no record of the run, so its times and memory are not shown.",)
+    assert str(out.parent) not in data.to_json()
+
+
+def test_what_was_measured_goes_to_its_layer(out: Path, cached: None) -> None:
+    modules = [layer.module for layer in report_data(out).layers]
+    measured = replace(MEASURED, layers=tuple(replace(MEASURED.layers[0], module=name) for name in modules[1:]))
+    first, second = report_data(out, measured).layers
+    assert (first.error, first.similarity) == (None, None)
+    assert (second.error, second.cosine, second.similarity_label) == (0.125, 0.875, "made up")
+    assert (second.stream_error, second.stream_cosine) == (0.1, 0.9)
+    assert second.load_before == Load(1.0, pytest.approx(1.0)) and second.load_after == Load(1.0, 1.0)
+    assert report_data(out, measured).missing == ("Something is missing.",)
+    assert report_data(out, measured).measured_tokens == 1000
+
+
+def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None:
+    of_these = {"weights": [["model.safetensors", (out / "model.safetensors").stat().st_size, 0]], "files": {}}
+    gate = replace(gates.mixed(), compressed_identity=of_these)
+    (out / "gate.json").write_text(gate_json(gate))
+    hubs = tmp_path / "hubs.json"
+    hubs.write_text('[{"module": "m", "layer": 1, "expert": 6, "influence": 2.5}]')
+    try:
+        data = report_data(out, MEASURED, hubs)
+        assert data.gate == gate
+        assert data.hubs == ({"module": "m", "layer": 1, "expert": 6, "influence": 2.5},)
+        assert ReportData.from_json(data.to_json()) == data
+        (out / "gate.json").write_text(gate_json(gates.mixed()))  # which judged files of other sizes
+        assert report_data(out, MEASURED).gate is None
+        with pytest.raises(CompressionError, match="is of another model"):
+            report_data(out, MEASURED, gate=out / "gate.json")
+    finally:
+        (out / "gate.json").unlink()
+    for content in ('{"a": 1}', "[1]", "nonsense", '[{"layer": 1}]'):
+        hubs.write_text(content)
+        with pytest.raises(CompressionError, match=r"name a hubs\.json that moe-compress attribute has written"):
+            report_data(out, None, hubs)
+    with pytest.raises(CompressionError, match=r"absent\.json cannot be read"):
+        report_data(out, None, tmp_path / "absent.json")
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no plan": (lambda content: content.pop("plan"), "holds no plan"),
+    "another plan": (lambda content: content["plan"].pop("layers"), "field 'layers' is missing"),
+    "no sizes": (lambda content: content.pop("bytes"), "is damaged"),
+    "odd sizes": (lambda content: content.update(parameters={"before": "many"}), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_refused(out: Path, tmp_path: Path, damage: str) -> None:
+    change, message = DAMAGE[damage]
+    content = json.loads((out / "compression.json").read_text())
+    change(content)
+    (tmp_path / "compression.json").write_text(json.dumps(content))
+    with pytest.raises(CompressionError, match=message):
+        report_data(tmp_path)
+
+
+def test_a_folder_that_is_no_output_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompressionError, match=r"compression\.json cannot be read .* moe-compress has written"):
+        report_data(tmp_path)
+    (tmp_path / "compression.json").write_text("{")
+    with pytest.raises(CompressionError, match="is not valid JSON"):
+        report_data(tmp_path)
+
+
+@given(gate=st.none() | gates.gates(), command=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple))
+def test_json_comes_back(gate: Any, command: Any) -> None:
+    layer = LayerMeasures("m", ((1.0,),), "l", (1.0,), (1.0,), 0.5, 0.5)
+    assert Measured.from_dict(json.loads(json.dumps(Measured((layer,), 3, "t", ("m",)).to_dict()))).layers == (layer,)
+    data = ReportData(
+        "t", "s", None, "reap", {"a": [1, 2]}, None, False, 8, 4, 2, (2, 1), (4, 2), {"seed": 0, "sources": [{}]},
+        {}, "d", (), gate=gate, command=command, hubs=({"expert": 1},), missing=("a",),
+    )  # fmt: skip
+    assert ReportData.from_json(data.to_json()) == data
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "moe-compressor-report/1"}', '{"format": "other"}'])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(CompressionError, match=r"no report's data .* make the report again"):
+        ReportData.from_json(text)
+
+
+def test_loads_by_hand() -> None:
+    assert load_of(None) is None and load_of(()) is None and load_of((0.0, 0.0)) is None
+    assert load_of((0.25,) * 4) == Load(1.0, pytest.approx(1.0))
+    assert load_of((1.0, 0.0, 0.0, 0.0)) == Load(4.0, 0.0)
+    assert load_of((0.5, 0.5, 0.0, 0.0)) == Load(2.0, pytest.approx(0.5))
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=64).filter(any))
+def test_loads_lie_between_one_expert_and_all(visits: list[float]) -> None:
+    found = load_of(tuple(visits))
+    assert found is not None
+    assert 1 - 1e-9 <= found.maximum_to_mean <= len(visits) + 1e-9
+    assert -1e-9 <= found.entropy <= 1 + 1e-9
+    assert math.isclose(found.maximum_to_mean, 1, abs_tol=1e-9) <= math.isclose(found.entropy, 1, abs_tol=1e-6)

@@ -1,0 +1,281 @@
+"""Measuring an output: where source and text come from, what is said when they are gone, and what is kept."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import compressor
+from compressor.calibration.batches import Calibration
+from compressor.errors import CompressionError
+from compressor.report import measuring as report_measuring
+from compressor.report.data import LayerMeasures, report_data
+from compressor.report.measuring import TOKENS, measure, part_of
+from tests import small, zoo
+from tests.quantized import save_fp8
+from tests.small import edit_json, edit_tensors
+
+SETTINGS: dict[str, Any] = {"experts": 4, "strategy": "hc-smoe", "samples": 8, "sequence_length": 32}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, a text, an output of both, and the cache with the record of that run."""
+    folder = tmp_path_factory.mktemp("made")
+    small.save(folder / "in")
+    small.text_file(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_COMPRESSOR_CACHE", str(folder / "cache"))
+        patch.chdir(folder)
+        compressor.compress("in", folder / "out", calibration="calibration.txt", **SETTINGS)
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it that a test may change; the record still names the first place."""
+    shutil.copytree(made, tmp_path / "place")
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "place" / "cache"))
+    return tmp_path / "place"
+
+
+def forget(place: Path) -> None:
+    """Lose the record of the run and what was measured."""
+    shutil.rmtree(place / "cache", ignore_errors=True)
+
+
+def visits(folder: Path, rows: torch.Tensor) -> list[list[float]]:
+    """Each layer's shares by a plain forward of the whole model, from its routers' choices."""
+    model, chosen = zoo.reload("mixtral", folder), dict[int, torch.Tensor]()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(lambda m, a, out, number=number: chosen.update({number: out[2]}))
+    with torch.no_grad():
+        model(input_ids=rows)
+    count = model.config.num_local_experts
+    found = [torch.bincount(chosen[number].flatten(), minlength=count).double() for number in sorted(chosen)]
+    return [(counts / counts.sum()).tolist() for counts in found]
+
+
+def rows_of(file: Path, count: int, length: int) -> torch.Tensor:
+    """The first sequences of a one-document file: its bytes after three special tokens, the last one ends it."""
+    ids = small.tokenizer()(file.read_text(), add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def test_the_record_gives_source_and_text_wherever_one_stands(made: Path, place: Path) -> None:
+    found = measure(place / "out")
+    assert found.missing == () and found.tokens == 8 * 32 and found.text == "calibration.txt"
+    for layer in found.layers:
+        assert None not in (layer.similarity, layer.visits_before, layer.visits_after, layer.error, layer.stream_error)
+        assert layer.similarity_label == "linear CKA of expert outputs, 256 tokens"
+        assert 0 < (layer.error or 0) < 2
+    assert report_data(place / "out", found).layers[0].similarity == found.layers[0].similarity
+    assert str(made) not in json.dumps(found.to_dict())
+
+
+def test_a_named_text_is_run_through_both_models(place: Path) -> None:
+    text = place / "mine.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog again and again, says the book of foxes. " * 3)
+    found = measure(place / "out", str(place / "in"), calibration=[str(text)], samples=5, sequence_length=16)
+    assert (found.tokens, found.text, found.missing) == (80, "mine.txt", ())
+    rows = rows_of(text, 5, 16)
+    for number, folder in enumerate(("in", "out")):
+        for layer, wanted in zip(found.layers, visits(place / folder, rows), strict=True):
+            assert (layer.visits_before, layer.visits_after)[number] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_fewer_sequences_may_be_asked_for(place: Path) -> None:
+    assert measure(place / "out", samples=3).tokens == 3 * 32
+    assert measure(place / "out", samples=100).tokens == 8 * 32  # no more than the plan read
+
+
+def _no_source(place: Path) -> None:
+    path = next((place / "cache" / "runs").iterdir())
+    edit_json(path, lambda record: record.update(source=str(place / "gone")))
+
+
+def _changed_source(place: Path) -> None:
+    edit_tensors(place / "in", lambda tensors: tensors["model.layers.0.block_sparse_moe.gate.weight"].add_(1))
+    path = next((place / "cache" / "runs").iterdir())
+    edit_json(path, lambda record: record.update(source=str(place / "in")))
+
+
+def _change_text(place: Path, change: Callable[[Path], Any]) -> None:
+    def moved(record: dict[str, Any]) -> None:
+        name = str(place / "calibration.txt")
+        record["calibration"].update(source=name, sources=[{**record["calibration"]["sources"][0], "source": name}])
+
+    edit_json(next((place / "cache" / "runs").iterdir()), moved)
+    change(place / "calibration.txt")
+
+
+SOURCE = (
+    "The source model in is not at hand, so the likeness of its experts, the visits before and the errors are not "
+    "measured; name it with --model."
+)
+TEXT = (
+    "The calibration text calibration.txt is not at hand or has changed, so neither visits nor errors are measured; "
+    "name it with --calibration."
+)
+LOSSES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "no source": (_no_source, (SOURCE,)),
+    "changed source": (_changed_source, (SOURCE,)),
+    "no text": (lambda place: _change_text(place, Path.unlink), (TEXT,)),
+    "changed text": (lambda place: _change_text(place, lambda file: file.write_text("other " * 999)), (TEXT,)),
+    "no record": (forget, (SOURCE, TEXT)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_gone_is_said_and_the_rest_measured(place: Path, loss: str) -> None:
+    change, missing = LOSSES[loss]
+    change(place)
+    found = measure(place / "out")
+    assert found.missing == missing
+    for layer in found.layers:
+        assert (layer.visits_after is None) == (TEXT in missing)
+        assert layer.visits_before is None and layer.error is None
+        assert (layer.similarity is None) == (SOURCE in missing)
+        assert TEXT not in missing or "router rows" in layer.similarity_label
+    assert bool(found.layers) == (len(missing) == 1)
+    assert len(report_data(place / "out", found).layers) == 2
+
+
+def test_what_was_lost_can_be_named(made: Path, place: Path) -> None:
+    forget(place)
+    found = measure(place / "out", str(made / "in"), calibration=[str(made / "calibration.txt")], sequence_length=32)
+    assert found.missing == () and found.layers[0].error is not None
+    assert found.tokens > 8 * 32  # up to 16,384, as far as the text goes
+
+
+def test_a_plan_without_text_says_so(place: Path) -> None:
+    compressor.compress(str(place / "in"), place / "bare", experts=4, strategy="model-centric")
+    found = measure(place / "bare")
+    assert found.missing == (
+        "The plan was made without any text, so neither visits nor errors are measured; name one with --calibration.",
+    )
+    assert all("surrogate weights" in layer.similarity_label and layer.similarity for layer in found.layers)
+    found = measure(place / "bare", calibration=["demo"], samples=2, sequence_length=64)
+    assert found.missing == () and found.tokens == 128 and found.layers[0].error is not None
+
+
+def test_another_model_is_refused(place: Path) -> None:
+    small.save(place / "other", num_local_experts=6)
+    with pytest.raises(CompressionError, match=r"other is not the model that .*out was made from: its fingerprint is"):
+        measure(place / "out", str(place / "other"))
+    with pytest.raises(CompressionError, match=r"nowhere is not a folder"):
+        measure(place / "out", str(place / "nowhere" / "nowhere"))
+    with pytest.raises(CompressionError, match="--revision is that of the model that --model names"):
+        measure(place / "out", revision="main")
+    with pytest.raises(CompressionError, match="--samples 0 leaves nothing to run"):
+        measure(place / "out", samples=0)
+    with pytest.raises(CompressionError, match="--sequence-length 0 leave nothing to run"):
+        measure(place / "out", calibration=["demo"], sequence_length=0)
+    with pytest.raises(CompressionError, match=r"compression\.json cannot be read"):
+        measure(place / "in")
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_source_on_the_hub_is_asked_for_at_its_commit(
+    place: Path, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """Not where a folder here is called like it: that would be another model."""
+    asked, real = list[tuple[str, str | None]](), report_measuring.locate
+
+    def offline(model: str, revision: str | None = None, *more: Any) -> Any:
+        if model != "org/model":
+            return real(model, revision, *more)
+        asked.append((model, revision))
+        raise CompressionError("the Hub could not be asked")
+
+    def published(content: dict[str, Any]) -> None:
+        content["plan"]["source"].update(model="org/model", revision="c0ffee")
+
+    edit_json(place / "out" / "compression.json", published)
+    monkeypatch.setattr(report_measuring, "locate", offline)
+    monkeypatch.chdir(place)
+    if here:
+        shutil.copytree(place / "in", place / "org" / "model")
+    found = measure(place / "out")
+    assert asked == ([] if here else [("org/model", "c0ffee")])
+    assert found.missing[0] == SOURCE.replace("model in", "model org/model") and found.layers[0].visits_after
+
+
+def test_an_output_without_weights_is_told(place: Path) -> None:
+    (place / "out" / "model.safetensors").unlink()
+    found = measure(place / "out")
+    assert found.missing == ("out holds no weights that can be run, so neither visits nor errors are measured.",)
+    assert all("router rows" in layer.similarity_label for layer in found.layers)
+
+
+def test_a_result_is_kept_until_something_changes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, real = list[int](), report_measuring.measure_layers
+
+    def counted(*args: Any) -> Any:
+        runs.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(report_measuring, "measure_layers", counted)
+    first = measure(place / "out")
+    assert measure(place / "out") == first and len(runs) == 1
+    measure(place / "out", samples=2)
+    assert len(runs) == 2
+    assert measure(place / "out", dtype="bfloat16") != first and len(runs) == 3
+    os.utime(place / "out" / "model.safetensors", (1, 1))
+    assert measure(place / "out") == first and len(runs) == 4
+    for file in (place / "cache" / "reports").iterdir():
+        file.write_text('{"key": 1}')
+    assert measure(place / "out") == first and len(runs) == 5
+
+
+def test_a_corrected_sequential_output_is_measured_as_it_is_stored(place: Path) -> None:
+    text, errors = str(place / "calibration.txt"), dict[str, list[LayerMeasures]]()
+    for method in ("none", "ridge"):
+        settings = {**SETTINGS, "samples": 24, "correct": method, "sequential": True}
+        compressor.compress(str(place / "in"), place / method, calibration=text, **settings)
+        errors[method] = list(measure(place / method).layers)
+    for plain, corrected in zip(errors["none"], errors["ridge"], strict=True):
+        assert (corrected.error or 9) < (plain.error or 0)
+
+
+def test_a_quantised_source_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
+    save_fp8(tmp_path / "in", sizes={"vocab_size": small.VOCABULARY})
+    small.tokenizer().save_pretrained(tmp_path / "in")
+    text = small.text_file(tmp_path)
+    for strategy in ("reap", "hc-smoe"):  # which keeps it quantised, and which does not
+        settings = {**SETTINGS, "strategy": strategy}
+        compressor.compress(str(tmp_path / "in"), tmp_path / strategy, calibration=str(text), **settings)
+        found = measure(tmp_path / strategy)
+        assert found.missing == () and all(0 < (layer.error or 0) < 2 for layer in found.layers)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_a_part_of_the_text_holds_the_first_sequences_of_every_source(rows: list[int], data: st.DataObject) -> None:
+    batches, sources = list[torch.Tensor](), list[int]()
+    for source, count in enumerate(rows):
+        ids = 100 * source + torch.arange(count)
+        for part in ids.split(data.draw(st.integers(1, 4))):
+            batches.append(part[:, None].expand(-1, 2))
+            sources.append(source)
+    weights = tuple(count / sum(rows) for count in rows)
+    samples = data.draw(st.integers(1, 40))
+    part = part_of(Calibration(tuple(batches), {}, tuple(sources), weights), samples)
+    found = torch.cat(part)[:, 0].tolist()
+    assert len(found) <= max(samples, len(rows))
+    assert len(found) == sum(rows) or len(found) >= min(samples, sum(rows)) - len(rows)
+    for source, count in enumerate(rows):
+        own = [token - 100 * source for token in found if token // 100 == source]
+        assert own == list(range(len(own))) and 1 <= len(own) <= count
+
+
+def test_a_long_text_is_cut_to_the_budget() -> None:
+    rows = torch.zeros(200, 512, dtype=torch.long)
+    assert sum(batch.numel() for batch in part_of(Calibration(tuple(rows.split(8)), {}))) == TOKENS

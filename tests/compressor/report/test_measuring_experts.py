@@ -1,0 +1,182 @@
+"""The matrices of a report, against outputs and weights of the whole stock model and formulas written another way."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.calibration.statistics import mix_tokens
+from compressor.grouping.similarity import linear_cka
+from compressor.model.opened import OpenModel
+from compressor.plans.plan import CompressionPlan, LayerPlan, Source
+from compressor.progress import Silent
+from compressor.report.data import LayerMeasures
+from compressor.report.measuring_experts import (
+    closeness,
+    compared_by_weights,
+    likeness_of,
+    sample_size,
+    wanted_keys,
+)
+from compressor.report.measuring_pass import measure_layers
+from tests.opened import batches, one_expert, opened, plain_calls
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, OpenModel]:
+    return opened(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figures: Any) -> CompressionPlan:
+    """A plan that keeps everything, as if this strategy had made it."""
+    layers = tuple(LayerPlan.keep(layer, range(layer.experts), figures=figures) for layer in model.architecture.layers)
+    return CompressionPlan(Source("model", None, "0"), 8, strategy, options, None, layers)
+
+
+def measured(both: tuple[Any, OpenModel], plan: CompressionPlan) -> list[LayerMeasures]:
+    stock, model = both
+    again = opened_again(model)
+    plans = {layer.module: layer for layer in plan.layers}
+    return list(
+        measure_layers(again, model, batches(stock), lambda name: likeness_of(plan, plans[name]), Silent(), plan.seed)
+    )
+
+
+def opened_again(model: OpenModel) -> OpenModel:
+    from compressor.model.opened import open_model
+
+    return open_model(model.source, "float32", "cpu")
+
+
+def outputs(both: tuple[Any, OpenModel], mixed: bool) -> dict[str, Tensor]:
+    """[E, T, H] outputs of every expert on all tokens that reach a layer, by the stock modules."""
+    stock, model = both
+    found = {}
+    for name, calls in plain_calls(stock, model.architecture, batches(stock)).items():
+        hidden = calls.joined()[0]
+        hidden = mix_tokens(hidden, 0) if mixed else hidden
+        module = stock.get_submodule(name)
+        found[name] = torch.stack([one_expert(module, expert, hidden) for expert in range(8)])
+    return found
+
+
+def cka_by_numpy(x: np.ndarray, y: np.ndarray) -> float:
+    """||Y^T X||^2 / (||X^T X|| ||Y^T Y||) of centred columns, Frobenius norms."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    return float(np.linalg.norm(y.T @ x) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y)))
+
+
+@pytest.mark.parametrize("strategy", ["reap", "hc-smoe"])
+def test_experts_are_compared_by_their_outputs(both: tuple[Any, OpenModel], strategy: str) -> None:
+    found, wanted = measured(both, plan_of(both[1], strategy, {})), outputs(both, mixed=False)
+    for layer in found:
+        assert layer.similarity_label == "linear CKA of expert outputs, 36 tokens"
+        assert layer.similarity is not None
+        assert np.allclose(layer.similarity, linear_cka(wanted[layer.module]), atol=1e-4)
+        values = wanted[layer.module].double().numpy()
+        assert np.allclose(layer.similarity, [[cka_by_numpy(x, y) for y in values] for x in values], atol=1e-4)
+
+
+def test_data_centric_experts_are_compared_as_they_were_grouped(both: tuple[Any, OpenModel]) -> None:
+    mixed, plain = outputs(both, mixed=True), outputs(both, mixed=False)
+    for layer in measured(both, plan_of(both[1], "data-centric", {})):
+        assert layer.similarity_label == "linear CKA of expert outputs, 36 random mixtures of tokens"
+        assert np.allclose(layer.similarity or (), linear_cka(mixed[layer.module]), atol=1e-4)
+        assert not np.allclose(layer.similarity or (), linear_cka(plain[layer.module]), atol=1e-2)
+    options = {"similarity": "mean-output", "mix_tokens": False}
+    for layer in measured(both, plan_of(both[1], "data-centric", options)):
+        means = plain[layer.module].double().mean(1)
+        distances = torch.cdist(means, means)
+        assert layer.similarity_label.startswith("closeness of mean expert outputs (1 - distance / largest distance)")
+        assert np.allclose(layer.similarity or (), 1 - distances / distances.max(), atol=1e-4)
+
+
+def surrogate(experts: Any, expert: int) -> Tensor:
+    """down (gate * up) of a mixtral expert, whose fused tensor holds gate and up one after the other."""
+    gate, up = experts.gate_up_proj[expert].detach().double().chunk(2, dim=0)
+    return experts.down_proj[expert].detach().double() @ (gate * up)
+
+
+@pytest.mark.parametrize("representation", ["surrogate", "vectorized"])
+def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
+    representation: str, tmp_path: Path
+) -> None:
+    both = opened("mixtral", tmp_path)
+    plan = plan_of(both[1], "model-centric", {"representation": representation})
+    for layer in measured(both, plan):
+        experts = both[0].get_submodule(layer.module)
+        flat = torch.stack(
+            [
+                surrogate(experts, e).flatten()
+                if representation == "surrogate"
+                else torch.cat([experts.gate_up_proj[e].flatten(), experts.down_proj[e].flatten()]).detach().double()
+                for e in range(8)
+            ]
+        )
+        distances = torch.cdist(flat, flat)
+        assert np.allclose(layer.similarity or (), 1 - distances / distances.max(), atol=1e-4)
+        assert layer.similarity_label.startswith(f"closeness of {representation} weights")
+        assert (layer.similarity, layer.similarity_label) == by_weights(both[1], plan)[layer.module]
+
+
+def by_weights(model: OpenModel, plan: CompressionPlan) -> dict[str, Any]:
+    found = {}
+    for layer, planned in zip(model.architecture.layers, plan.layers, strict=True):
+        likeness = likeness_of(plan, planned)
+        keys = wanted_keys(likeness, layer)
+        assert likeness.by_weights or not any("experts" in key for key in keys)
+        model.partial.load(keys)
+        found[layer.name] = compared_by_weights(likeness, layer, model.partial.model)
+        model.partial.release(layer.block)
+    return found
+
+
+def test_without_text_router_rows_are_compared(both: tuple[Any, OpenModel]) -> None:
+    stock, model = both
+    for layer in model.architecture.layers:
+        table, label = by_weights(model, plan_of(model, "reap", {}))[layer.name]
+        rows = stock.get_submodule(layer.router).weight.detach().double().numpy()
+        rows = rows - rows.mean(0)
+        cosines = [[one @ two / np.linalg.norm(one) / np.linalg.norm(two) for two in rows] for one in rows]
+        assert np.allclose(table, np.clip(cosines, 0, 1), atol=1e-4)
+        assert "router rows" in label
+
+
+def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does(tmp_path: Path) -> None:
+    model = opened("mixtral", tmp_path)[1]
+    plan = plan_of(model, "auto", {"candidates": "reap,model-centric"}, won="model-centric")
+    assert likeness_of(plan, plan.layers[0]).by_weights
+    other = replace(plan, layers=tuple(replace(layer, figures={"won": "reap"}) for layer in plan.layers))
+    assert likeness_of(other, other.layers[0]).needs == {"expert_outputs"}
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "diffusion_gemma"])
+def test_layers_without_sampled_tokens_are_compared_by_their_routers(name: str, tmp_path: Path) -> None:
+    both = opened(name, tmp_path)
+    found = measured(both, plan_of(both[1], "reap", {}))
+    layers = [layer for layer in found if name == "diffusion_gemma" or "vision" in layer.module]
+    assert layers
+    assert all("router rows" in layer.similarity_label for layer in layers)
+
+
+@given(st.integers(1, 6), st.floats(0, 1e6), st.integers(0, 100))
+def test_closeness_turns_distances_round(experts: int, scale: float, seed: int) -> None:
+    points = torch.randn(experts, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    distances = scale * torch.cdist(points, points)
+    found = closeness(distances)
+    assert bool(((found >= 0) & (found <= 1)).all())
+    assert torch.equal(found.diagonal(), torch.ones(experts, dtype=torch.float64))
+    if scale > 1e-3 and experts > 1:
+        assert float(found.min()) == 0
+        assert torch.equal(found.flatten().argsort(stable=True), (-distances).flatten().argsort(stable=True))
+
+
+def test_samples_shrink_with_many_experts() -> None:
+    assert [sample_size(experts) for experts in (8, 64, 65, 256)] == [256, 256, 128, 128]

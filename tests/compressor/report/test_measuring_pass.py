@@ -1,0 +1,245 @@
+"""Visits and errors, streamed, against whole models in memory: the stock source, and the output as stock loads it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import compressor
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel, open_model
+from compressor.planning.make import make_plan
+from compressor.planning.registry import load_strategy
+from compressor.plans.plan import CompressionPlan
+from compressor.progress import Progress, Silent
+from compressor.report.data import LayerMeasures
+from compressor.report.measuring_experts import likeness_of
+from compressor.report.measuring_pass import Gap, measure_layers, shares
+from tests import zoo
+from tests.opened import batches, calibration, opened, plain_calls
+
+CASES = {  # the strategy that plans, by family
+    "mixtral": "reap",
+    "qwen3_moe": "hc-smoe",
+    "deepseek_v3": "model-centric",  # routing groups, a shared expert, a dense layer
+    "gpt_oss": "reap",  # biases
+    "zaya": "hc-smoe",  # a skip expert, and a router state that goes from layer to layer
+    "gemma4": "reap",  # the decoder layer itself holds router and experts
+    "ernie4_5_vl_moe": "model-centric",  # a block that works on tokens laid end to end, and one without tokens
+    "mixtral-tied": "model-centric",
+    "nemotron_h": "reap",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source and its output, opened, and both whole in memory."""
+
+    stock: Any
+    model: OpenModel
+    small: Any
+    out: OpenModel
+    plan: CompressionPlan
+    parts: tuple[Tensor, ...]
+
+    def measured(self, progress: Progress | None = None, source: bool = True) -> dict[str, LayerMeasures]:
+        plans = {layer.module: layer for layer in self.plan.layers}
+        found = measure_layers(
+            self.out, self.model if source else None, self.parts, lambda name: likeness_of(self.plan, plans[name]),
+            progress or Silent(),
+        )  # fmt: skip
+        return {layer.module: layer for layer in found}
+
+
+def make_case(name: str, folder: Path, strategy: str, keep: int = 4) -> Case:
+    stock, model = opened(name, folder / "in")
+    parts = batches(stock)
+    plan = make_plan(model, load_strategy(strategy), keep, {}, calibration(parts), Silent())
+    compressor.apply(plan, folder / "out", model=str(folder / "in"))
+    small = zoo.reload(name, folder / "out")
+    return Case(stock, model, small, open_model(locate(str(folder / "out")), "float32", "cpu"), plan, parts)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+def counted(model: Any, architecture: Any, parts: Sequence[Tensor]) -> dict[str, list[float]]:
+    """Visits of each expert, one choice at a time, of a plain forward of the whole model."""
+    found = {}
+    for name, calls in plain_calls(model, architecture, parts).items():
+        counts = [0] * architecture.experts
+        for _, index, weights in calls.experts_arguments:
+            for expert, weight in zip(index.flatten().tolist(), weights.flatten().tolist(), strict=True):
+                counts[expert] += weight != 0
+        found[name] = [count / max(sum(counts), 1) for count in counts]
+    return found
+
+
+@dataclass
+class Call:
+    args: Any
+    kwargs: Any
+    output: Any
+
+
+@torch.no_grad()
+def calls_of(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, list[Call]]:
+    """What these modules are called with and return while `run` runs."""
+    seen: dict[str, list[Call]] = {name: [] for name in names}
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, kwargs, output, name=name: seen[name].append(Call(args, kwargs, output)),
+            with_kwargs=True,
+        )
+        for name in names
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def first(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+def relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Error and mean cosine of (source, ours); what a token does not change, such as a skipped one's 0, counts 1."""
+    y, z = (torch.cat([first(pair[n]).reshape(-1, 32) for pair in pairs]).double() for n in (0, 1))
+    cosines = [
+        1.0 if torch.equal(one, two) else float(torch.cosine_similarity(one, two, 0))
+        for one, two in zip(y, z, strict=True)
+    ]
+    return float((y - z).square().sum() / y.square().sum()), sum(cosines) / len(cosines)
+
+
+@torch.no_grad()
+def block_errors(case: Case, layer: MoeLayer) -> tuple[float, float] | None:
+    """The output's block on what the stock block was called with; where it is the whole layer, its experts' part."""
+    inside = layer.block == layer.unit
+    names = [layer.block, layer.name]
+
+    def forward() -> None:
+        for tokens in case.parts:
+            case.stock(input_ids=tokens, use_cache=False)
+
+    stock = calls_of(case.stock, names, forward)
+
+    def again() -> None:
+        for call in stock[layer.block]:
+            case.small.get_submodule(layer.block)(*call.args, **call.kwargs)
+
+    small = calls_of(case.small, names, again)
+    key = layer.name if inside else layer.block
+    pairs = [(one.output, two.output) for one, two in zip(stock[key], small[key], strict=True)]
+    return relative(pairs) if pairs and first(pairs[0][0]).numel() else None
+
+
+def test_visits_are_those_that_a_plain_forward_counts(case: Case) -> None:
+    before = counted(case.stock, case.model.architecture, case.parts)
+    after = counted(case.small, case.out.architecture, case.parts)
+    found = case.measured()
+    assert list(found) == [layer.name for layer in case.model.architecture.layers]
+    for name, layer in found.items():
+        assert layer.visits_before == pytest.approx(before[name], abs=1e-6)
+        assert layer.visits_after == pytest.approx(after[name], abs=1e-6)
+        assert sum(layer.visits_before or ()) == pytest.approx(0 if "vision" in name else 1, abs=1e-5)
+
+
+def test_errors_are_those_of_the_outputs_own_block(case: Case) -> None:
+    found = case.measured()
+    for layer in case.model.architecture.layers:
+        wanted, measured = block_errors(case, layer), found[layer.name]
+        if wanted is None:
+            assert (measured.error, measured.cosine) == (None, None)
+        else:
+            assert (measured.error, measured.cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+            assert wanted[0] > 1e-3
+
+
+def test_stream_errors_are_those_of_both_models_on_their_own(case: Case) -> None:
+    units = [layer.unit for layer in case.model.architecture.layers]
+    both = [
+        calls_of(model, units, lambda model=model: [model(input_ids=part, use_cache=False) for part in case.parts])
+        for model in (case.stock, case.small)
+    ]
+    found = case.measured()
+    for layer in case.model.architecture.layers:
+        one, two = (calls[layer.unit] for calls in both)
+        wanted = relative([(x.output, y.output) for x, y in zip(one, two, strict=True)])
+        measured = found[layer.name]
+        assert (measured.stream_error, measured.stream_cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+
+
+def test_without_the_source_the_visits_after_are_still_measured(case: Case) -> None:
+    alone, both = case.measured(source=False), case.measured()
+    assert {name: layer.visits_after for name, layer in alone.items()} == {
+        name: layer.visits_after for name, layer in both.items()
+    }
+    assert all(layer.error is None and layer.visits_before is None for layer in alone.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4", "ernie4_5_vl_moe", "mixtral-tied", "diffusion_gemma"])
+def test_keeping_everything_changes_nothing(name: str, tmp_path: Path) -> None:
+    for layer in make_case(name, tmp_path, "model-centric", 8).measured().values():
+        assert layer.visits_before == layer.visits_after
+        if "vision" in layer.module:
+            assert layer.visits_before == (0.0,) * 8
+        else:
+            assert layer.error == pytest.approx(0, abs=1e-12) and layer.cosine == pytest.approx(1)
+            assert layer.stream_error == pytest.approx(0, abs=1e-12) and layer.stream_cosine == pytest.approx(1)
+
+
+def test_one_layer_of_each_model_is_in_memory(tmp_path: Path) -> None:
+    case = make_case("mixtral", tmp_path, "reap")
+    loaded: list[set[str]] = []
+
+    class Watch(Silent):
+        def advance(self, step: str) -> None:
+            for model in (case.model, case.out):
+                held = model.partial.model.named_parameters()
+                loaded.append({name.split(".")[2] for name, value in held if ".layers." in name and not value.is_meta})
+
+    case.measured(Watch())
+    assert loaded == [{"0"}, {"0"}, {"1"}, {"1"}]
+    for model in (case.model, case.out):
+        assert all(value.is_meta for value in model.partial.model.parameters())
+        assert not any(module._forward_hooks for module in model.partial.model.modules())
+
+
+def test_models_of_different_depth_are_refused(tmp_path: Path) -> None:
+    case = make_case("mixtral", tmp_path, "reap")
+    zoo.build("mixtral", num_hidden_layers=1).save_pretrained(tmp_path / "flat")
+    flat = open_model(locate(str(tmp_path / "flat")), "float32", "cpu")
+    plans = {layer.module: layer for layer in case.plan.layers}
+    with pytest.raises(CompressionError, match="flat and out have different layers"):
+        list(measure_layers(case.out, flat, case.parts, lambda name: likeness_of(case.plan, plans[name]), Silent()))
+
+
+def test_a_gap_by_hand() -> None:
+    gap = Gap()
+    assert (gap.error, gap.cosine) == (None, None)
+    gap.add(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]]), 2)
+    assert (gap.error, gap.cosine) == pytest.approx((16 / 25, 3 / 5))
+    gap.add(torch.zeros(4), torch.tensor([0.0, 0.0, 1.0, 0.0]), 2)  # the first of two tokens is as it was
+    assert (gap.error, gap.cosine) == pytest.approx((17 / 25, (3 / 5 + 1 + 0) / 3))
+    gap.add(torch.zeros(1, 2), torch.tensor([[float("nan"), 1.0]]), 2)
+    assert (gap.error, gap.cosine) == (None, None)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=64))
+def test_shares_sum_to_one_or_to_nothing(counts: list[int]) -> None:
+    found = shares(torch.tensor(counts, dtype=torch.float64))
+    assert sum(found) == pytest.approx(1 if any(counts) else 0, abs=1e-4)
+    assert [share > 0 for share in found] == [count > 0 and count / sum(counts) > 5e-7 for count in counts]

@@ -1,0 +1,260 @@
+"""A report's page: complete, self-contained, readable in both modes, and nothing in it that the data does not say."""
+
+import re
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from compressor.gates.markdown import cells, verdict_line
+from compressor.report.data import ReportData, load_of
+from compressor.report.drawing import stylesheet
+from compressor.report.figures import pictures
+from compressor.report.page import POLICY, page
+from tests.gates import gate, task
+from tests.reported import HOSTILE, Tree, bare, hostile, report
+
+SECTIONS = ("done", "sizes", "similarity", "visits", "errors", "hubs", "gate", "cost")
+TEXT_PAIRS = [  # what stands on what
+    (text, ground) for ground in ("paper", "panel") for text in ("text", "muted", "link", "good", "bad", "unsure")
+] + [("text", "faint"), ("dropped", "paper"), ("paper", "after"), ("paper", "before")]
+SHAPES = ("before", "kept", "merged", "dropped", "after", "good", "bad", "unsure", "muted")
+
+
+def made(data: ReportData) -> str:
+    return page(data, pictures(data))
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return made(report())
+
+
+@pytest.fixture(scope="module")
+def tree(whole: str) -> Tree:
+    return Tree(whole)
+
+
+def text_of(content: str) -> str:
+    """What a reader sees: the text of the body."""
+    ((_, text),) = Tree(content).named("body")
+    return text
+
+
+def test_parts_are_there_and_linked(tree: Tree) -> None:
+    ids = [attributes["id"] for _, attributes, _ in tree.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert [attributes["id"] for attributes, _ in tree.named("section")] == list(SECTIONS)
+    links = [attributes["href"] for attributes, _ in tree.named("a")]
+    assert {f"#{name}" for name in SECTIONS} <= set(links) and {link[1:] for link in links} <= set(ids)
+    for _, attributes, _ in tree.elements:
+        for name in ("aria-labelledby", "aria-describedby"):
+            assert set(attributes.get(name, "").split()) <= set(ids)
+
+
+def test_headings_follow_one_another(tree: Tree) -> None:
+    levels = [int(tag[1]) for tag, _, _ in tree.elements if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_nothing_is_loaded(whole: str, tree: Tree) -> None:
+    (head,) = (each for each, _ in tree.named("meta") if each.get("http-equiv") == "Content-Security-Policy")
+    assert head["content"] == POLICY and POLICY.startswith(
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    )
+    addresses = set(re.findall(r"\b[a-z]+://[^\s\"'<)]+|[\"'(]//[^\s\"'<)]+", whole))
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert {tag for tag, _, _ in tree.elements} & {
+        "script",
+        "link",
+        "iframe",
+        "img",
+        "object",
+        "embed",
+        "base",
+    } == set()
+    for _, attributes, _ in tree.elements:
+        assert not [name for name in attributes if name.startswith("on") or name == "src"]
+        assert attributes.get("href", "#").startswith(("#", "data:image/png;base64,"))
+    assert re.findall(r"url\((?!#)|@import", whole) == []
+
+
+def test_every_figure_has_an_alternative_and_a_caption(tree: Tree) -> None:
+    figures = [attributes["id"] for attributes, _ in tree.named("figure")]
+    assert figures == [f"figure-{each.name}" for each in pictures(report())]
+    assert len(list(tree.named("figcaption"))) == len(figures)
+    said = {attributes["id"]: text for attributes, text in tree.named("title", "desc") if "id" in attributes}
+    for attributes, _ in tree.named("svg"):
+        assert attributes["role"] == "img" and all(said[name] for name in attributes["aria-labelledby"].split())
+
+
+def test_tables_scroll_by_keyboard_and_have_headers(tree: Tree) -> None:
+    regions = [attributes for _, attributes, _ in tree.elements if attributes.get("class") == "scroll"]
+    assert len(regions) == len(list(tree.named("table"))) == len(list(tree.named("caption"))) >= 14
+    assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in regions)
+    assert all(attributes["scope"] in ("row", "col") for attributes, _ in tree.named("th"))
+    folded = [tag for (tag, *_), above in zip(tree.elements, tree.ancestors, strict=True) if "details" in above]
+    assert folded.count("table") == 3 * len(report().layers)
+
+
+def test_phone_language_and_modes(whole: str, tree: Tree) -> None:
+    assert next(tree.named("html"))[0]["lang"] == "en"
+    metas = {attributes.get("name"): attributes.get("content") for attributes, _ in tree.named("meta")}
+    assert metas["viewport"] == "width=device-width, initial-scale=1" and metas["color-scheme"] == "light dark"
+    assert "prefers-color-scheme: dark" in whole and "@media print" in whole and ":focus-visible" in whole
+    first = next(tree.named("a"))
+    assert first[0]["href"] == "#report" and first[1].startswith("Skip")
+
+
+def test_numbers_in_tables_come_from_the_data(tree: Tree) -> None:
+    data = report()
+    allowed = known_numbers(data)
+    cells_found = [text for attributes, text in tree.named("td")]
+    for cell in cells_found:
+        for number in re.findall(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?", cell):
+            assert number in allowed or number.lstrip("+-") in allowed, cell
+    assert len(cells_found) > 1000  # the matrices among them
+
+
+def known_numbers(data: ReportData) -> set[str]:
+    """Every number that the data holds or that follows from it, in all ways in which a table may write it."""
+    found: list[Any] = [*data.parameters, *data.nbytes, *data.seconds.values(), sum(data.seconds.values())]
+    found += [data.experts_before, data.experts_after, *range(max(data.experts_before, 20))]
+    found += [value for hub in data.hubs for value in hub.values() if isinstance(value, float)]
+    for each in data.layers:
+        assert each.similarity and each.visits_before and each.visits_after
+        found += [each.error, each.cosine, each.heldout_error_before, each.heldout_error_after]
+        found += [each.stream_error, each.stream_cosine, *each.visits_before, *each.visits_after]
+        for visits in (each.visits_before, each.visits_after):
+            load = load_of(visits)
+            assert load
+            found += [load.maximum_to_mean, load.entropy]
+        found += [value for line in each.similarity for value in line]
+        for group in each.groups:
+            pairs = [each.similarity[a][b] for a in group for b in group if a < b]
+            found += [sum(pairs) / len(pairs), min(pairs)] if pairs else []
+    ratios = [data.experts_after / data.experts_before, *(b / a for a, b in (data.parameters, data.nbytes))]
+    found += [value / sum(data.seconds.values()) for value in data.seconds.values()] + ratios + [1.0]
+    scaled = [value / unit for value in (*data.parameters, *data.nbytes) for unit in (1, 1e3, 1e6)]
+    written = {f"{value:.{digits}g}" for value in [*found, *scaled] for digits in (2, 3, 4)}
+    written |= {f"{factor * value:.{digits}f}" for value in found for factor in (1, 100) for digits in (1, 2)}
+    written |= {f"{value:,}" for value in found if isinstance(value, int)}
+    assert data.gate
+    return written | {
+        number
+        for each in data.gate.tasks
+        for cell in cells(each).values()
+        for number in re.findall(r"[-+]?[\d.,]+", cell)
+    }
+
+
+def test_run_is_told(whole: str) -> None:
+    data, text = report(), text_of(whole)
+    assert data.command
+    for said in (data.source, data.strategy, shlex.join(data.command), data.plan_digest, "torch 2.13.0",
+                 "bcd778843d96ce6f",
+                 "16 before, 12 after, top 2", "method tune, steps 300", "weight 0.75", *data.missing, *data.left_out,
+                 *data.zeroed_fields, "Peak memory: 812 MB", "16,384 tokens of texts.jsonl"):  # fmt: skip
+        assert said in text
+    assert "L1 E11" in text and "protected as slot 11" in text
+
+
+def test_gate_is_told_in_words_and_signs(whole: str) -> None:
+    data, text = report(), text_of(whole)
+    assert data.gate and verdict_line(data.gate) in text
+    for said in ("✓ pass", "✗ fail", "? inconclusive"):
+        assert said in text
+
+
+def test_unknown_is_said_plainly_and_leaves_no_empty_figure() -> None:
+    content = made(bare())
+    text, tree = text_of(content), Tree(content)
+    for said in ("The similarity of experts was not measured", "The share of tokens was not measured",
+                 "The reconstruction error was not measured", "None: no hubs were named", "None: the plan protects no",
+                 "The accuracy gate was not run", "No times were recorded", "The peak memory was not recorded",
+                 "The command was not recorded", "no text was read", *bare().missing):  # fmt: skip
+        assert said in text
+    assert "moe-compress gate org/some-moe-model smaller-model" in text
+    assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-sizes"]
+    assert "nan" not in text.lower().split() and "None," not in text
+    assert "<" not in text and [link for link, said in tree.named("a") if said == "what is missing"]
+
+
+def test_layers_without_measurements_are_named() -> None:
+    data = report(2)
+    first = replace(data.layers[0], similarity=None, visits_before=None, visits_after=None, error=None)
+    text = text_of(made(replace(data, layers=(first, data.layers[1]))))
+    assert "Without a measured similarity of experts: Layer 0." in text
+    assert "Without a measured share of tokens: Layer 0." in text
+
+
+def test_hostile_names_are_shown_as_they_are() -> None:
+    content = made(hostile())
+    tree = Tree(content)
+    assert not list(tree.named("script")) and content.count("</style>") == 1
+    assert "<script>alert(1)</script> & \"q\" 'a' $x_1$" in text_of(content)
+    assert len(list(tree.named("section"))) == len(SECTIONS) and not set("\x00\x1b\u202e") & set(content)
+    assert content.encode("utf-8").decode("utf-8") == content
+    assert HOSTILE not in content
+
+
+def test_inconclusive_gate_says_what_would_decide() -> None:
+    text = text_of(made(replace(bare(), gate=gate(task("openbookqa", "inconclusive")))))
+    assert "What would decide it" in text and "items would decide it instead of 500" in text
+
+
+def test_figures_may_be_left_out() -> None:
+    ids = [attributes["id"] for attributes, _ in Tree(page(report(), pictures(report())[:1])).named("figure")]
+    assert ids == ["figure-sizes"]
+
+
+def test_same_data_same_page(whole: str) -> None:
+    assert made(report()) == whole and not re.search(r"20[2-9]\d-\d\d-\d\d", whole)
+
+
+def test_page_of_a_small_model_is_small(whole: str) -> None:
+    assert len(whole.encode()) < 300_000
+
+
+def test_page_of_a_large_model_is_not_too_large() -> None:
+    layers, sample = 48, report(4, 128, 96)
+    drawn = {each.name: each for each in pictures(sample)}
+    repeated = replace(sample, layers=sample.layers * (layers // 4))
+    many = [replace(each, svg=each.svg * (layers // 4)) if len(each.parts) > 1 else each for each in drawn.values()]
+    size = len(page(repeated, many).encode())
+    assert 48 * 128**2 < size < 8_000_000  # a byte for each cell is what the matrices' images take at the least
+
+
+def luminance(code: str) -> float:
+    """Relative luminance of #rrggbb, as WCAG 2 defines it."""
+    parts = [int(code[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(first: str, second: str) -> float:
+    dark, light = sorted((luminance(first), luminance(second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_contrast_is_enough(mode: str) -> None:
+    light, dark = (
+        dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", stylesheet(), re.S)
+    )
+    assert set(light) == set(dark) and contrast("#000000", "#ffffff") == pytest.approx(21)
+    found = light if mode == "light" else dark
+    assert (luminance(found["paper"]) < 0.05) == (mode == "dark")
+    for text, ground in TEXT_PAIRS:
+        assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
+    for shape in SHAPES:
+        assert contrast(found[shape], found["paper"]) >= 3, shape
+
+
+def test_stylesheet_names_no_unknown_colour() -> None:
+    used = set(re.findall(r"var\(--([a-z]+)\)", stylesheet()))
+    assert used <= set(re.findall(r"--([a-z]+):", stylesheet())) and "!important" not in stylesheet()
