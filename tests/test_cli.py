@@ -658,7 +658,7 @@ def test_the_console_script_killed_and_run_again(
     code = "from compressor.cli.main import main; main()"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *command, "-o", str(out)], env=environment, cwd=Path(cli.__file__).parents[1],
+        [sys.executable, "-c", code, *command, "-o", str(out)], env=environment, cwd=Path(cli.__file__).parents[2],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     end = time.monotonic() + (1.5 if sign == "delay" else 60)

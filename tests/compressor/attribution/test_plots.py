@@ -260,4 +260,4 @@ def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot(tmp_path: Pat
         f"plots.plot_attribution(attribution(), (), 3, Path({str(tmp_path)!r}))\n"
         "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
