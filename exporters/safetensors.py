@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from compressor.errors import CompressionError
-from compressor.surgery.output import OutputJob
-from compressor.surgery.tensors import FileRange, Piece
+from compressor.surgery.tensors import FileRange, OutputJob, Piece
 from exporters.shards import Shard, index_json, lay_out
 
 COPY_BYTES = 64 * 2**20

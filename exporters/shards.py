@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressor.checkpoint.reader import DTYPE_BITS
-from compressor.surgery.output import OutputJob
-from compressor.surgery.tensors import OutputTensor
+from compressor.surgery.tensors import OutputJob, OutputTensor
 
 
 @dataclass(frozen=True, slots=True)

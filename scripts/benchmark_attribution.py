@@ -18,7 +18,7 @@ from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import LayerStream
 from compressor.progress import Silent
 from scripts.benchmark_correction import layer_bytes, measured
 
@@ -41,8 +41,7 @@ def save_random(folder: Path, given: argparse.Namespace) -> None:
 def plain_pass(model: OpenModel, batches: tuple[torch.Tensor, ...]) -> None:
     """Stream the batches through all layers and measure nothing."""
     units = model.architecture.units
-    for _ in stream_layers(model.partial, batches, units, units):
-        pass
+    LayerStream(model.partial, batches, units, units).run()
 
 
 def main() -> None:

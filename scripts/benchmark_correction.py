@@ -17,7 +17,7 @@ from typing import Any
 
 from compressor.calibration.batches import Calibration, calibrate, load_tokenizer
 from compressor.checkpoint.source import locate
-from compressor.correction.in_order import compress_in_order
+from compressor.correction.in_order import LayerWork, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.memory import PeakMemory, limit_caches
 from compressor.model.opened import OpenModel, open_model
@@ -66,11 +66,8 @@ def correction_report(
     """Memory of the corrections."""
     plans = {entry.module: entry for entry in plan.layers}
     for correction in (Correction(), Correction("ridge"), Correction("tune", steps=steps, tokens=512)):
-        _, peak, _ = measured(
-            lambda correction=correction: compress_in_order(
-                model, plan.experts, calibration, lambda stats: plans[stats.layer.name], Silent(), correction=correction
-            )
-        )
+        work = LayerWork(plan.experts, lambda stats: plans[stats.layer.name], correction=correction)
+        _, peak, _ = measured(lambda work=work: compress_in_order(model, work, calibration, Silent()))
         print(f"correcting by {correction.method:6} peak {peak / layer:.2f} layers", flush=True)
 
 

@@ -18,8 +18,8 @@ from compressor.calibration.batches import Calibration
 from compressor.calibration.heldout import Judge
 from compressor.checkpoint.source import locate
 from compressor.correction import in_order as sequence
-from compressor.correction.in_order import compress_in_order
-from compressor.correction.recording import Recording
+from compressor.correction.cut_layer import Recording
+from compressor.correction.in_order import LayerWork, compress_in_order
 from compressor.correction.refit import correct_layer
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.opened import OpenModel, open_model
@@ -91,27 +91,21 @@ def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> CompressionPlan:
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
     """`compress_in_order` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)
-    made = compress_in_order(model, experts, data, lambda stats: plans[stats.layer.name], Silent(), **more)
+    passing = {name: more.pop(name) for name in ("files", "judge") if name in more}
+    work = LayerWork(experts, lambda stats: plans[stats.layer.name], **more)
+    made = compress_in_order(model, work, data, Silent(), **passing)
     return {plan.module: plan for plan in made}
 
 
-@dataclass(slots=True)
-class WatchedJudge:
+@dataclass
+class WatchedJudge(Judge):
     """A judge whose own rows of logits are kept."""
 
-    judge: Judge
     logits: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def tokens(self) -> list[Tensor]:
-        return self.judge.tokens
-
-    def entering(self, batch: int) -> None:
-        self.judge.entering(batch)
-
     def finished(self, batch: int, output: Any) -> None:
-        self.logits[batch] = output.logits.chunk(2)[0].clone()
-        self.judge.finished(batch, output)
+        self.logits[batch - self.first] = output.logits.chunk(2)[0].clone()
+        super().finished(batch, output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ MOMENTS = [
     ("compressor.correction.in_order", "correct_layer", 1),
     ("compressor.correction.in_order", "correct_layer", 2),
     ("safetensors.torch", "save_file", 2),
-    ("compressor.surgery.cut_files", "CutFiles.save", 2),
+    ("compressor.surgery.cutting", "CutFiles.save", 2),
     ("exporters.safetensors", "_write_tensor", 20),
     ("os", "fsync", 2),
 ]

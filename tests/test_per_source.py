@@ -50,9 +50,9 @@ def test_a_plan_for_each_source_is_corrected_on_its_own_batches(
     seen: list[set[bytes]] = []
     for name in ("plan.json", "plan.calibration.json", "plan.other.json"):
         with pytest.MonkeyPatch.context() as patch:
-            real, batches = sequence.stream_layers, set[bytes]()
+            real, batches = sequence.LayerStream, set[bytes]()
             patch.setattr(
-                sequence, "stream_layers",
+                sequence, "LayerStream",
                 lambda partial, given, *args, real=real, batches=batches, **named: (
                     batches.update(row.numpy().tobytes() for batch in given for row in batch),
                     real(partial, given, *args, **named),

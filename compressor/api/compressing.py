@@ -27,7 +27,7 @@ from compressor.progress import Progress, Silent
 if TYPE_CHECKING:
     from compressor.calibration.batches import Calibration
     from compressor.model.opened import OpenModel
-    from compressor.surgery.cut_files import CutFiles
+    from compressor.surgery.cutting import CutFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _exporter() -> Any:
 
 def _cut_files(out: Path, digest: str) -> "CutFiles":
     """Where corrected layers wait to be written, in the work folder of the output."""
-    from compressor.surgery.cut_files import CutFiles
+    from compressor.surgery.cutting import CutFiles
 
     return CutFiles(_exporter().work_folder(out) / f"cut-{digest[:16]}")
 

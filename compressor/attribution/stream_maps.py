@@ -19,7 +19,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.buffers import BUDGET, allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import Forward, LayerStream, LayerVisitor
 from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
@@ -55,28 +55,37 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
     return LeafMap(first, tuple(term.chain for term in own))
 
 
-def run_traced(model: OpenModel, batches: Sequence[Tensor], visit: Visit, progress: Progress, phase: str) -> None:
-    """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch."""
-    by_unit = layers_by_unit(model.architecture.layers)
-    units = model.architecture.units
-    current = {"batch": 0}
+@dataclass(slots=True)
+class _Tracing(LayerVisitor):
+    """Has every batch pass every layer traced, and shows `visit` what that showed."""
 
-    def forward(unit: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output, trace = trace_unit(model.partial.model, unit, by_unit.get(unit, ()), own, args, kwargs)
-        visit(unit, current["batch"], trace)
+    model: OpenModel
+    visit: Visit
+    progress: Progress
+    batch: int = 0
+
+    def entering(self, batch: int) -> None:
+        self.batch = batch
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        return partial(self._traced, unit, own)
+
+    def _traced(self, unit: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
+        layers = [layer for layer in self.model.architecture.layers if layer.unit == unit]
+        output, trace = trace_unit(self.model.partial.model, unit, layers, own, args, kwargs)
+        self.visit(unit, self.batch, trace)
         return output
 
-    stand_ins = {unit: partial(forward, unit, model.partial.model.get_submodule(unit).forward) for unit in units}
+    def passed(self, unit: str) -> None:
+        self.progress.advance(unit)
+
+
+def run_traced(model: OpenModel, batches: Sequence[Tensor], visit: Visit, progress: Progress, phase: str) -> None:
+    """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch."""
+    units = model.architecture.units
     progress.start(phase, len(units))
-    passed = stream_layers(
-        model.partial, batches, units, by_unit,
-        entering=lambda batch: current.update(batch=batch), stand_ins=stand_ins,
-    )  # fmt: skip
-    try:
-        for unit in passed:
-            progress.advance(unit)
-    finally:
-        passed.close()
+    wanted = layers_by_unit(model.architecture.layers)
+    LayerStream(model.partial, batches, units, wanted).run(_Tracing(model, visit, progress))
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Collecting statistics: one pass over the layers measures what strategies need, each source's tokens apart."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.progress import Progress
 
 _Part = tuple[int, bool]  # number of the source, whether held out
@@ -142,6 +143,18 @@ def _from_weights(
         progress.advance(layer.name)
 
 
+class _Watching(LayerVisitor):
+    """Has the observers of each layer watch the batches that pass it."""
+
+    def __init__(self, observers: Callable[[str], list[Observers]]) -> None:
+        self.observers, self.active = observers, list[Observers]()
+
+    def loaded(self, unit: str) -> None:
+        self.active = self.observers(unit)
+
+    def entering(self, batch: int) -> None:
+        for observers in self.active:
+            observers.enter(batch)
 
 
 def _from_data(
@@ -153,28 +166,23 @@ def _from_data(
     seed: int,
     per_source: bool,
 ) -> Iterator[LayerStatistics]:
-    architecture, partial = model.architecture, model.partial
+    architecture = model.architecture
     by_unit = layers_by_unit(architecture.layers)
-    active: list[Observers] = []
 
-    def before(unit: str) -> None:
-        active[:] = [
-            Observers(model, layer, needs, calibration, routers, seed, per_source) for layer in by_unit.get(unit, ())
-        ]
-
-    def entering(batch: int) -> None:
-        for observers in active:
-            observers.enter(batch)
+    def observers(unit: str) -> list[Observers]:
+        layers = by_unit.get(unit, ())
+        return [Observers(model, layer, needs, calibration, routers, seed, per_source) for layer in layers]
 
     progress.start("calibrate and plan", len(architecture.layers))
-    passed = stream_layers(partial, calibration.batches, architecture.units, by_unit, before=before, entering=entering)
-    try:
-        for _ in passed:
-            for observers in active:
-                yield observers.finish()
-                progress.advance(observers.layer.name)
-            active.clear()
-    finally:
-        for observers in active:
-            observers.detach()
-        passed.close()
+    watching = _Watching(observers)
+    stream = LayerStream(model.partial, calibration.batches, architecture.units, by_unit)
+    with closing(stream.passing(watching)) as passed:
+        try:
+            for _ in passed:
+                for seen in watching.active:
+                    yield seen.finish()
+                    progress.advance(seen.layer.name)
+                watching.active = []  # before their layer's memory is given back
+        finally:
+            for seen in watching.active:
+                seen.detach()

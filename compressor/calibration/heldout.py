@@ -13,6 +13,7 @@ from torch.nn.functional import log_softmax
 
 from compressor.calibration.batches import EvaluationSet
 from compressor.errors import CompressionError
+from compressor.model.streaming import LayerVisitor
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 
@@ -37,11 +38,15 @@ def evaluation_batches(sets: Sequence[EvaluationSet], vocabulary: int) -> list[t
 
 
 @dataclass(slots=True)
-class Judge:
-    """Judges models on the same batches; the first one judged is the original."""
+class Judge(LayerVisitor):
+    """Judges models on the same batches, the finishing ones of a streamed pass; the first one judged is the original.
+
+    In the pass, these batches have the numbers from `first` on.
+    """
 
     batches: list[tuple[int, torch.Tensor]]
     sets: int
+    first: int = 0
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # the original's, by batch
     found: list[Judgement] = field(default_factory=list)
     _batch: int = 0
@@ -63,8 +68,7 @@ class Judge:
         return stop
 
     def entering(self, batch: int) -> None:
-        """Say which batch runs next."""
-        self._batch = batch
+        self._batch = batch - self.first
 
     def _before_head(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = args[0]
@@ -75,7 +79,7 @@ class Judge:
     @torch.no_grad()
     def finished(self, batch: int, output: Any) -> None:
         """Add a batch's output, whose second half of rows is the original's."""
-        number, tokens = self.batches[batch]
+        number, tokens = self.batches[batch - self.first]
         logits = output.logits[:, :-1].float()
         ours, original = (log_softmax(part, dim=-1) for part in logits.chunk(2))
         targets = tokens[:, 1:, None].to(logits.device)

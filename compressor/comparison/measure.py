@@ -13,13 +13,13 @@ from compressor.calibration.batches import Calibration, EvaluationSet
 from compressor.calibration.heldout import Judge, Judgement, evaluation_batches
 from compressor.calibration.statistics import LayerStatistics, needs_data
 from compressor.comparison.rows import Comparison, Row
-from compressor.correction.in_order import compress_in_order
+from compressor.correction.in_order import LayerWork, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.grouping.choose import keep_best
 from compressor.memory import PeakMemory
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import LayerStream
 from compressor.planning.make import Planned, Wish, make_plans
 from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy, load_strategy, read_option
@@ -65,13 +65,9 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
 
 
 def _judge_original(model: OpenModel, judge: Judge, progress: Progress) -> None:
-    units = model.architecture.units
-    batches = judge.tokens
+    units, batches = model.architecture.units, judge.tokens
     progress.start("original", len(units))
-    for unit in stream_layers(
-        model.partial, batches, units, units,
-        entering=judge.entering, finishing=range(len(batches)), finished=judge.finished,
-    ):  # fmt: skip
+    for unit in LayerStream(model.partial, batches, units, units, range(len(batches))).passing(judge):
         progress.advance(unit)
 
 
@@ -129,14 +125,17 @@ class _Table:
         """Carry a plan out layer by layer without writing it, and judge what comes out."""
         plans = {layer.module: layer for layer in planned.plan.layers}
         method = "" if correction.method == "none" else f" + {correction.method}"
+        work = LayerWork(
+            planned.plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed,
+            measure=True,
+        )  # fmt: skip
         begin = time.perf_counter()
         with PeakMemory() as peak:
             stop = self.judge.watch(self.model.partial.model)
             try:
                 layers = compress_in_order(
-                    self.model, planned.plan.experts, data if correction.wanted else _heldout(data),
-                    lambda stats: plans[stats.layer.name], self.progress, correction=correction, measure=True,
-                    seed=self.seed, judge=self.judge, phase=f"{contender.name}{method}, {planned.plan.experts}",
+                    self.model, work, data if correction.wanted else _heldout(data), self.progress,
+                    judge=self.judge, phase=f"{contender.name}{method}, {planned.plan.experts}",
                 )  # fmt: skip
             finally:
                 stop()

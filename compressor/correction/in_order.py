@@ -1,13 +1,12 @@
 """Layers in order, each on what the compressed earlier layers make of the calibration text.
 
-For each layer: run the original on the batches that stand before it, plan it (or take the plan that there is), cut
-it, correct it toward what the original put out, and let the batches pass the smaller layer. One pass, one layer in
+For each layer: run the original on the batches that have come as far as it, plan it (or take the plan that there is),
+cut it, correct it toward what the original put out, and let the batches pass the smaller layer. One pass, one layer in
 memory.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -15,181 +14,195 @@ from compressor.calibration.batches import Calibration
 from compressor.calibration.collecting import Observers, Routers
 from compressor.calibration.heldout import Judge
 from compressor.calibration.statistics import LayerStatistics
-from compressor.correction.recording import Recording
+from compressor.correction.cut_layer import Recording
 from compressor.correction.refit import Correction, correct_layer
-from compressor.correction.shadow import SmallerLayers
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
+from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
-from compressor.surgery.cut_files import CutFiles
-from compressor.surgery.cutting import cut_layers
+from compressor.surgery.cutting import CutFiles, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
-NOTHING = Correction()
+UNCORRECTED = Correction()
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What is done to every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
+
+    `measure` has the error of layers measured that are not corrected.
+    """
+
+    experts: int  # kept in each
+    decide: Decide
+    needs: frozenset[str] = frozenset()
+    correction: Correction = UNCORRECTED
+    seed: int = 0
+    measure: bool = False
+
+
+class ShadowModel:
+    """The stock model with fewer experts on meta; one decoder layer of it at a time is filled and takes over."""
+
+    def __init__(self, model: OpenModel, experts: int) -> None:
+        self.partial = model.partial
+        self.model = build_meta(model.architecture.with_experts(experts), model.partial.dtype)
+        self.filled: str | None = None  # the layer that is
+        self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
+
+    def fill(self, unit: str, cut: Mapping[str, torch.Tensor]) -> None:
+        """Fill a layer with the cut tensors and, for the rest, the original's own, which must be loaded.
+
+        Tensors are shared, not copied.
+        """
+        original = self.partial.model.get_submodule(unit)
+        for key in self.partial.keys_under(unit):
+            module, name = parent_and_name(self.partial.model, key)
+            set_tensor(self.model, key, cut[key] if key in cut else getattr(module, name))
+        for name, part in self.model.get_submodule(unit).named_modules():
+            for key in part._non_persistent_buffers_set:
+                part._buffers[key] = original.get_submodule(name)._buffers[key]
+        self.filled = unit
+
+    def empty_again(self) -> None:
+        """Empty the layer that is filled, if one is."""
+        if self.filled is not None:
+            for key in self.partial.keys_under(self.filled):
+                set_tensor(self.model, key, self.empty[key])
+        self.filled = None
+
+
 @dataclass(slots=True)
-class _Pass:
+class _InOrder(LayerVisitor):
     """One layer at a time of a pass in order."""
 
     model: OpenModel
-    experts: int
+    work: LayerWork
     calibration: Calibration | None
-    decide: Decide
-    needs: frozenset[str]
-    correction: Correction
     files: CutFiles | None
-    seed: int
-    measure: bool
+    progress: Progress
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    active: list[Any] = field(default_factory=list)  # what watches the batches of a rehearsal
-    smaller: SmallerLayers = field(init=False)
+    active: list[Observers | Recording] = field(default_factory=list)  # what watches the batches of a replay
+    shadow: ShadowModel = field(init=False)
     routers: Routers = field(init=False)
+    by_unit: dict[str, list[MoeLayer]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.smaller, self.routers = SmallerLayers(self.model, self.experts), Routers(self.model)
+        self.shadow, self.routers = ShadowModel(self.model, self.work.experts), Routers(self.model)
+        self.by_unit = layers_by_unit(self.model.architecture.layers)
 
-    def finished(self, layers: list[MoeLayer]) -> dict[str, LayerPlan]:
-        """Plans of these layers where an earlier run has cut them all."""
-        found = {} if self.files is None else {layer.name: self.files.plan(layer) for layer in layers}
-        known = {name: plan for name, plan in found.items() if plan is not None}
-        return known if len(known) == len(layers) else {}
-
-    def compress(self, unit: str, layers: list[MoeLayer], rehearse: Callable[[], None]) -> None:
+    def before(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
-        known = self.finished(layers)
-        if known and self.files is not None:
-            self.plans.update(known)
-            device = self.model.partial.device
-            cut = {k: v.to(device) for layer in layers for k, v in self.files.tensors(layer).items()}
-            self.take_over(unit, layers, cut)
-            return
-        statistics, recordings = self.watched(layers, rehearse)
+        if (layers := self.by_unit.get(unit)) and not self._from_files(unit, layers):
+            self._compress(unit, layers, replay)
+
+    def entering(self, batch: int) -> None:
+        for watching in self.active:
+            watching.enter(batch)
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
+
+    def passed(self, unit: str) -> None:
+        if unit in self.by_unit:
+            self.shadow.empty_again()
+            self.progress.advance(unit)
+
+    def _from_files(self, unit: str, layers: list[MoeLayer]) -> bool:
+        """Take what an earlier run has cut, if it has cut all of these layers."""
+        if self.files is None:
+            return False
+        found = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
+        if len(found) < len(layers):
+            return False
+        self.plans.update(found)
+        device = self.model.partial.device
+        cut = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
+        self._take_over(unit, layers, cut)
+        return True
+
+    def _compress(self, unit: str, layers: list[MoeLayer], replay: Replay) -> None:
+        """Plan, cut, correct and keep the layers of a unit."""
+        statistics, recordings = self._watched(layers, replay)
         for layer, seen in zip(layers, statistics, strict=True):
-            self.plans[layer.name] = self.decide(seen)
+            self.plans[layer.name] = self.work.decide(seen)
         del statistics
-        self.take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
+        self._take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
             writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
-            figures = correct_layer(self.smaller.model, layer, recording, self.correction, self.seed, writing)
+            figures = correct_layer(self.shadow.model, layer, recording, self.work.correction, self.work.seed, writing)
             plan = self.plans[layer.name]
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()
         if self.files is not None:
-            state = self.smaller.model.state_dict()
+            state = self.shadow.model.state_dict()
             for layer in layers:
                 keys = [*(tensor.key for tensor in layer.tensors), *layer.tables]
                 self.files.save(self.plans[layer.name], layer, {key: state[key] for key in keys})
 
-    def take_over(self, unit: str, layers: list[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
+    def _take_over(self, unit: str, layers: list[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
         """Fill the smaller layer, and give the original experts' memory back."""
-        self.smaller.enter(unit, cut)
+        self.shadow.fill(unit, cut)
         for layer in layers:
             self.model.partial.release(layer.name)
 
-    def watched(
-        self, layers: list[MoeLayer], rehearse: Callable[[], None]
-    ) -> tuple[list[LayerStatistics], list[Recording]]:
-        """What the original layer shows on the batches that stand before it: statistics, and what to correct toward."""
-        model, calibration = self.model.partial.model, self.calibration
-        bare = [LayerStatistics(layer, seed=self.seed) for layer in layers]
+    def _watched(self, layers: list[MoeLayer], replay: Replay) -> tuple[list[LayerStatistics], list[Recording]]:
+        """What the original layer shows on the calibration batches: statistics, and what to correct toward."""
+        work, calibration = self.work, self.calibration
+        bare = [LayerStatistics(layer, seed=work.seed) for layer in layers]
         if calibration is None:
             return bare, []
         observers = [
-            Observers(self.model, layer, self.needs, calibration, self.routers, self.seed)
-            for layer in layers
-            if self.needs
+            Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
+            for layer in (layers if work.needs else ())
         ]
-        recordings = [Recording(layer, calibration.tokens) for layer in layers] if self.measure else []
+        wanted = work.measure or work.correction.wanted
+        recordings = [Recording(layer, calibration.tokens, calibration.heldout) for layer in (layers if wanted else ())]
         for recording in recordings:
-            recording.attach(model)
+            recording.attach(self.model.partial.model)
         self.active = [*observers, *recordings]
         if self.active:
-            rehearse()
+            replay(range(len(calibration.batches)))
         self.active = []
         for recording in recordings:
             recording.detach()
         return [watching.finish() for watching in observers] or bare, recordings
 
-    def entering(self, batch: int) -> None:
-        """A batch is about to run."""
-        for watching in self.active:
-            if isinstance(watching, Recording):
-                watching.enter(self.calibration is not None and batch in self.calibration.heldout)
-            else:
-                watching.enter(batch)
-
-
-
-
-
 
 def compress_in_order(
     model: OpenModel,
-    experts: int,
+    work: LayerWork,
     calibration: Calibration | None,
-    decide: Decide,
     progress: Progress,
-    *,
-    needs: frozenset[str] = frozenset(),
-    correction: Correction = NOTHING,
     files: CutFiles | None = None,
-    seed: int = 0,
-    measure: bool = False,
     judge: Judge | None = None,
     phase: str = "correct",
 ) -> tuple[LayerPlan, ...]:
-    """Plan (by `decide`), cut and correct every layer in order; returns the plans with the corrections' figures.
+    """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
-    `measure` has the error of layers measured that are not corrected. The batches of `judge` run through the
+    `files` keeps the cut layers, and those that it has are not made again. The batches of `judge` run through the
     compressed model to its end.
     """
     refuse_shared_experts(model)
-    architecture, by_unit = model.architecture, layers_by_unit(model.architecture.layers)
     batches = () if calibration is None else calibration.batches
-    evaluation = [] if judge is None else judge.tokens
-    state = _Pass(
-        model, experts, calibration, decide, needs, correction, files, seed, measure=measure or correction.wanted
-    )
-
-    def standing(unit: str, rehearse: Callable[[], None]) -> None:
-        if unit in by_unit:
-            state.compress(unit, by_unit[unit], rehearse)
-
-    def entering(batch: int) -> None:
-        state.entering(batch)
-        if judge is not None and batch >= len(batches):
-            judge.entering(batch - len(batches))
-
-    def finished(batch: int, output: Any) -> None:
-        if judge is not None:
-            judge.finished(batch - len(batches), output)
-
-    progress.start(phase, len(by_unit))
+    state = _InOrder(model, work, calibration, files, progress)
+    visitors: list[LayerVisitor] = [state]
+    evaluation: list[torch.Tensor] = []
+    if judge is not None:
+        judge.first, evaluation = len(batches), judge.tokens
+        visitors.append(judge)
+    units = model.architecture.units
+    stream = LayerStream(
+        model.partial, [*batches, *evaluation], units, wanted=units if evaluation else state.by_unit,
+        finishing=range(len(batches), len(batches) + len(evaluation)),
+    )  # fmt: skip
+    progress.start(phase, len(state.by_unit))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        passed = stream_layers(
-            model.partial,
-            [*batches, *evaluation],
-            architecture.units,
-            architecture.units if evaluation else by_unit,
-            entering=entering,
-            standing=standing,
-            stand_ins=state.smaller.forwards,
-            rehearsing=range(len(batches)),
-            finishing=range(len(batches), len(batches) + len(evaluation)),
-            finished=finished,
-        )
-        try:
-            for unit in passed:
-                if unit in by_unit:
-                    state.smaller.leave(unit)
-                    progress.advance(unit)
-        finally:
-            passed.close()
-    return tuple(state.plans[layer.name] for layer in architecture.layers)
+        torch.manual_seed(work.seed)
+        stream.run(*visitors)
+    return tuple(state.plans[layer.name] for layer in model.architecture.layers)

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from compressor.correction.cut_layer import CutLayer
-from compressor.correction.recording import Recording
+from compressor.correction.cut_layer import CutLayer, Recording
 from compressor.correction.ridge import refit_down
 from compressor.correction.tuning import STEPS, TOKENS, Schedule, tune
 from compressor.errors import CompressionError

@@ -8,7 +8,6 @@ import torch
 BUDGET = 4 * 2**30  # bytes of one recorded tensor that are held in memory
 
 
-
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> torch.Tensor:
     """An uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
     count = torch.Size(shape).numel()
@@ -17,6 +16,26 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, b
     with tempfile.NamedTemporaryFile() as file:
         file.truncate(count * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
+
+
+class Spill:
+    """Moves hidden states that wait between layers into unlinked mapped files once they pass a budget of bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.held: dict[int, int] = {}  # bytes in memory, by batch
+
+    def keep(self, batch: int, value: Any) -> None:
+        """Count what a batch waits with, if it is a floating-point tensor, and move what is too much, in place."""
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == "cpu":
+            self.held[batch] = value.nbytes
+            if value.numel() and sum(self.held.values()) > self.budget:
+                self.held[batch] = 0
+                self._to_file(value)
+
+    @staticmethod
+    def _to_file(value: torch.Tensor) -> None:
+        value.data = allocate(tuple(value.shape), value.dtype, value.device, budget=0).copy_(value)
 
 
 def token_dim(value: Any, tokens: int) -> int | None:

@@ -1,6 +1,5 @@
 """What a router can take: how many experts may stay, and how they may be grouped."""
 
-
 import math
 from typing import Protocol
 

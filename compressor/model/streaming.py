@@ -1,11 +1,13 @@
 """Lockstep streaming: every batch runs the stock forward, all stand still before each layer until it is loaded.
 
 Each batch's ordinary `model(input_ids)` runs inside its own greenlet; every decoder layer's forward first switches
-back to the driver, which loads that layer, lets every batch pass it, hands it to the caller and empties it again.
+back to the driver, which loads that layer, lets every batch pass it, shows it to the visitors and empties it again.
 Masks, position embeddings and per-layer arguments stay the stock code's business.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -14,46 +16,173 @@ from torch import nn
 
 from compressor.errors import CompressionError
 from compressor.memory import give_back
-from compressor.model.buffers import allocate
+from compressor.model.buffers import Spill
 from compressor.model.loading import PartialModel
 
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
-_REHEARSE = "rehearse"
-_NONE: Mapping[str, Callable[..., Any]] = {}
+_REPLAY = "replay"
 
-Rehearsed = Callable[[str, Callable[[], None]], None]
-
-
-class _Spill:
-    """Moves hidden states that wait between layers into unlinked mapped files once they pass a budget of bytes."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.held: dict[int, int] = {}
-
-    def keep(self, batch: int, arguments: Sequence[Any]) -> None:
-        for value in arguments:
-            if (
-                isinstance(value, torch.Tensor)
-                and value.is_floating_point()
-                and value.device.type == "cpu"
-                and value.numel()
-            ):
-                self.held[batch] = value.numel() * value.element_size()
-                if sum(self.held.values()) > self.budget:
-                    self.held[batch] = 0
-                    self._to_file(value)
-
-    @staticmethod
-    def _to_file(value: torch.Tensor) -> None:
-        value.data = allocate(tuple(value.shape), value.dtype, value.device, budget=0).copy_(value)
+Forward = Callable[..., Any]
+Replay = Callable[[Iterable[int]], None]
 
 
-def _lazy_hook(partial: PartialModel, keys: list[str]) -> Callable[..., None]:
-    def load(module: nn.Module, args: Any) -> None:
-        partial.load(keys)
+class LayerVisitor:
+    """What is done along a streamed pass; each method does nothing unless a visitor has its own.
 
-    return load
+    Of several visitors of one pass, each method is called in their order. Layers go by name, batches by number.
+    """
+
+    def loaded(self, unit: str) -> None:
+        """A layer has been loaded, and every batch has come as far as it."""
+
+    def before(self, unit: str, replay: Replay) -> None:
+        """All visitors have seen the layer loaded, and no batch has passed it yet.
+
+        `replay(numbers)` runs these batches through the layer and leaves them where they are.
+        """
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        """The forward that the batch which is running passes, in place of the layer's `own`; replays keep that."""
+        return own
+
+    def entering(self, batch: int) -> None:
+        """A batch is about to run: to the first layer, through a layer to the next one, in a replay, to the output."""
+
+    def passed(self, unit: str) -> None:
+        """Every batch has passed the layer, which is still loaded."""
+
+    def finished(self, batch: int, output: Any) -> None:
+        """One of the `finishing` batches has reached the model's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStream:
+    """`batches` (token ids [B, L]) through the decoder layers `units`, one of them in memory at a time.
+
+    A pass ends when all `wanted` layers have passed. The `finishing` batches then go on to the model's output; all
+    layers must be wanted for that.
+    """
+
+    partial: PartialModel
+    batches: Sequence[torch.Tensor]
+    units: tuple[str, ...]
+    wanted: Collection[str]
+    finishing: Collection[int] = ()
+    activation_budget: int = DEFAULT_ACTIVATION_BUDGET
+
+    def __post_init__(self) -> None:
+        if self.finishing and set(self.wanted) < set(self.units):
+            raise ValueError("batches reach the model's output only if all layers are wanted")
+
+    def run(self, *visitors: LayerVisitor) -> None:
+        """Carry out the whole pass; in the end nothing is loaded."""
+        for _ in self.passing(*visitors):
+            pass
+
+    def passing(self, *visitors: LayerVisitor) -> Generator[str, None, None]:
+        """Yield each layer's name when every batch has passed it, its weights still loaded until the next is asked for.
+
+        Nothing stays loaded once the generator is exhausted or closed.
+        """
+        lockstep = _Lockstep(self, visitors)
+        try:
+            yield from lockstep.layers()
+        finally:
+            lockstep.close()
+
+
+class _Lockstep:
+    """One pass: the batches, each in a greenlet of its own, and what has them stand still before every layer."""
+
+    def __init__(self, stream: LayerStream, visitors: Sequence[LayerVisitor]) -> None:
+        self.stream, self.visitors, self.driver = stream, visitors, getcurrent()
+        self.partial, self.model = stream.partial, stream.partial.model
+        self.waiting, self.running, self.spill = set(stream.wanted), 0, Spill(stream.activation_budget)
+        modules = {unit: self.model.get_submodule(unit) for unit in stream.units}
+        self.own: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
+        for unit, module in modules.items():
+            module.forward = bind(self._pass_layer, unit)
+        self.handles = [module.register_forward_hook(bind(self._after, unit)) for unit, module in modules.items()]
+        self.handles += [
+            self.model.get_submodule(name).register_forward_pre_hook(bind(self._load, keys))
+            for name, keys in _outside_keys(self.partial, stream.units).items()
+        ]
+        self.runs = [greenlet(self._run) for _ in stream.batches]
+
+    def layers(self) -> Iterator[str]:
+        """Load, pass, yield and release one layer after another, then finish the batches that are to be finished."""
+        places = [self._resume(number, tokens) for number, tokens in enumerate(self.stream.batches)]
+        _release_embedding(self.partial)
+        while places and (unit := places[0]) is not None:
+            if any(place != unit for place in places):
+                raise CompressionError(
+                    f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
+                )
+            self.partial.load(self.partial.keys_under(unit))
+            for visitor in self.visitors:
+                visitor.loaded(unit)
+            for visitor in self.visitors:
+                visitor.before(unit, self._replay)
+            places = [self._resume(number) for number in range(len(places))]
+            for visitor in self.visitors:
+                visitor.passed(unit)
+            yield unit
+            self.partial.release(unit)
+            give_back()
+            self.waiting.discard(unit)
+            if not self.waiting:
+                break
+        for number in self.stream.finishing:
+            self._finish(number)
+
+    def close(self) -> None:
+        """End all batches, and leave the model empty and as it was."""
+        for run in self.runs:
+            if run:
+                run.throw(GreenletExit)
+        for handle in self.handles:
+            handle.remove()
+        for unit in self.stream.units:
+            self.model.get_submodule(unit).__dict__.pop("forward", None)
+        self.partial.release("")
+
+    def _resume(self, number: int, *values: Any) -> Any:
+        """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
+        self.running = number
+        for visitor in self.visitors:
+            visitor.entering(number)
+        with torch.no_grad():
+            return self.runs[number].switch(*values)
+
+    def _replay(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._resume(number, _REPLAY)
+
+    def _finish(self, number: int) -> None:
+        output = self._resume(number)
+        for visitor in self.visitors:
+            visitor.finished(number, output)
+
+    def _run(self, tokens: torch.Tensor) -> Any:
+        """What a batch's greenlet does: the stock forward."""
+        return self.model(input_ids=tokens.to(self.partial.device), use_cache=False)
+
+    def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
+        """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
+        own = self.own[unit]
+        self.spill.keep(self.running, next(iter((*args, *kwargs.values())), None))
+        while self.driver.switch(unit) == _REPLAY:
+            own(*_copied(args), **kwargs)
+        for visitor in self.visitors:
+            own = visitor.replaced(unit, own)
+        return own(*args, **kwargs)
+
+    def _after(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.waiting <= {unit}:
+            self.driver.switch(None)  # no batch need go on, least of all through the head
+
+    def _load(self, keys: list[str], module: nn.Module, args: Any) -> None:
+        self.partial.load(keys)
 
 
 def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
@@ -97,110 +226,5 @@ def _release_embedding(partial: PartialModel) -> None:
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments that a rehearsal may change in place without the batch noticing."""
+    """Arguments that a replay may change in place without the batch noticing."""
     return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in args)
-
-
-def stream_layers(
-    partial: PartialModel,
-    batches: Sequence[torch.Tensor],
-    units: tuple[str, ...],
-    wanted: Collection[str],
-    *,
-    before: Callable[[str], None] = lambda unit: None,
-    entering: Callable[[int], None] = lambda batch: None,
-    standing: Rehearsed | None = None,
-    stand_ins: Mapping[str, Callable[..., Any]] = _NONE,
-    rehearsing: Collection[int] = (),
-    finishing: Sequence[int] = (),
-    finished: Callable[[int, Any], None] = lambda batch, output: None,
-    activation_budget: int = DEFAULT_ACTIVATION_BUDGET,
-) -> Generator[str, None, None]:
-    """Run `batches` (token ids [B, L]) through the decoder layers until all `wanted` ones have passed, one at a time.
-
-    Yields a layer's name when every batch has passed it, its weights still loaded; in the end nothing is loaded.
-    `before` is called when a layer has been loaded, `entering` with a batch's number when that batch is about to run.
-    `standing(unit, rehearse)` is called while all batches stand before a loaded layer; `rehearse()` runs the
-    `rehearsing` batches through it without moving them on. What `stand_ins` then holds for the layer, if anything, is
-    the forward that the batches pass instead of its own. The `finishing` batches go on to the model's output after the
-    last layer, which `finished` gets; all layers must be wanted then.
-    """
-    model, driver = partial.model, getcurrent()
-    spill = _Spill(activation_budget)
-    current: dict[str, int] = {"batch": 0}
-    waiting = set(wanted)
-    if finishing and waiting < set(units):
-        raise ValueError("batches reach the model's output only if all layers are wanted")
-
-    def stand(unit: str) -> Callable[..., Any]:
-        own = model.get_submodule(unit).forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            spill.keep(current["batch"], [*args, *kwargs.values()][:1])
-            while driver.switch(unit) == _REHEARSE:
-                own(*_copied(args), **kwargs)
-            return stand_ins.get(unit, own)(*args, **kwargs)
-
-        return forward
-
-    def end(unit: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if waiting <= {unit}:
-                driver.switch(None)  # no batch need go on, least of all through the head
-
-        return hook
-
-    for unit in units:
-        model.get_submodule(unit).forward = stand(unit)
-    handles = [model.get_submodule(unit).register_forward_hook(end(unit)) for unit in units]
-    handles += [
-        model.get_submodule(name).register_forward_pre_hook(_lazy_hook(partial, keys))
-        for name, keys in _outside_keys(partial, units).items()
-    ]
-
-    def forward(tokens: torch.Tensor) -> Any:
-        return model(input_ids=tokens.to(partial.device), use_cache=False)
-
-    runs = [greenlet(forward) for _ in batches]
-
-    def resume(number: int, *values: Any) -> Any:
-        current["batch"] = number
-        entering(number)
-        with torch.no_grad():
-            return runs[number].switch(*values)
-
-    def rehearse() -> None:
-        for number in rehearsing:
-            resume(number, _REHEARSE)
-
-    try:
-        places = [resume(number, tokens) for number, tokens in enumerate(batches)]
-        _release_embedding(partial)
-        while places and places[0] is not None:
-            unit = places[0]
-            if any(place != unit for place in places):
-                raise CompressionError(
-                    f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
-                )
-            partial.load(partial.keys_under(unit))
-            before(unit)
-            if standing is not None:
-                standing(unit, rehearse)
-            places = [resume(number) for number in range(len(batches))]
-            yield unit
-            partial.release(unit)
-            give_back()
-            waiting.discard(unit)
-            if not waiting:
-                break
-        for number in finishing:
-            finished(number, resume(number))
-    finally:
-        for run in runs:
-            if run:
-                run.throw(GreenletExit)
-        for handle in handles:
-            handle.remove()
-        for unit in units:
-            model.get_submodule(unit).__dict__.pop("forward", None)
-        partial.release("")

@@ -8,7 +8,7 @@ from typing import Any
 from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
 from compressor.calibration.collecting import collect
 from compressor.calibration.statistics import LayerStatistics
-from compressor.correction.in_order import COMPRESSED, compress_in_order
+from compressor.correction.in_order import COMPRESSED, LayerWork, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
@@ -16,7 +16,7 @@ from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
-from compressor.surgery.cut_files import CutFiles
+from compressor.surgery.cutting import CutFiles
 from compressor.versions import versions
 
 
@@ -147,10 +147,8 @@ def make_plan_in_order(
     def decide(stats: LayerStatistics) -> LayerPlan:
         return replace(_layer_plan(stats, wish, protected), upstream=COMPRESSED)
 
-    layers = compress_in_order(
-        model, wish.experts, calibration, decide, progress,
-        needs=wish.strategy.needs, correction=correction, files=files, seed=seed, phase="plan in order",
-    )  # fmt: skip
+    work = LayerWork(wish.experts, decide, wish.strategy.needs, correction, seed)
+    layers = compress_in_order(model, work, calibration, progress, files, phase="plan in order")
     return _whole_plan(model, wish, calibration, layers, seed, protected, sequential=True)
 
 
@@ -172,8 +170,9 @@ def correct(
         if calibration is None:
             calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
         by_name = {layer.module: layer for layer in plan.layers}
-        layers = compress_in_order(
-            model, plan.experts, calibration, lambda stats: by_name[stats.layer.name], progress,
-            correction=Correction.from_plan(plan.correction), files=files, seed=plan.seed,
+        work = LayerWork(
+            plan.experts, lambda stats: by_name[stats.layer.name],
+            correction=Correction.from_plan(plan.correction), seed=plan.seed,
         )  # fmt: skip
+        layers = compress_in_order(model, work, calibration, progress, files)
     return replace(plan, layers=layers)

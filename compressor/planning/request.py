@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
     from compressor.planning.protecting import Protected
     from compressor.planning.registry import Strategy
-    from compressor.surgery.cut_files import CutFiles
+    from compressor.surgery.cutting import CutFiles
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ T tokens, E experts, H hidden.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial as bind
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from compressor.calibration.statistics import Collector
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import LayerStream, LayerVisitor, Replay
 from compressor.progress import Progress
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring_experts import Likeness, compared, sample_size
@@ -131,7 +131,7 @@ class _Watch:
         experts = self.model.get_submodule(self.layer.name)
         handle = experts.register_forward_hook(lambda module, args, output: held.append(output))
         try:
-            output = type(block).forward(block, *args, **kwargs)  # not the stand-in that waits for other batches
+            output = type(block).forward(block, *args, **kwargs)  # not the one that waits for other batches
         finally:
             handle.remove()
         return _first(held[-1] if self._in_unit else output)
@@ -155,86 +155,82 @@ class _Watch:
         self.before = None
 
 
-@dataclass(slots=True)
-class _Pass:
-    """The pass of the compressed model, which takes the source's along."""
+class _Ahead(LayerVisitor):
+    """The source's pass, which takes each layer before the compressed model's does."""
 
-    output: OpenModel
-    source: OpenModel | None
-    batches: Sequence[Tensor]
-    likeness: Callable[[str], Likeness]  # by the layer's name
-    seed: int
-    watches: list[_Watch] = field(default_factory=list)
-    ahead: Any = None  # the source's pass
-    random: Any = None  # the source's state of randomness: each model draws the same numbers
-    held: dict[int, Tensor] = field(default_factory=dict)  # what the source's layer put out, by batch
-    batch: int = 0  # the one that runs
-    handles: list[Any] = field(default_factory=list)
+    def __init__(self, source: OpenModel, batches: Sequence[Tensor], likeness: Callable[[str], Likeness]) -> None:
+        self.model, self.likeness = source.partial.model, likeness
+        self.layers = {layer.name: layer for layer in source.architecture.layers}
+        self.watches: list[_Watch] = []
+        self.held: dict[int, Tensor] = {}  # what the layer put out, by batch
+        self.batch = 0
+        self.random = torch.get_rng_state()  # each model draws the same numbers
+        wanted = layers_by_unit(source.architecture.layers)
+        self.units = LayerStream(source.partial, batches, source.architecture.units, wanted).passing(self)
 
-    def __post_init__(self) -> None:
-        self.random = torch.get_rng_state()
-        if self.source is not None:
-            architecture = self.source.architecture
-            self.ahead = stream_layers(
-                self.source.partial, self.batches, architecture.units, layers_by_unit(architecture.layers),
-                before=self._attach, entering=bind(self._entering, True),
-            )  # fmt: skip
-
-    def stands(self, unit: str, layers: Sequence[MoeLayer]) -> None:
-        """All batches of the compressed model stand before a loaded layer: the source passes it first."""
-        self.clear()
-        sizes = [batch.numel() for batch in self.batches]
-        model = self.output.partial.model
-        self.watches = [_Watch(layer, model, sizes, self.seed) for layer in layers]
-        if self.source is None:
-            return
-        source = self.source.partial.model
-        if layers:
-            self._hook(source.get_submodule(unit), self._keep)
-        self._advance()
-        for watch in self.watches:
-            watch.finish_source(self.likeness(watch.layer.name), source)
-        if layers:
-            self._hook(model.get_submodule(unit), self._compare)
-
-    def _hook(self, module: Any, hook: Callable[..., None]) -> None:
-        self.handles.append(module.register_forward_hook(hook, prepend=True))  # before the pass is cut short
-
-    def _advance(self) -> None:
+    def take(self, unit: str, watches: list[_Watch]) -> None:
+        """Pass the next layer, and measure for the watches of its MoE layers what the source alone shows."""
+        self.watches = watches
+        handles = [_hook(self.model.get_submodule(unit), self._keep)] if watches else []
         state = torch.get_rng_state()
         torch.set_rng_state(self.random)
         try:
-            next(self.ahead)
+            next(self.units)
         finally:
             self.random = torch.get_rng_state()
             torch.set_rng_state(state)
+            for handle in handles:
+                handle.remove()
+        for watch in watches:
+            watch.finish_source(self.likeness(watch.layer.name), self.model)
 
-    def _attach(self, unit: str) -> None:
-        if self.source is None:
-            return
-        layers = {layer.name: layer for layer in self.source.architecture.layers}
+    def loaded(self, unit: str) -> None:
         for watch in self.watches:
-            name = watch.layer.name
-            watch.attach(self.source.partial.model, layers[name], self.likeness(name))
+            watch.attach(self.model, self.layers[watch.layer.name], self.likeness(watch.layer.name))
 
     def entering(self, batch: int) -> None:
-        """A batch of the compressed model is about to run."""
-        self._entering(False, batch)
-
-    def _entering(self, of_source: bool, batch: int) -> None:
         self.batch = batch
         for watch in self.watches:
-            collector = watch.before if of_source else watch.after
-            if collector is not None:
-                collector.detach()
-                collector.enter(batch)
+            if watch.before is not None:
+                watch.before.detach()
+                watch.before.enter(batch)
 
     def _keep(self, module: Any, args: Any, output: Any) -> None:
         self.held[self.batch] = _first(output)
 
+
+@dataclass(slots=True)
+class _Pass(LayerVisitor):
+    """The pass of the compressed model, which takes the source's along."""
+
+    output: OpenModel
+    source: _Ahead | None
+    sizes: list[int]  # tokens of each batch
+    seed: int
+    watches: list[_Watch] = field(default_factory=list)
+    batch: int = 0  # the one that runs
+    handles: list[Any] = field(default_factory=list)
+
+    def before(self, unit: str, replay: Replay) -> None:
+        """The source passes the layer first."""
+        self.clear()
+        model = self.output.partial.model
+        layers = [layer for layer in self.output.architecture.layers if layer.unit == unit]
+        self.watches = [_Watch(layer, model, self.sizes, self.seed) for layer in layers]
+        if self.source is not None:
+            self.source.take(unit, self.watches)
+            if layers:
+                self.handles.append(_hook(model.get_submodule(unit), self._compare))
+
+    def entering(self, batch: int) -> None:
+        self.batch = batch
+        for watch in self.watches:
+            watch.after.detach()
+            watch.after.enter(batch)
+
     def _compare(self, module: Any, args: Any, output: Any) -> None:
-        if self.batch in self.held:
-            before = self.held.pop(self.batch)
+        if self.source is not None and self.batch in self.source.held:
+            before = self.source.held.pop(self.batch)
             for watch in self.watches:
                 watch.stream.add(before, _first(output), _width(self.output.partial.model))
 
@@ -244,13 +240,19 @@ class _Pass:
             handle.remove()
         for watch in self.watches:
             watch.detach()
-        self.handles, self.watches, self.held = [], [], {}
+        self.handles, self.watches = [], []
+        if self.source is not None:
+            self.source.held.clear()
 
     def close(self) -> None:
-        """Give both models back."""
+        """Give the source back."""
         self.clear()
-        if self.ahead is not None:
-            self.ahead.close()
+        if self.source is not None:
+            self.source.units.close()
+
+
+def _hook(module: Any, hook: Callable[..., None]) -> Any:
+    return module.register_forward_hook(hook, prepend=True)  # before the pass is cut short
 
 
 def _refuse_different(source: OpenModel | None, output: OpenModel) -> None:
@@ -279,17 +281,12 @@ def measure_layers(
     progress.start("measure", len(by_unit))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        state = _Pass(output, source, batches, likeness, seed)
-        passed = stream_layers(
-            output.partial, batches, output.architecture.units, by_unit,
-            entering=state.entering, standing=lambda unit, rehearse: state.stands(unit, by_unit.get(unit, ())),
-        )  # fmt: skip
-        try:
+        ahead = None if source is None else _Ahead(source, batches, likeness)
+        state = _Pass(output, ahead, [batch.numel() for batch in batches], seed)
+        stream = LayerStream(output.partial, batches, output.architecture.units, by_unit)
+        with closing(stream.passing(state)) as passed, closing(state):
             for unit in passed:
                 for watch in state.watches:
                     yield watch.finish()
                 if unit in by_unit:
                     progress.advance(unit)
-        finally:
-            state.close()
-            passed.close()

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.model.experts import Parameters, expert_parameters, parameter_names, projections
+from compressor.model.experts import Parameters, parameter_names, projections
 from compressor.plans.plan import Group
+from compressor.surgery.tensors import mix, weighted_members
 
 
 @torch.no_grad()
@@ -52,28 +53,6 @@ def permuted(experts: Any, parameters: Parameters, order: Tensor) -> Parameters:
     return {name: _reordered(experts, name, value, order) for name, value in parameters.items()}
 
 
-@torch.no_grad()
-def merged_parameters(experts: Any, group: Group) -> Parameters:
-    """Parameters of one merged expert in float32: scale * sum(coefficient * member), each aligned to the head if any.
-
-    Beside the result, one member's matrices exist at a time.
-    """
-    merged: Parameters = {}
-    for member, coefficient in zip(group.members, group.coefficients, strict=True):
-        if coefficient == 0:
-            continue
-        own = expert_parameters(experts, member)
-        if group.aligned and group.head is not None and member != group.head:
-            own = permuted(experts, own, matching(experts, group.head, member))
-        share = coefficient * group.scale
-        for name, value in own.items():
-            if name in merged:
-                merged[name].add_(value.float(), alpha=share)
-            else:
-                merged[name] = value.to(torch.float32, copy=True).mul_(share)
-    return merged
-
-
 class AlignedExperts:
     """An experts module in which the members of groups with a head have their neurons in the head's order; read-only.
 
@@ -105,3 +84,17 @@ class _AlignedSlices:
         value: Tensor = getattr(self._experts, self._name)[expert]
         order = self._orders.get(expert)
         return value if order is None else _reordered(self._experts, self._name, value, order)
+
+
+@torch.no_grad()
+def merged_parameters(experts: Any, group: Group) -> Parameters:
+    """Parameters of one merged expert in float32: scale * sum(coefficient * member), each aligned to the head if any.
+
+    Beside the result, one parameter of one member exists at a time.
+    """
+    own = AlignedExperts(experts, [group]) if group.aligned else experts
+    members = weighted_members(group)
+    return {
+        name: mix((getattr(own, name)[expert], coefficient) for expert, coefficient in members)
+        for name in parameter_names(experts)
+    }

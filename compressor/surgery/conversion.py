@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from compressor.checkpoint.quantized import wanted_dtype
+from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.loading import PartialModel, quiet_transformers
 from compressor.plans.plan import CompressionPlan
-from compressor.surgery.cut_files import CutFiles
-from compressor.surgery.cutting import cut_layers
+from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, tensor_output
 
 
@@ -61,9 +61,14 @@ def convert_unit(
     cut = {key: state[key] for key in keys}
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     layers = [layer for layer in architecture.layers if layer.unit == unit]
-    made = {key: value for layer in layers for key, value in (files.tensors(layer) if files else {}).items()}
-    for key, value in (made or cut_layers(partial.model, layers, plans)).items():
-        cut[key] = value.to(cut[key].dtype)
+    for layer in layers:
+        made = files.tensors(layer) if files else {}
+        if plan.correction is not None and not made:
+            raise CompressionError(
+                f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
+            )
+        for key, value in (made or cut_layers(partial.model, [layer], plans)).items():
+            cut[key] = value.to(cut[key].dtype)
     yield from _saved_names(small, cut).items()
     for key in keys:
         partial.release(key.rpartition(".")[0])

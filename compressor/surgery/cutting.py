@@ -1,15 +1,35 @@
-"""Cutting a loaded decoder layer by its plan: the smaller model's tensors in the model's own layout."""
+"""Cutting a loaded decoder layer by its plan, and keeping what was cut on disk until the output is written."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 
+from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters, parameter_names
+from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.alignment import merged_parameters
-from compressor.surgery.tensors import mix_rows, remap_table
+from compressor.surgery.tensors import mix, remap_table, weighted_members
+
+
+def _mixed_rows(value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+    """Surgery on a tensor in the model's own layout: the groups' rows along `dim`, then those of no routed expert."""
+    rows = []
+    for group in plan.groups:
+        members = weighted_members(group, router)
+        if len(members) == 1 and members[0][1] == 1.0:
+            rows.append(value.select(dim, members[0][0]))
+        else:
+            rows.append(mix((value.select(dim, expert), share) for expert, share in members).to(value.dtype))
+    rows += [value.select(dim, place) for place in range(plan.experts, value.shape[dim])]
+    return torch.stack(rows, dim)
 
 
 def _aligned_experts(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
@@ -37,7 +57,40 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
         for tensor in layer.tensors:
             if tensor.key not in cut:
                 router = not tensor.key.startswith(f"{layer.name}.")
-                cut[tensor.key] = mix_rows(state[tensor.key], tensor.dim, tensor.extra, layer, plan, router)
+                cut[tensor.key] = _mixed_rows(state[tensor.key], tensor.dim, plan, router)
         for table in layer.tables:
             cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
     return cut
+
+
+@dataclass(frozen=True, slots=True)
+class CutFiles:
+    """Cut and corrected tensors of finished layers, a file each, so that an interrupted run need not repeat them.
+
+    A file that cannot be read, as after a loss of power, counts as none: its layer is made anew.
+    """
+
+    folder: Path
+
+    def _path(self, layer: MoeLayer) -> Path:
+        return self.folder / f"{layer.name}.safetensors"
+
+    def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a layer's tensors with its plan; a file is there whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = self._path(layer).with_suffix(".new")
+        whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        safetensors.torch.save_file(whole, fresh, metadata={"plan": json.dumps(layer_to_dict(plan))})
+        fresh.replace(self._path(layer))
+
+    def plan(self, layer: MoeLayer) -> LayerPlan | None:
+        """The plan of a finished layer; None if it is not there."""
+        try:
+            with safe_open(self._path(layer), framework="pt") as file:
+                return layer_from_dict(json.loads(file.metadata()["plan"]))
+        except (FileNotFoundError, SafetensorError, TypeError, KeyError, ValueError, CompressionError):
+            return None  # TypeError: without metadata
+
+    def tensors(self, layer: MoeLayer) -> dict[str, torch.Tensor]:
+        """The tensors of a finished layer; none if it is not there."""
+        return {} if self.plan(layer) is None else safetensors.torch.load_file(self._path(layer))

@@ -19,9 +19,16 @@ from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs
-from compressor.surgery.cut_files import CutFiles
-from compressor.surgery.output import MAX_SHARD_BYTES, OutputJob
-from compressor.surgery.tensors import OutputTensor, Piece, pieces, plan_outputs, tensor_bytes_view
+from compressor.surgery.cutting import CutFiles
+from compressor.surgery.tensors import (
+    MAX_SHARD_BYTES,
+    OutputJob,
+    OutputTensor,
+    Piece,
+    pieces,
+    plan_outputs,
+    tensor_bytes_view,
+)
 from compressor.versions import versions
 
 NOT_CARRIED = (

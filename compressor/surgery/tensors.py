@@ -6,7 +6,7 @@ checkpoint that must be mixed goes through the dequantised model instead (`compr
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import torch
 
 from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint, contains_nan, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.layout import Layout, Role
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan
 
@@ -61,15 +60,46 @@ class FileRange:
 
 
 Piece = FileRange | bytes | memoryview
+MAX_SHARD_BYTES = 5_000_000_000
 
 
-def _row(group: Group, router: bool, names: Mapping[int, str] | None, fused: str) -> tuple[Part, ...]:
-    coefficients = group.router_coefficients if router else tuple(c * group.scale for c in group.coefficients)
-    if names is not None:
-        parts = [Part(names[e], None, c) for e, c in zip(group.members, coefficients, strict=True)]
-    else:
-        parts = [Part(fused, e, c) for e, c in zip(group.members, coefficients, strict=True)]
-    return tuple(part for part in parts if part.coefficient != 0.0)
+@dataclass(frozen=True, slots=True)
+class OutputJob:
+    """One output for an exporter to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
+
+    digest: str  # decides whether an interrupted run of the same job may be resumed
+    outputs: tuple[OutputTensor, ...]
+    units: tuple[str, ...]  # in order; "" is the rest of the model
+    produce: Callable[[str], Iterable[tuple[str, Iterator[Piece]]]]
+    files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
+    verify: Callable[[Path], None]  # raises CompressionError when the written folder is not good
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
+    """(member, coefficient) of what a group's merged expert, or its router row, is the sum of; none of them is 0."""
+    coefficients = group.router_coefficients if router else (c * group.scale for c in group.coefficients)
+    return [(expert, c) for expert, c in zip(group.members, coefficients, strict=True) if c != 0]
+
+
+def mix(members: Iterable[tuple[torch.Tensor, float]], wide: torch.dtype = torch.float32) -> torch.Tensor:
+    """sum(coefficient * member) of (member, coefficient), at least one, in the dtype `wide`; [...] each.
+
+    Beside the sum, one member exists at a time if they are made as they are asked for.
+    """
+    total: torch.Tensor | None = None
+    for member, coefficient in members:
+        if total is None:
+            total = member.to(wide, copy=True).mul_(coefficient)
+        else:
+            total.add_(member.to(wide), alpha=coefficient)
+    assert total is not None
+    return total
 
 
 def plan_outputs(
@@ -91,9 +121,9 @@ def plan_outputs(
         elif role.kind == "fused":
             outputs.append(_picked(checkpoint, name, role, layer_plan))
         elif role.expert < len(layer_plan.groups):
-            family = families[role.family]
-            info = checkpoint.tensors[name]
-            row = _row(layer_plan.groups[role.expert], role.is_router, family, "")
+            family, info = families[role.family], checkpoint.tensors[name]
+            members = weighted_members(layer_plan.groups[role.expert], role.is_router)
+            row = tuple(Part(family[expert], None, coefficient) for expert, coefficient in members)
             outputs.append(OutputTensor(name, info.dtype, info.shape, role.unit, (row,)))
     order = {unit: position for position, unit in enumerate(("", *units))}
     return sorted(outputs, key=lambda output: order[output.unit])  # stable: the source's order within a unit
@@ -106,7 +136,10 @@ def _copied(checkpoint: Checkpoint, name: str, role: Role) -> OutputTensor:
 
 def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
     info = checkpoint.tensors[name]
-    rows = [_row(group, role.is_router, None, name) for group in plan.groups]
+    rows = [
+        tuple(Part(name, expert, coefficient) for expert, coefficient in weighted_members(group, role.is_router))
+        for group in plan.groups
+    ]
     rows += [(Part(name, plan.experts + position, 1.0),) for position in range(role.extra)]
     shape = (*info.shape[: role.dim], len(rows), *info.shape[role.dim + 1 :])
     return OutputTensor(name, info.dtype, shape, role.unit, tuple(rows), role.dim)
@@ -138,7 +171,7 @@ def _whole(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
         refuse_nan(info.name, info.file, checkpoint.read(info.name))
         yield FileRange(checkpoint.path(info.name), info.begin, info.nbytes)
     else:
-        yield tensor_bytes_view(_mix(checkpoint, output, row))
+        yield tensor_bytes_view(_mixed(checkpoint, output, row))
 
 
 def _along(checkpoint: Checkpoint, output: OutputTensor, dim: int) -> Iterator[Piece]:
@@ -152,12 +185,12 @@ def _along(checkpoint: Checkpoint, output: OutputTensor, dim: int) -> Iterator[P
                 refuse_nan(name, info.file, _slice(checkpoint, source, dim))
                 yield FileRange(checkpoint.path(name), info.begin + int(source.index or 0) * inner, inner)
             else:
-                yield tensor_bytes_view(_mix(checkpoint, output, row))
+                yield tensor_bytes_view(_mixed(checkpoint, output, row))
         return
     whole = checkpoint.read(name)  # rows lie scattered: small tensors such as biases [1, E] or gates [H, E]
     refuse_nan(name, info.file, whole)
     rows = [
-        whole.select(dim, int(row[0].index or 0)) if _untouched(row) else _mix(checkpoint, output, row)
+        whole.select(dim, int(row[0].index or 0)) if _untouched(row) else _mixed(checkpoint, output, row)
         for row in output.rows
     ]
     yield tensor_bytes_view(torch.stack(rows, dim))
@@ -168,8 +201,8 @@ def _slice(checkpoint: Checkpoint, part: Part, dim: int | None) -> torch.Tensor:
     return whole if part.index is None or dim is None else whole.select(dim, part.index)
 
 
-def _mix(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Part, ...]) -> torch.Tensor:
-    """sum(coefficient * part) in float32, cast once to the stored dtype."""
+def _mixed(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Part, ...]) -> torch.Tensor:
+    """An output row that is mixed, in float32 at least, cast once to the stored dtype."""
     dtype = TORCH_DTYPES[output.dtype]
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise CompressionError(
@@ -177,10 +210,8 @@ def _mix(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Part, ...]) ->
         )
     if not row:
         raise CompressionError(f"tensor {output.name!r}: all coefficients of a group are zero; give it a positive one")
-    wide = torch.promote_types(dtype, torch.float32)
-    total = _slice(checkpoint, row[0], output.dim).to(wide, copy=True).mul_(row[0].coefficient)
-    for part in row[1:]:
-        total.add_(_slice(checkpoint, part, output.dim).to(wide), alpha=part.coefficient)
+    members = ((_slice(checkpoint, part, output.dim), part.coefficient) for part in row)
+    total = mix(members, torch.promote_types(dtype, torch.float32))
     if contains_nan(total):
         for part in row:
             refuse_nan(part.tensor, checkpoint.tensors[part.tensor].file, _slice(checkpoint, part, output.dim))
@@ -218,20 +249,3 @@ def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:
 def tensor_output(name: str, tensor: torch.Tensor, unit: str) -> OutputTensor:
     """The description of a tensor whose values are already known."""
     return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), unit)
-
-
-def mix_rows(value: torch.Tensor, dim: int, extra: int, layer: MoeLayer, plan: LayerPlan, router: bool) -> torch.Tensor:
-    """Surgery on a tensor in the model's own layout: the groups' rows along `dim`, then the extra rows."""
-    rows = []
-    for group in plan.groups:
-        row = _row(group, router, None, "")
-        if _untouched(row):
-            rows.append(value.select(dim, int(row[0].index or 0)))
-            continue
-        first, *others = row  # added up as `_mix` does: the same bits
-        total = value.select(dim, int(first.index or 0)).to(torch.float32, copy=True).mul_(first.coefficient)
-        for part in others:
-            total.add_(value.select(dim, int(part.index or 0)).float(), alpha=part.coefficient)
-        rows.append(total.to(value.dtype))
-    rows += [value.select(dim, layer.experts + position) for position in range(extra)]
-    return torch.stack(rows, dim)

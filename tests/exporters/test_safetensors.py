@@ -23,8 +23,7 @@ from safetensors import safe_open
 
 from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
 from compressor.errors import CompressionError
-from compressor.surgery.output import OutputJob
-from compressor.surgery.tensors import FileRange, OutputTensor, Piece
+from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
 from exporters import safetensors as exporter
 from tests.small import tree
 

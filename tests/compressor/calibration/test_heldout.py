@@ -15,7 +15,7 @@ from compressor.calibration.batches import EvaluationSet
 from compressor.calibration.heldout import Judge, Judgement, evaluation_batches
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import LayerStream
 from tests import zoo
 from tests.ordered import drops, merges, opened_wide, run, whole_plan, with_heldout
 from tests.reference import cut
@@ -55,11 +55,7 @@ def check(found: Judgement, expected: Judgement) -> None:
 def judge_original(model: OpenModel, judge: Judge) -> None:
     stop = judge.watch(model.partial.model)
     units, numbers = model.architecture.units, range(len(judge.tokens))
-    for _ in stream_layers(
-        model.partial, judge.tokens, units, units,
-        entering=judge.entering, finishing=numbers, finished=judge.finished,
-    ):  # fmt: skip
-        pass
+    LayerStream(model.partial, judge.tokens, units, units, numbers).run(judge)
     stop()
 
 

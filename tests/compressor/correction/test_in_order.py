@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 import compressor
 from compressor.calibration.batches import Calibration
-from compressor.calibration.heldout import Judge
 from compressor.correction import in_order as sequence
 from compressor.correction.refit import Correction, correct_layer
 from compressor.errors import CompressionError
@@ -21,7 +20,7 @@ from compressor.planning.make import Wish, correct, make_plan_in_order
 from compressor.planning.registry import load_strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Silent
-from compressor.surgery.cut_files import CutFiles
+from compressor.surgery.cutting import CutFiles
 from tests import zoo
 from tests.opened import one_expert, plain_calls
 from tests.ordered import (
@@ -44,8 +43,8 @@ LOGITS = 1e-5
 
 def judged_run(model: OpenModel, plans: dict[str, LayerPlan], ids: Tensor, **more: Any) -> dict[int, Tensor]:
     """Logits of batches of two and one sequences from a pass in order."""
-    watched = WatchedJudge(Judge([(0, ids[:2]), (0, ids[2:])], 1))
-    stop = watched.judge.watch(model.partial.model)
+    watched = WatchedJudge([(0, ids[:2]), (0, ids[2:])], 1)
+    stop = watched.watch(model.partial.model)
     try:
         run(model, plans, judge=watched, **more)
     finally:

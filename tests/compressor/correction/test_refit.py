@@ -17,20 +17,20 @@ from compressor.correction.refit import Correction, correct_layer
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.planning import make as planning
-from compressor.surgery.cut_files import CutFiles
+from compressor.surgery.cutting import CutFiles
+from tests.cut_cases import CutCase, cut_case, in_float, plain_error
 from tests.ordered import drops, run, watch_corrections, whole_plan
-from tests.relayered import Relayered, in_float, plain_error, relayered
 from tests.test_quantized_compression import CASES
 
 TUNE = Correction("tune", steps=12, tokens=96)
 RIDGE = Correction("ridge")
 
 
-def corrected(found: Relayered, how: Correction, seed: int = 0) -> dict[str, Any]:
+def corrected(found: CutCase, how: Correction, seed: int = 0) -> dict[str, Any]:
     return correct_layer(found.small, found.layer, found.recording, how, seed)
 
 
-def state(found: Relayered) -> dict[str, Tensor]:
+def state(found: CutCase) -> dict[str, Tensor]:
     """The layer's tensors; those of other layers are any."""
     inside = f"{found.layer.block}."
     return {key: value.clone() for key, value in found.small.state_dict().items() if key.startswith(inside)}
@@ -59,7 +59,7 @@ def blow_up(layer: CutLayer, *_: Any) -> None:
 def test_what_is_worse_than_the_plan_is_not_kept(
     harm: Callable[..., None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = relayered("mixtral", dtype=dtype)
+    found = cut_case("mixtral", dtype=dtype)
     before = state(found)
 
     def harmful_tune(layer: CutLayer, rows: Tensor, router: list[Tensor], *_: Any) -> None:
@@ -78,7 +78,7 @@ def test_what_is_worse_than_the_plan_is_not_kept(
 
 
 def test_a_harmful_tuning_leaves_the_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    only, both = relayered("qwen3_moe", sequences=40), relayered("qwen3_moe", sequences=40)
+    only, both = cut_case("qwen3_moe", sequences=40), cut_case("qwen3_moe", sequences=40)
     first = corrected(only, RIDGE)
     assert first["kept"] == "ridge"
     monkeypatch.setattr(correction, "tune", damage)
@@ -88,7 +88,7 @@ def test_a_harmful_tuning_leaves_the_ridge(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tuning_starts_from_the_better_of_plan_and_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, starts = relayered("mixtral"), list[float]()
+    found, starts = cut_case("mixtral"), list[float]()
     monkeypatch.setattr(correction, "refit_down", damage)
     monkeypatch.setattr(correction, "tune", lambda layer, *_: starts.append(layer.error(found.heldout)))
     figures = corrected(found, TUNE)
@@ -99,7 +99,7 @@ def test_tuning_starts_from_the_better_of_plan_and_ridge(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m2", "gemma4"])
 def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correction) -> None:
     """In bfloat16: the stock modules, with the stored tensors, on what was recorded."""
-    found = relayered(name, sequences=24, dtype=torch.bfloat16)
+    found = cut_case(name, sequences=24, dtype=torch.bfloat16)
     before, dtypes = state(found), {key: value.dtype for key, value in state(found).items()}
     start = plain_error(in_float(found), found.heldout)
     assert start > 0
@@ -116,7 +116,7 @@ def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correction
 
 @pytest.mark.parametrize("name", ["mixtral", "zaya"])
 def test_the_same_twice_and_the_seed_decides(name: str) -> None:
-    made = [relayered(name) for _ in range(3)]
+    made = [cut_case(name) for _ in range(3)]
     figures = [corrected(found, TUNE, seed) for found, seed in zip(made, (0, 0, 1), strict=True)]
     assert figures[0] == figures[1] != figures[2]
     assert same(state(made[0]), state(made[1]))
@@ -124,12 +124,10 @@ def test_the_same_twice_and_the_seed_decides(name: str) -> None:
 
 @pytest.mark.parametrize("missing", ["heldout", "fit", "both"])
 def test_layers_that_too_few_tokens_reached_stay(missing: str) -> None:
-    found = relayered("mixtral")
+    found = cut_case("mixtral")
     before = state(found)
-    if missing == "both":
-        found.recording.heldout, found.recording.sizes = [], []
-    else:
-        found.recording.heldout = [missing == "fit"] * 2
+    seen = found.recording.seen
+    found.recording.seen = [] if missing == "both" else [(tokens, missing == "fit") for tokens, _ in seen]
     figures = corrected(found, TUNE)
     assert figures["kept"] == "none" and same(state(found), before)
     assert ("heldout_error" in figures) is (missing == "fit")

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from compressor.correction import ridge
 from compressor.correction.ridge import neuron_blocks, refit_down
-from tests.relayered import Relayered, cut_again, plain_error, put_in, relayered, stock_output, token_weights
+from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
 
 NAMES = ["mixtral", "gpt_oss", "deepseek_v4", "minimax_m2", "zaya", "nemotron_h", "gemma4"]
 
@@ -34,7 +34,7 @@ def activations(experts: Any, expert: int, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def features(found: Relayered, rows: Tensor) -> tuple[Tensor, Tensor]:
+def features(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Gate-weighted activations side by side [n, N * I], choice by choice, and what the output lacks [n, H]."""
     weights, index, output = stock_output(found, rows)
     x, count = found.recording.inputs[rows], len(found.plan.groups)
@@ -45,7 +45,7 @@ def features(found: Relayered, rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(parts, dim=1).double(), (found.recording.outputs[rows] - output).double()
 
 
-def weighted(found: Relayered, rows: Tensor) -> tuple[Tensor, Tensor]:
+def weighted(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The same, each token multiplied by the square root of its weight."""
     phi, missing = features(found, rows)
     scales = token_weights(found, rows).sqrt()[:, None]
@@ -65,7 +65,7 @@ def augmented(phi: Tensor, missing: Tensor, penalty: float) -> Tensor:
     return torch.linalg.lstsq(left, right).solution
 
 
-def twice_named(found: Relayered) -> None:
+def twice_named(found: CutCase) -> None:
     """Have the id table name one slot twice for every second token id."""
     table = found.small.get_submodule(found.layer.router).tid2eid
     table[::2, 1] = table[::2, 0]
@@ -73,7 +73,7 @@ def twice_named(found: Relayered) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_block_is_least_squares_on_the_augmented_system(name: str) -> None:
-    found = relayered(name, sequences=40)
+    found = cut_case(name, sequences=40)
     if name == "deepseek_v4":
         twice_named(found)
         _, index, _ = stock_output(found, found.fit)
@@ -95,7 +95,7 @@ def test_one_block_is_least_squares_on_the_augmented_system(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_down_projections_change(name: str) -> None:
-    found = relayered(name)
+    found = cut_case(name)
     before = [{key: value.clone() for key, value in p.items()} for p in found.cut.parameters]
     router = {key: value.clone() for key, value in found.small.state_dict().items()}
     refit_down(found.cut, found.fit, found.fit)
@@ -105,9 +105,9 @@ def test_only_down_projections_change(name: str) -> None:
     assert all(torch.equal(value, router[key]) for key, value in found.small.state_dict().items())
 
 
-def planted(name: str) -> Relayered:
+def planted(name: str) -> CutCase:
     """A layer whose original puts out what other down projections of the survivors would."""
-    found = relayered(name, sequences=80)
+    found = cut_case(name, sequences=80)
     rows = torch.cat([found.fit, found.heldout])
     phi, _ = features(found, rows)
     other = torch.randn(phi.shape[1], found.recording.outputs.shape[1], generator=torch.Generator().manual_seed(4))
@@ -146,7 +146,7 @@ def test_chunks_and_block_widths_do_not_matter_to_what_a_single_sweep_sees(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block's features are the joint features' columns, whatever the chunks."""
-    found = relayered("deepseek_v4")
+    found = cut_case("deepseek_v4")
     monkeypatch.setattr(ridge, "CHUNK", 50)
     tokens = ridge._Tokens.of(found.cut, found.fit)
     whole, _ = weighted(found, found.fit)
@@ -161,7 +161,7 @@ def test_chunks_and_block_widths_do_not_matter_to_what_a_single_sweep_sees(
 
 
 def test_a_huge_penalty_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = relayered("mixtral")
+    found = cut_case("mixtral")
     before = down(found.cut.parameters, False).clone()
     monkeypatch.setattr(ridge, "PENALTIES", (1e12,))
     refit_down(found.cut, found.fit, found.fit)
@@ -170,7 +170,7 @@ def test_a_huge_penalty_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_does_not_help_heldout_tokens_is_not_taken() -> None:
     """Noise on what the fit tokens should give, none on what the held-out ones should."""
-    found = relayered("mixtral")
+    found = cut_case("mixtral")
     rows = torch.cat([found.fit, found.heldout])
     found.recording.outputs[rows] = stock_output(found, rows)[2]
     found.recording.outputs[found.fit] += torch.randn(len(found.fit), found.recording.outputs.shape[1])
@@ -181,7 +181,7 @@ def test_what_does_not_help_heldout_tokens_is_not_taken() -> None:
 
 @pytest.mark.parametrize("rows", ["none", "unreached"])
 def test_without_tokens_nothing_changes(rows: str) -> None:
-    found = relayered("mixtral")
+    found = cut_case("mixtral")
     before = down(found.cut.parameters, False).clone()
     if rows == "unreached":
         found.recording.inputs.zero_()  # every intermediate activation is 0, and so is the normal matrix
@@ -190,14 +190,14 @@ def test_without_tokens_nothing_changes(rows: str) -> None:
 
 
 def test_experts_whose_output_is_normalised_afterwards_stay() -> None:
-    found = relayered("muse_spark")
+    found = cut_case("muse_spark")
     before = down(found.cut.parameters, found.experts.is_transposed).clone()
     refit_down(found.cut, found.fit, found.fit)
     assert torch.equal(down(found.cut.parameters, found.experts.is_transposed), before)
 
 
 def test_a_matrix_that_cannot_be_factored_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = relayered("mixtral")
+    found = cut_case("mixtral")
     before = down(found.cut.parameters, False).clone()
     monkeypatch.setattr(ridge, "PENALTIES", (-1e3,))  # as rounding might, but surely
     refit_down(found.cut, found.fit, found.fit)

@@ -1,11 +1,11 @@
-"""The smaller model's layers: one at a time is filled, and shares what was not cut."""
+"""The shadow model's layers: one at a time is filled, and shares what was not cut."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from compressor.correction.shadow import SmallerLayers
+from compressor.correction.in_order import ShadowModel
 from compressor.surgery.cutting import cut_layers
 from tests.ordered import Corrected, drops, opened_wide, run, watch_corrections, with_heldout
 
@@ -35,21 +35,21 @@ def test_what_is_not_cut_is_shared_and_what_is_cut_is_not(name: str, tmp_path: P
     _, model = opened_wide(name, tmp_path)
     layer, partial = model.architecture.layers[0], model.partial
     plans = drops(model.architecture)
-    smaller = SmallerLayers(model, len(plans[layer.name].groups))
+    shadow = ShadowModel(model, len(plans[layer.name].groups))
     partial.load(partial.keys_under(layer.unit))
     cut = cut_layers(partial.model, [layer], plans)
-    smaller.enter(layer.unit, cut)
-    large, small = partial.model.state_dict(), smaller.model.state_dict()
+    shadow.fill(layer.unit, cut)
+    large, small = partial.model.state_dict(), shadow.model.state_dict()
     keys = partial.keys_under(layer.unit)
     assert set(cut) == {tensor.key for tensor in layer.tensors} | set(layer.tables)
     for key in keys:
         assert small[key].data_ptr() == (cut[key] if key in cut else large[key]).data_ptr(), key
         assert key not in cut or small[key].data_ptr() != large[key].data_ptr(), key
-    buffers = dict(smaller.get(layer.unit).named_buffers())
+    buffers = dict(shadow.model.get_submodule(layer.unit).named_buffers())
     for key, value in partial.model.get_submodule(layer.unit).named_buffers():
         assert f"{layer.unit}.{key}" in cut or torch.equal(value, buffers[key])
-    assert list(smaller.forwards) == [layer.unit]
-    smaller.leave(layer.unit)
-    assert smaller.forwards == {}
-    assert {smaller.model.state_dict()[key].device.type for key in keys} == {"meta"}
+    assert shadow.filled == layer.unit
+    shadow.empty_again()
+    assert shadow.filled is None
+    assert {shadow.model.state_dict()[key].device.type for key in keys} == {"meta"}
     assert all(large[key].device.type != "meta" for key in keys)

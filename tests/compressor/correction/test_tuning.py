@@ -10,20 +10,20 @@ from torch import Tensor
 
 from compressor.correction.cut_layer import CutLayer
 from compressor.correction.tuning import Schedule, _steps, tune
-from tests.relayered import Relayered, cut_again, plain_error, put_in, relayered, stock_output
+from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 FEW = Schedule(steps=8, tokens=64, rate=0.03)
 
 
-def all_values(found: Relayered, cut: CutLayer) -> list[Tensor]:
+def all_values(found: CutCase, cut: CutLayer) -> list[Tensor]:
     values = [value for parameters in cut.parameters for value in parameters.values()]
     return [value.detach().clone() for value in (*values, *found.router)]
 
 
 @torch.no_grad()
-def taught(name: str, spread: float = 0.1) -> tuple[Relayered, CutLayer]:
+def taught(name: str, spread: float = 0.1) -> tuple[CutCase, CutLayer]:
     """A layer whose original is the cut layer with every weight a little off: tuning could bring it all back."""
-    found = relayered(name, sequences=60)
+    found = cut_case(name, sequences=60)
     generator = torch.Generator().manual_seed(2)
     teacher = [*(getattr(found.experts, name) for name in found.cut.parameters[0]), *found.router]
     own = [value.clone() for value in teacher]
@@ -52,7 +52,7 @@ def test_the_error_falls_where_all_can_be_learned(name: str) -> None:
     "name", ["mixtral", "deepseek_v3", "deepseek_v4", "gemma4", "zaya", "minimax_m2", "muse_spark"]
 )
 def test_nothing_but_experts_and_router_rows_changes(name: str) -> None:
-    found = relayered(name)
+    found = cut_case(name)
     before = {key: value.clone() for key, value in found.small.state_dict().items()}
     recorded = [found.recording.inputs.clone(), found.recording.outputs.clone()]
     old = all_values(found, found.cut)
@@ -69,7 +69,7 @@ def test_nothing_but_experts_and_router_rows_changes(name: str) -> None:
 
 
 def test_an_expert_that_no_token_reaches_stays() -> None:
-    found = relayered("mixtral")
+    found = cut_case("mixtral")
     _, index, _ = stock_output(found, found.fit)
     expert = int(index[0, 0])
     rows = found.fit[(index != expert).all(-1)]
@@ -82,7 +82,7 @@ def test_an_expert_that_no_token_reaches_stays() -> None:
 
 
 def run(schedule: Schedule, after: Callable[[int], None] = lambda step: None) -> list[Tensor]:
-    found = relayered("deepseek_v3")
+    found = cut_case("deepseek_v3")
     tune(found.cut, found.fit, found.router, schedule, after)
     return all_values(found, found.cut)
 
@@ -101,7 +101,7 @@ def test_every_finished_step_is_told() -> None:
 
 def test_steps_whose_tokens_all_skip_the_experts_change_nothing() -> None:
     """zaya hands a skipped token on as expert 0 with weight 0: there is nothing to learn from it."""
-    found = relayered("zaya", sequences=40)
+    found = cut_case("zaya", sequences=40)
     weights, _, _ = stock_output(found, found.fit)
     skipped = found.fit[(weights == 0).all(-1)]
     assert len(skipped) > 4

@@ -1,6 +1,5 @@
 """Batches that run through a layer without being moved on."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,30 +8,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.model.streaming import stream_layers
+from compressor.model.streaming import LayerStream, LayerVisitor, Replay
 from tests.opened import plain_calls, watch
 from tests.ordered import opened_wide, with_heldout
+
+
+class Replaying(LayerVisitor):
+    """Replays some batches before every layer, so many times, and keeps the outputs."""
+
+    def __init__(self, times: int, batches: int) -> None:
+        self.times, self.batches, self.outputs = times, batches, list[Any]()
+
+    def before(self, unit: str, replay: Replay) -> None:
+        for _ in range(self.times):
+            replay(range(self.batches))
+
+    def finished(self, batch: int, output: Any) -> None:
+        self.outputs.append(output)
 
 
 @pytest.mark.parametrize(
     "name", ["zaya", "deepseek_v4", "qwen3_next", "jamba", "kimi_linear", "minimax", "lfm2_moe", "granitemoehybrid"]
 )
-def test_rehearsals_show_what_a_plain_forward_does_and_leave_no_trace(name: str, tmp_path: Path) -> None:
-    """Every layer rehearsed twice: state that a forward leaves behind would show."""
+def test_replays_show_what_a_plain_forward_does_and_leave_no_trace(name: str, tmp_path: Path) -> None:
+    """Every layer replayed twice: state that a forward leaves behind would show."""
     stock, model = opened_wide(name, tmp_path)
     parts = with_heldout(stock).batches
     expected = plain_calls(stock, model.architecture, parts)
     seen = watch(model.partial.model, model.architecture.layers)
-
-    def standing(unit: str, rehearse: Callable[[], None]) -> None:
-        rehearse()
-        rehearse()
-
     wanted = {layer.unit for layer in model.architecture.layers}
-    for _ in stream_layers(
-        model.partial, parts, model.architecture.units, wanted, standing=standing, rehearsing=range(len(parts))
-    ):
-        pass
+    LayerStream(model.partial, parts, model.architecture.units, wanted).run(Replaying(2, len(parts)))
     for layer, calls in expected.items():
         assert len(seen[layer].experts_outputs) == 3 * len(parts), layer
         for found, plain in zip(seen[layer].experts_outputs, 3 * calls.experts_outputs, strict=True):
@@ -63,16 +68,11 @@ class Doubling(nn.Module):
         return hidden
 
 
-def test_rehearsing_a_layer_that_writes_into_its_input_does_not_move_it_on() -> None:
+def test_replaying_a_layer_that_writes_into_its_input_does_not_move_it_on() -> None:
     nothing: Any = lambda *_: ()  # noqa: E731
     partial: Any = SimpleNamespace(
         model=Doubling(), device=torch.device("cpu"), load=nothing, release=nothing, keys_under=nothing, tied={}
     )
-    ids, found = torch.tensor([[2, 5]]), list[Tensor]()
-    units = ("layers.0", "layers.1")
-    for _ in stream_layers(
-        partial, [ids], units, units, standing=lambda unit, rehearse: rehearse(), rehearsing=[0],
-        finishing=[0], finished=lambda batch, output: found.append(output),
-    ):  # fmt: skip
-        pass
-    assert torch.equal(found[0], 4 * partial.model.embed(ids))
+    ids, units, replaying = torch.tensor([[2, 5]]), ("layers.0", "layers.1"), Replaying(1, 1)
+    LayerStream(partial, [ids], units, units, finishing=[0]).run(replaying)
+    assert torch.equal(replaying.outputs[0], 4 * partial.model.embed(ids))

@@ -1,6 +1,6 @@
 """The streamed pass: what every experts module sees and returns is what it does in a whole stock model."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.model.buffers import Spill
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import _Spill, stream_layers
+from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
 from tests import zoo
 from tests.opened import batches, opened, plain_calls, watch
 
@@ -31,9 +32,35 @@ def loaded_units(model: OpenModel) -> set[str]:
     return {unit for unit in model.architecture.units for key in loaded(model.partial) if key.startswith(f"{unit}.")}
 
 
-def stream(model: OpenModel, parts: tuple[Tensor, ...], **options: Any) -> Generator[str, None, None]:
+class Calling(LayerVisitor):
+    """Calls functions by what they are to be called at."""
+
+    def __init__(self, **functions: Callable[..., None]) -> None:
+        self.functions = functions
+
+    def _call(self, name: str, *args: Any) -> None:
+        self.functions.get(name, lambda *_: None)(*args)
+
+    def loaded(self, unit: str) -> None:
+        self._call("loaded", unit)
+
+    def before(self, unit: str, replay: Replay) -> None:
+        self._call("before", unit, replay)
+
+    def entering(self, batch: int) -> None:
+        self._call("entering", batch)
+
+    def passed(self, unit: str) -> None:
+        self._call("passed", unit)
+
+
+def stream(
+    model: OpenModel, parts: tuple[Tensor, ...], activation_budget: int = 2**40, **functions: Callable[..., None]
+) -> Generator[str, None, None]:
     wanted = {layer.unit for layer in model.architecture.layers}
-    return stream_layers(model.partial, parts, model.architecture.units, wanted, **options)
+    units = model.architecture.units
+    passing = LayerStream(model.partial, parts, units, wanted, activation_budget=activation_budget).passing
+    return passing(Calling(**functions)) if functions else passing()
 
 
 def check_equal(model: OpenModel, stock: Any, parts: tuple[Tensor, ...], **options: Any) -> None:
@@ -61,7 +88,7 @@ def test_experts_see_and_return_what_they_do_in_a_whole_model(name: str, tmp_pat
     most: list[set[str]] = []
     check_equal(
         model, stock, batches(stock, (2, 1)),
-        before=lambda unit: most.append(loaded_units(model)),
+        loaded=lambda unit: most.append(loaded_units(model)),
         entering=lambda batch: most.append(loaded_units(model)),
     )  # fmt: skip
     # by number: diffusion_gemma's encoder and decoder are the same weights under two names
@@ -90,13 +117,13 @@ def test_hidden_states_that_wait_in_files_are_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spilled: list[int] = []
-    original = _Spill._to_file
+    original = Spill._to_file
 
     def to_file(value: Tensor) -> None:
         spilled.append(value.numel())
         original(value)
 
-    monkeypatch.setattr(_Spill, "_to_file", staticmethod(to_file))
+    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1))
     check_equal(model, stock, parts, activation_budget=0)
@@ -105,7 +132,7 @@ def test_hidden_states_that_wait_in_files_are_the_same(
 
 def test_only_what_passes_the_budget_goes_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled: list[int] = []
-    monkeypatch.setattr(_Spill, "_to_file", staticmethod(lambda value: spilled.append(value.numel())))
+    monkeypatch.setattr(Spill, "_to_file", staticmethod(lambda value: spilled.append(value.numel())))
     stock, model = opened("mixtral", tmp_path)
     parts = batches(stock, (1, 1, 1))
     one = parts[0].numel() * stock.config.hidden_size * 4
@@ -121,7 +148,7 @@ def test_embeddings_and_head_are_not_held_while_layers_pass(name: str, tmp_path:
     def note(unit: str) -> None:
         outside.append({key for key in loaded(model.partial) if not key.startswith(f"{unit}.")})
 
-    list(stream(model, batches(stock), before=note))
+    list(stream(model, batches(stock), loaded=note))
     whole = model.partial.model
     vocabulary = stock.get_input_embeddings().weight.shape
     assert all(whole.get_parameter(key).shape != vocabulary for keys in outside for key in keys if "weight" in key)
@@ -141,7 +168,8 @@ def test_streaming_twice_gives_the_same(tmp_path: Path) -> None:
 def test_only_layers_up_to_the_last_wanted_are_loaded(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
     units, entered = model.architecture.units, list[str]()
-    passed = list(stream_layers(model.partial, batches(stock), units, {units[1]}, before=entered.append))
+    calling = Calling(loaded=entered.append)
+    passed = list(LayerStream(model.partial, batches(stock), units, {units[1]}).passing(calling))
     assert passed == entered == list(units[:2])
     assert loaded(model.partial) == set()
 
@@ -161,7 +189,7 @@ def hooks(model: nn.Module) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("how", ["close", "consumer", "before", "entering"])
+@pytest.mark.parametrize("how", ["close", "consumer", "loaded", "before", "entering", "passed"])
 def test_nothing_stays_loaded_when_the_consumer_stops_or_fails(how: str, tmp_path: Path) -> None:
     stock, model = opened("mixtral-tied", tmp_path)
     attached = hooks(model.partial.model)
@@ -209,4 +237,45 @@ def test_batches_that_take_different_ways_are_refused() -> None:
     )
     parts = [torch.tensor([[2]]), torch.tensor([[3]])]
     with pytest.raises(CompressionError, match=r"different ways through the model at layers\.0"):
-        list(stream_layers(partial, parts, ("layers.0", "layers.1"), {"layers.1"}))
+        LayerStream(partial, parts, ("layers.0", "layers.1"), {"layers.1"}).run()
+
+
+def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_before(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    units, parts, noted = model.architecture.units, batches(stock, (1, 1)), list[tuple[str, str, str]]()
+
+    class Noting(LayerVisitor):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def loaded(self, unit: str) -> None:
+            noted.append((self.name, "loaded", unit))
+
+        def before(self, unit: str, replay: Replay) -> None:
+            noted.append((self.name, "before", unit))
+
+        def passed(self, unit: str) -> None:
+            noted.append((self.name, "passed", unit))
+
+        def replaced(self, unit: str, own: Forward) -> Forward:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                noted.append((self.name, "forward", unit))
+                return own(*args, **kwargs)
+
+            return forward
+
+    seen = watch(model.partial.model, model.architecture.layers)
+    LayerStream(model.partial, parts, units, units[:1]).run(Noting("one"), Noting("two"))
+    turns = [(name, what, units[0]) for what in ("loaded", "before") for name in ("one", "two")]
+    turns += [("two", "forward", units[0]), ("one", "forward", units[0])] * len(parts)
+    assert noted == [*turns, ("one", "passed", units[0]), ("two", "passed", units[0])]
+    layer = model.architecture.layers[0]
+    expected = plain_calls(stock, model.architecture, parts)[layer.name].experts_outputs
+    for found, plain in zip(seen[layer.name].experts_outputs, expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=0, atol=2e-6)
+
+
+def test_only_a_pass_over_all_layers_can_finish_batches() -> None:
+    partial: Any = None
+    with pytest.raises(ValueError, match="only if all layers are wanted"):
+        LayerStream(partial, [], ("layers.0", "layers.1"), {"layers.1"}, finishing=[0])

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.correction.cut_layer import CutLayer
-from compressor.correction.recording import Recording
+from compressor.correction.cut_layer import CutLayer, Recording
 from compressor.model.architecture import MoeLayer, discover
 from compressor.plans.plan import LayerPlan
 from tests import zoo
@@ -17,7 +16,7 @@ from tests.stock import stock_small
 
 
 @dataclass(frozen=True)
-class Relayered:
+class CutCase:
     """A layer as cut, and the stock modules that it is made of."""
 
     layer: MoeLayer
@@ -42,23 +41,23 @@ class Relayered:
         return [parameters[key] for key in keys if key in parameters]
 
 
-def cut_again(found: Relayered) -> CutLayer:
+def cut_again(found: CutCase) -> CutLayer:
     """The layer with parameters of its own, from what the recording and the stock modules hold now."""
     block = found.small.get_submodule(found.layer.block)
     return CutLayer.of(found.recording, found.experts, found.small.get_submodule(found.layer.router), block)
 
 
-def relayered(name: str, position: int = 0, sequences: int = 16, dtype: torch.dtype = torch.float32) -> Relayered:
+def cut_case(name: str, position: int = 0, sequences: int = 16, dtype: torch.dtype = torch.float32) -> CutCase:
     """Layer number `position` with a quarter of its experts dropped; half as many sequences are held out as fit."""
     stock = zoo.build(name).to(dtype)
     architecture = discover(stock.config)
     layer = architecture.layers[position]
     plan = drops(architecture)[layer.name]
-    recording = Recording(layer, 0)
+    recording = Recording(layer, 0, heldout={1})
     recording.attach(stock)
     rows = zoo.tokens(stock, sequences + sequences // 2, seed=1)
-    for heldout, part in ((False, rows[:sequences]), (True, rows[sequences:])):
-        recording.enter(heldout)
+    for number, part in enumerate((rows[:sequences], rows[sequences:])):
+        recording.enter(number)
         with torch.no_grad():
             stock(input_ids=part, use_cache=False)
     recording.detach()
@@ -67,11 +66,11 @@ def relayered(name: str, position: int = 0, sequences: int = 16, dtype: torch.dt
     block = small.get_submodule(layer.block)
     cut = CutLayer.of(recording, small.get_submodule(layer.name), small.get_submodule(layer.router), block)
     fit, heldout_rows = recording.positions(heldout=False), recording.positions(heldout=True)
-    return Relayered(layer, plan, recording, stock, small, cut, fit, heldout_rows)
+    return CutCase(layer, plan, recording, stock, small, cut, fit, heldout_rows)
 
 
 @torch.no_grad()
-def stock_output(found: Relayered, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def stock_output(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gate weights [n, K], slots [n, K] and output [n, H] of the stock modules of the smaller model."""
     block = found.small.get_submodule(found.layer.block)
     positional, by_keyword = found.recording.router_arguments(rows, block)
@@ -81,27 +80,27 @@ def stock_output(found: Relayered, rows: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 @torch.no_grad()
-def put_in(found: Relayered, cut: CutLayer) -> None:
+def put_in(found: CutCase, cut: CutLayer) -> None:
     """Make the stock module's weights those of the refitted layer."""
     for expert, parameters in enumerate(cut.parameters):
         for name, value in parameters.items():
             getattr(found.experts, name)[expert].copy_(value)
 
 
-def token_weights(found: Relayered, rows: Tensor) -> Tensor:
+def token_weights(found: CutCase, rows: Tensor) -> Tensor:
     """[n]: one over the sum of the token's squared norm and the (lower) median of all recorded tokens'."""
     energies = found.recording.outputs.double().norm(dim=-1) ** 2
     median = sorted(energies.tolist())[(len(energies) - 1) // 2]
     return 1 / (energies[rows] + median)
 
 
-def plain_error(found: Relayered, rows: Tensor) -> float:
+def plain_error(found: CutCase, rows: Tensor) -> float:
     """Weighted ||y - y'||^2 over weighted ||y||^2, of the stock modules."""
     before, weights = found.recording.outputs[rows].double(), token_weights(found, rows)
     gaps = (stock_output(found, rows)[2].double() - before).square().sum(-1)
     return float((weights * gaps).sum() / (weights * before.square().sum(-1)).sum())
 
 
-def in_float(found: Relayered) -> Relayered:
+def in_float(found: CutCase) -> CutCase:
     """The same with float32 copies of the smaller model's tensors as they are now."""
     return replace(found, small=copy.deepcopy(found.small).float())

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from compressor.model.architecture import discover
-from compressor.surgery.cut_files import CutFiles
+from compressor.surgery.cutting import CutFiles
 from tests import zoo
 from tests.ordered import merges
 

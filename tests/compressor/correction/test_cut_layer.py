@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.correction import recording
-from compressor.correction.recording import Recording, _Rows
+from compressor.correction import cut_layer
+from compressor.correction.cut_layer import Recording, _Rows
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import allocate, token_dim
 from tests import zoo
@@ -67,10 +67,10 @@ def test_every_family_is_recorded_as_a_plain_forward_calls_it(
 
 def recorded(stock: Any, layer: MoeLayer, parts: tuple[Tensor, ...], expected: int) -> Recording:
     """A layer's recording of plain forwards, every second one held out."""
-    found = Recording(layer, expected)
+    found = Recording(layer, expected, heldout=range(1, len(parts), 2))
     found.attach(stock)
     for number, tokens in enumerate(parts):
-        found.enter(number % 2 == 1)
+        found.enter(number)
         with torch.no_grad():
             stock(input_ids=tokens, use_cache=False)
     found.detach()
@@ -128,7 +128,6 @@ def test_past_the_budget_tensors_lie_in_files(dtype: torch.dtype, monkeypatch: p
         return original(*args, **kwargs)
 
     monkeypatch.setattr(torch, "from_file", from_file)
-    monkeypatch.setattr(recording, "BUDGET", 0)
     rows = torch.arange(60).reshape(20, 3).to(dtype)
     inside = allocate((20, 3), dtype, torch.device("cpu"), budget=60 * dtype.itemsize)
     assert mapped == [] and inside.shape == (20, 3)
@@ -139,7 +138,7 @@ def test_past_the_budget_tensors_lie_in_files(dtype: torch.dtype, monkeypatch: p
 
 
 def test_rows_in_files_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording.allocate, "__defaults__", (0,))
+    monkeypatch.setattr(cut_layer.allocate, "__defaults__", (0,))
     rows, whole = _Rows(5), torch.randn(23, 4)
     for part in whole.split(4):
         rows.append(part)
