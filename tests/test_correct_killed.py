@@ -1,5 +1,6 @@
 """A run that corrects, killed at any moment and run again: the same bytes, and no layer corrected twice."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,22 @@ def test_a_corrected_layer_is_not_corrected_again(
     assert run(*command, "-o", out).status == 0
     assert corrected == ["model.layers.1.mlp.experts"]
     assert tree(out) == whole
+
+
+def test_a_cut_file_that_was_cut_short_is_made_again(
+    run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
+) -> None:
+    """As a loss of power may leave it, which a process that is killed does not."""
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    assert run_killed([*command, "-o", str(out)], "exporters.safetensors", "_write_tensor", 1) == -signal.SIGKILL
+    (work,) = tmp_path.iterdir()
+    work.rename(kept)
+    first, second = sorted(path.relative_to(kept) for path in kept.rglob("cut-*/*.safetensors"))
+    size = (kept / first).stat().st_size
+    for name, length in ((first, 0), (first, 7), (second, 100), (first, size // 2), (second, size - 1)):
+        shutil.copytree(kept, work)
+        content = (work / name).read_bytes()
+        (work / name).write_bytes(content[:length])
+        assert run(*command, "-o", out).status == 0, length
+        assert tree(out) == whole and names(tmp_path) == ["kept", "out"]
+        shutil.rmtree(out)

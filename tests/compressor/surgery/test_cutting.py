@@ -48,3 +48,26 @@ def test_a_file_that_was_not_finished_does_not_count(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     files.save(plans[layer.name], layer, {"a": torch.zeros(3)})
     assert files.plan(layer) == plans[layer.name] and torch.equal(files.tensors(layer)["a"], torch.zeros(3))
+
+
+def damaged(path: Path) -> list[bytes]:
+    """A file's content cut short at many lengths, replaced by others, and with a plan that is none."""
+    whole = path.read_bytes()
+    found = [whole[:length] for length in (0, 1, 7, 8, 9, 50, len(whole) // 2, len(whole) - 1)]
+    found += [bytes(len(whole)), b"garbage " * 40, whole + b"more"]
+    tensors = {"a": torch.ones(3)}
+    plans = ("", "{", "[]", "3", "null", '{"module": "x"}', '{"groups": 3}', whole[8:].decode("latin-1")[:20])
+    found += [safetensors.torch.save(tensors), safetensors.torch.save(tensors, {"other": "{}"})]
+    return [*found, *(safetensors.torch.save(tensors, {"plan": plan}) for plan in plans)]
+
+
+def test_a_file_that_cannot_be_read_does_not_count(tmp_path: Path) -> None:
+    architecture = discover(zoo.configure("mixtral"))
+    plans, files, layer = merges(architecture), CutFiles(tmp_path / "cut"), architecture.layers[0]
+    files.save(plans[layer.name], layer, {"a": torch.ones(3)})
+    (path,) = files.folder.iterdir()
+    for content in damaged(path):
+        path.write_bytes(content)
+        assert files.plan(layer) is None and files.tensors(layer) == {}, content
+    files.save(plans[layer.name], layer, {"a": torch.zeros(3)})
+    assert files.plan(layer) == plans[layer.name] and torch.equal(files.tensors(layer)["a"], torch.zeros(3))
