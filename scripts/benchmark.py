@@ -178,7 +178,8 @@ def calibration_report(folder: Path) -> None:
     """The streamed pass over stock forwards of the same batches on a model that is in memory already."""
     from transformers import AutoModelForCausalLM
 
-    from compressor.calibration.batches import Calibration, cut
+    from compressor.calibration.batches import Calibration
+    from compressor.calibration.sources import as_rows
     from compressor.checkpoint.source import locate
     from compressor.model.loading import PartialModel, quiet_transformers
     from compressor.model.opened import open_model
@@ -186,7 +187,7 @@ def calibration_report(folder: Path) -> None:
     from compressor.progress import Silent
 
     ids = torch.randint(VOCABULARY, (16 * 256,), generator=torch.Generator().manual_seed(0))
-    batches = cut(ids, 256, 8)
+    batches = as_rows(ids, 256).split(8)
     model = open_model(locate(str(folder)))
     reading = [0.0]
     load = PartialModel.load

@@ -12,7 +12,7 @@ from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.grouping.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
-from compressor.model.limits import check_count
+from compressor.model.routers import check_count
 from compressor.plans.plan import LayerPlan
 
 NEEDS = RECONSTRUCTION

@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.grouping.choose import competing, merge_groups, merge_needs
 from compressor.grouping.similarity import mean_output_distances
 from compressor.model.architecture import MoeLayer
-from compressor.model.limits import check_count
+from compressor.model.routers import check_count
 from compressor.plans.plan import LayerPlan
 
 NEEDS = frozenset({"expert_outputs"})

@@ -16,7 +16,7 @@ from compressor.gates.report import LONE_HALVES, gate_json
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.model.architecture import MoeLayer
-from compressor.model.limits import check_count
+from compressor.model.routers import check_count
 from compressor.progress import Progress, Silent
 
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.sources import DEFAULT_SOURCE as DEFAULT_SOURCE
 from compressor.calibration.sources import WeightedSource as WeightedSource
-from compressor.calibration.sources import as_rows, divide, read_rows, shares, short_names
-from compressor.calibration.sources import parse_sources as parse_sources
+from compressor.calibration.sources import divide, read_rows, shares, short_names
 from compressor.errors import CompressionError, first_line
 
 logger = logging.getLogger(__name__)
@@ -64,11 +62,6 @@ class Calibration:
         return sum(batch.numel() for batch in self.batches)
 
     @property
-    def fit_tokens(self) -> int:
-        """Number of tokens that a plan may see."""
-        return sum(batch.numel() for number, batch in enumerate(self.batches) if number not in self.heldout)
-
-    @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each source, without folders."""
         named = short_names([entry["source"] for entry in self.identity.get("sources", ())])
@@ -90,11 +83,6 @@ class Calibration:
 
 def _batches(rows: Tensor, batch_size: int) -> tuple[Tensor, ...]:
     return tuple(rows.split(batch_size)) if len(rows) else ()
-
-
-def cut(ids: Tensor, length: int, batch_size: int) -> tuple[Tensor, ...]:
-    """[T] -> batches [B, length]; what does not fill a sequence is its own last batch only if there is nothing else."""
-    return _batches(as_rows(ids, length), batch_size)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -1,6 +1,6 @@
 """Collecting statistics: one pass over the layers measures what strategies need, each source's tokens apart."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -122,9 +122,13 @@ def collect(
         return
     if needs_heldout(needs) and not calibration.heldout:
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
+
+    def observers(layer: MoeLayer) -> Observers:
+        return Observers(model, layer, needs, calibration, routers, seed, per_source)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        yield from _from_data(model, needs, calibration, routers, progress, seed, per_source)
+        yield from _from_data(model, calibration, observers, progress)
 
 
 def _from_weights(
@@ -146,11 +150,11 @@ def _from_weights(
 class _Watching(LayerVisitor):
     """Has the observers of each layer watch the batches that pass it."""
 
-    def __init__(self, observers: Callable[[str], list[Observers]]) -> None:
-        self.observers, self.active = observers, list[Observers]()
+    def __init__(self, layers: Mapping[str, list[MoeLayer]], observers: Callable[[MoeLayer], Observers]) -> None:
+        self.layers, self.observers, self.active = layers, observers, list[Observers]()
 
     def loaded(self, unit: str) -> None:
-        self.active = self.observers(unit)
+        self.active = [self.observers(layer) for layer in self.layers.get(unit, ())]
 
     def entering(self, batch: int) -> None:
         for observers in self.active:
@@ -158,23 +162,12 @@ class _Watching(LayerVisitor):
 
 
 def _from_data(
-    model: OpenModel,
-    needs: frozenset[str],
-    calibration: Calibration,
-    routers: Routers,
-    progress: Progress,
-    seed: int,
-    per_source: bool,
+    model: OpenModel, calibration: Calibration, observers: Callable[[MoeLayer], Observers], progress: Progress
 ) -> Iterator[LayerStatistics]:
     architecture = model.architecture
     by_unit = layers_by_unit(architecture.layers)
-
-    def observers(unit: str) -> list[Observers]:
-        layers = by_unit.get(unit, ())
-        return [Observers(model, layer, needs, calibration, routers, seed, per_source) for layer in layers]
-
     progress.start("calibrate and plan", len(architecture.layers))
-    watching = _Watching(observers)
+    watching = _Watching(by_unit, observers)
     stream = LayerStream(model.partial, calibration.batches, architecture.units, by_unit)
     with closing(stream.passing(watching)) as passed:
         try:

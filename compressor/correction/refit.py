@@ -85,27 +85,26 @@ def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator
             set_tensor(model, key, tuned[key].detach().to(value.dtype) if key in tuned else value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Rounds a value as writing will: what is computed in one dtype may be stored in another."""
-
-    computing: torch.dtype
-    writing: torch.dtype
-
-    def __call__(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
-
-
 class _Guard:
     """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller model itself."""
 
     def __init__(
-        self, cut: CutLayer, router: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], stored: _Stored
+        self,
+        cut: CutLayer,
+        router: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        writing: torch.dtype | None,
     ) -> None:
-        self.cut, self.router, self.dtypes, self.stored = cut, router, dtypes, stored
+        self.cut, self.router, self.dtypes = cut, router, dtypes
+        self.computing: torch.dtype = next(cut.experts.parameters()).dtype
+        self.writing = writing or self.computing
         self.rows = cut.recording.positions(heldout=True)
         self.kept, self.best = "none", self._error()
         self.routing = self._routing()
+
+    def _stored(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A value rounded as writing will: what is computed in one dtype may be stored in another."""
+        return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
 
     def _experts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each refitted tensor of each expert, and its place in the smaller model."""
@@ -114,13 +113,13 @@ class _Guard:
                 yield value, getattr(self.cut.experts, name)[expert]
 
     def _routing(self) -> dict[str, torch.Tensor]:
-        return {key: self.stored(value.detach(), self.dtypes[key]).clone() for key, value in self.router.items()}
+        return {key: self._stored(value.detach(), self.dtypes[key]).clone() for key, value in self.router.items()}
 
     @torch.no_grad()
     def _error(self) -> float:
         """The error with all values rounded as they will be stored; they stay so."""
         for value, place in self._experts():
-            value.copy_(self.stored(value, place.dtype))
+            value.copy_(self._stored(value, place.dtype))
         for key, rounded in self._routing().items():
             self.router[key].copy_(rounded)
         return self.cut.error(self.rows)
@@ -166,8 +165,7 @@ def correct_layer(
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with _float_router(model, layer, recording) as router:
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
-        computing = next(experts.parameters()).dtype
-        guard = _Guard(cut, router, dtypes, _Stored(computing, writing or computing))
+        guard = _Guard(cut, router, dtypes, writing)
         errors = {"before": guard.best}
         if correction.wanted and guard.best > 0 and len(rows):
             refit_down(cut, rows, judged)
@@ -178,10 +176,5 @@ def correct_layer(
                 tune(cut, rows, list(router.values()), Schedule(correction.steps, correction.tokens, rate, seed))
                 errors["tune"] = guard.judge("tune")
             guard.restore()
-    return _figures(guard, errors)
-
-
-def _figures(guard: _Guard, errors: Mapping[str, float]) -> dict[str, Any]:
-    """What was kept, the error that is left, and the errors on the way there."""
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

@@ -12,7 +12,7 @@ import torch
 from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.limits import check_count
+from compressor.model.routers import check_count
 from compressor.plans.plan import Group, LayerPlan
 
 METHODS = ("uniform", "max", "frequency", "learned")

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from compressor.errors import CompressionError, reason_of
+from compressor.model.routers import find_router, routing_groups_of, top_k_of, value_tables
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -60,24 +62,20 @@ class Architecture:
 
     def with_experts(self, count: int) -> Any:
         """A copy of the config that asks for `count` experts."""
-        config = copy.deepcopy(self.config)
-        set_field(config, self.count_field, count)
-        return config
+        return _with_field(self.config, self.count_field, count)
 
 
 def get_field(config: Any, dotted: str) -> Any:
     """Read a config field by its dotted path, such as text_config.num_experts."""
-    for part in dotted.split("."):
-        config = getattr(config, part)
-    return config
+    return attrgetter(dotted)(config)
 
 
-def set_field(config: Any, dotted: str, value: Any) -> None:
-    """Write a config field by its dotted path."""
-    *parents, last = dotted.split(".")
-    for part in parents:
-        config = getattr(config, part)
-    setattr(config, last, value)
+def _with_field(config: Any, dotted: str, value: Any) -> Any:
+    """A copy of the config with another value at a dotted path."""
+    copied = copy.deepcopy(config)
+    owner, _, name = dotted.rpartition(".")
+    setattr(get_field(copied, owner) if owner else copied, name, value)
+    return copied
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -186,24 +184,25 @@ def _candidate_fields(config: Any, count: int) -> list[str]:
     )
 
 
+def expert_counts(model: nn.Module) -> dict[str, int]:
+    """Experts of each experts module."""
+    return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
+
+
 def find_count_field(config: Any, model: nn.Module) -> str:
     """The config field that counts experts: the one whose doubling doubles every experts module."""
-    counts = {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
+    counts = expert_counts(model)
     distinct = sorted(set(counts.values()))
     if len(distinct) > 1:
         raise CompressionError(
             f"layers hold unequal numbers of experts ({distinct}); one count for all layers is supported"
         )
     for candidate in _candidate_fields(config, distinct[0]):
-        trial = copy.deepcopy(config)
         try:
-            set_field(trial, candidate, 2 * distinct[0])
-            doubled = build_meta(trial)
+            doubled = build_meta(_with_field(config, candidate, 2 * distinct[0]))
         except (CompressionError, ValueError, TypeError):
             continue
-        if {name: int(module.num_experts) for name, module in experts_modules(doubled)} == {  # type: ignore[arg-type]
-            name: 2 * count for name, count in counts.items()
-        }:
+        if expert_counts(doubled) == {name: 2 * count for name, count in counts.items()}:
             return candidate
     raise CompressionError(
         f"no field of the config counts the {distinct[0]} experts; this architecture is not supported"
@@ -232,56 +231,6 @@ def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str
     return found
 
 
-def _find_router(block: nn.Module, experts: nn.Module, prefix: str, keys: set[str]) -> tuple[str, nn.Module]:
-    """The one child of an MoE block, beside its experts, that owns expert-sized tensors."""
-    routers = [
-        (name, child)
-        for name, child in block.named_children()
-        if child is not experts and any(key.startswith(f"{prefix}{name}.") for key in keys)
-    ]
-    if len(routers) != 1:
-        raise CompressionError(
-            f"MoE block {prefix[:-1]!r} has {len(routers)} routers beside its experts; one is supported"
-        )
-    return routers[0]
-
-
-def _top_k(router: nn.Module, block: nn.Module, config: Any) -> int:
-    for owner in (router, block):
-        value = getattr(owner, "top_k", None)
-        if isinstance(value, int):
-            return value
-    text = config.get_text_config()
-    for owner in (getattr(router, "config", text), text):
-        for name in ("num_experts_per_tok", "top_k_experts", "moe_topk"):
-            value = getattr(owner, name, None)
-            if isinstance(value, int):
-                return value
-    raise CompressionError(
-        "neither the router nor the config says how many experts a token visits (top-k); not supported"
-    )
-
-
-def _routing_groups(router: nn.Module) -> tuple[int, int, int]:
-    """(groups, groups a token may choose, fewest experts per group) of a router; (1, 1, 1) for one without groups."""
-    groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
-    method = getattr(router, "topk_method", None)
-    if int(groups) <= 1 or method == "greedy":
-        return 1, 1, 1
-    chosen = getattr(router, "topk_group", None) or groups
-    # a group's score is the sum of its two best experts, except where the method scores it by its best one
-    return int(groups), int(chosen), 1 if method else 2
-
-
-def _value_tables(router: nn.Module, prefix: str, top_k: int) -> tuple[str, ...]:
-    """Integer tables [rows, top-k] of a router: their values are expert ids."""
-    return tuple(
-        f"{prefix}{name}"
-        for name, value in router.state_dict().items()
-        if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
-    )
-
-
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     """Find every MoE layer of the stock model of `config`; raises `CompressionError` for a dense or unknown one."""
     model = model if model is not None else build_meta(config)
@@ -289,15 +238,12 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     stock = type(model).__name__
     if not found:
         raise CompressionError(
-            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is "
-            "a dense model, "
-            "or an MoE architecture of another interface, which is not supported"
+            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is a dense "
+            "model, or an MoE architecture of another interface, which is not supported"
         )
     count_field = find_count_field(config, model)
     count = int(get_field(config, count_field))
-    doubled_config = copy.deepcopy(config)
-    set_field(doubled_config, count_field, 2 * count)
-    tensors = expert_tensors(model, build_meta(doubled_config), count)
+    tensors = expert_tensors(model, build_meta(_with_field(config, count_field, 2 * count)), count)
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     modules = dict(model.named_modules())
@@ -308,9 +254,9 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         own = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if any(key.startswith(f"{name}.") and key in tied for key in own):
             continue  # the same weights under a second name
-        router_child, router = _find_router(block, experts, prefix, set(own))
-        groups, chosen, fewest = _routing_groups(router)
-        top_k = _top_k(router, block, config)
+        router_child, router = find_router(block, experts, prefix, set(own))
+        groups, chosen, fewest = routing_groups_of(router)
+        top_k = top_k_of(router, block, config)
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
         layers.append(
             MoeLayer(
@@ -325,7 +271,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
                 chosen_groups=chosen,
                 experts_per_group=fewest,
                 tensors=tuple(own.values()),
-                tables=_value_tables(router, f"{prefix}{router_child}.", top_k),
+                tables=value_tables(router, f"{prefix}{router_child}.", top_k),
             )
         )
     covered = {tensor.key for layer in layers for tensor in layer.tensors}

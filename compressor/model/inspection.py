@@ -1,5 +1,6 @@
 """What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping
@@ -7,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compressor.checkpoint.reader import Checkpoint, TensorInfo, tensor_bytes
+from compressor.checkpoint.source import fetch_headers, is_local, locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture
-from compressor.model.layout import Layout
-from compressor.model.limits import check_count
+from compressor.model.architecture import Architecture, build_meta, discover, load_config
+from compressor.model.layout import Layout, find_layout
+from compressor.model.loading import PartialModel
+from compressor.model.opened import pick_dtype
+from compressor.model.routers import check_count
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
 
@@ -124,11 +130,6 @@ class _HeaderCheckpoint(Checkpoint):
 
 def inspect_model(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
     """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
-    import json
-
-    from compressor.checkpoint.source import fetch_headers, is_local, locate
-    from compressor.model.architecture import load_config
-
     if is_local(model):
         source = locate(model, revision)
         return _report(model, None, Checkpoint(source.folder), load_config(source.folder), experts)
@@ -143,13 +144,6 @@ def inspect_model(model: str, revision: str | None = None, experts: int | None =
 
 
 def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: Any, experts: int | None) -> Inspection:
-    import torch
-
-    from compressor.model.architecture import build_meta, discover
-    from compressor.model.layout import find_layout
-    from compressor.model.loading import PartialModel
-    from compressor.model.opened import pick_dtype
-
     architecture = discover(config, build_meta(config))
     dtype = pick_dtype("auto", config, checkpoint)
     partial = PartialModel(checkpoint, config, dtype, torch.device("cpu"))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales
 from compressor.checkpoint.reader import Checkpoint, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
@@ -85,8 +86,6 @@ class PartialModel:
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
-
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
@@ -152,8 +151,6 @@ class PartialModel:
         """Hand stored tensors to the stock loader, which converts them and puts them into the model."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
-
-        from compressor.checkpoint.quantized import refuse_faults
 
         load_config = LoadStateDictConfig(
             device_map={"": self.device},

@@ -11,8 +11,8 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
 from compressor.model.layout import Layout, find_layout, fingerprint
-from compressor.model.limits import check_count
 from compressor.model.loading import PartialModel
+from compressor.model.routers import check_count
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -7,7 +7,7 @@ import torch
 
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.errors import CompressionError
-from compressor.model.architecture import build_meta, experts_modules, get_field, load_config
+from compressor.model.architecture import build_meta, discover, expert_counts, get_field, load_config
 from compressor.model.layout import find_layout
 from compressor.model.loading import PartialModel, quiet_transformers
 
@@ -33,11 +33,9 @@ def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
     """
     checkpoint, config = Checkpoint(folder), load_config(folder)
     model = build_meta(config)
-    for name, module in experts_modules(model) if experts is not None else ():
-        if int(module.num_experts) != experts:  # type: ignore[arg-type]
-            raise CompressionError(
-                f"the written config builds {name} with {module.num_experts} experts instead of {experts}"
-            )
+    for name, count in expert_counts(model).items():
+        if experts is not None and count != experts:
+            raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
     if checkpoint.raw_config.get("quantization_config"):
         _verify_quantized(checkpoint, config)
     else:
@@ -81,15 +79,13 @@ def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
 
 def _verify_quantized(checkpoint: Checkpoint, config: Any) -> None:
     """For tensors that stay quantised: each one has its role with the new number of experts, and none is missing."""
-    from compressor.model.architecture import discover
-
     partial = PartialModel(checkpoint, config, torch.bfloat16, torch.device("cpu"))
     layout = find_layout(checkpoint, discover(config), partial)
     if layout.left_out:
         raise CompressionError(f"the written tensor {layout.left_out[0]!r} does not belong to the new model")
+    experts = next(iter(expert_counts(partial.model).values()))
     for name, role in layout.roles.items():
         shape = checkpoint.tensors[name].shape
-        experts = int(next(iter(experts_modules(partial.model)))[1].num_experts)  # type: ignore[arg-type]
         if role.kind == "fused" and shape[role.dim] != experts + role.extra:
             raise CompressionError(
                 f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "

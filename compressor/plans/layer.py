@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.limits import check_count
+from compressor.model.routers import check_count
 
 SUM_TOLERANCE = 1e-6
 

@@ -33,7 +33,7 @@ def matching(experts: Any, head: int, member: int) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(cost.numpy())[1]).to(gain.device)
 
 
-def _reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
+def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
     """One parameter of an expert with its neurons in the order [I]."""
     if name == "down_proj_bias":
         return value
@@ -46,11 +46,6 @@ def _reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
     else:
         rows = torch.stack([2 * order, 2 * order + 1], dim=1).flatten()
     return value.index_select(value.dim() - 1 if experts.is_transposed else 0, rows)
-
-
-def permuted(experts: Any, parameters: Parameters, order: Tensor) -> Parameters:
-    """The same function with the intermediate neurons in the order [I]: neuron i of the result is neuron order[i]."""
-    return {name: _reordered(experts, name, value, order) for name, value in parameters.items()}
 
 
 class AlignedExperts:
@@ -83,7 +78,7 @@ class _AlignedSlices:
     def __getitem__(self, expert: int) -> Tensor:
         value: Tensor = getattr(self._experts, self._name)[expert]
         order = self._orders.get(expert)
-        return value if order is None else _reordered(self._experts, self._name, value, order)
+        return value if order is None else reordered(self._experts, self._name, value, order)
 
 
 @torch.no_grad()

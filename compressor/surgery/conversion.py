@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from compressor.checkpoint.quantized import wanted_dtype
+from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.loading import PartialModel, quiet_transformers
 from compressor.plans.plan import CompressionPlan
 from compressor.surgery.cutting import CutFiles, cut_layers
-from compressor.surgery.tensors import OutputTensor, tensor_output
+from compressor.surgery.tensors import OutputTensor, Piece, tensor_bytes_view, tensor_output
 
 
 def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,10 +52,13 @@ def convert_unit(
     architecture: Architecture,
     plan: CompressionPlan,
     small: Any,
+    files: CutFiles | None,
     unit: str,
-    files: CutFiles | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored."""
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored.
+
+    Layers that are in `files` are taken from there.
+    """
     keys = _keys_of(partial, unit, architecture.units)
     partial.load(keys)
     state = partial.model.state_dict()
@@ -69,6 +73,8 @@ def convert_unit(
             )
         for key, value in (made or cut_layers(partial.model, [layer], plans)).items():
             cut[key] = value.to(cut[key].dtype)
-    yield from _saved_names(small, cut).items()
+    for name, tensor in _saved_names(small, cut).items():
+        refuse_nan(name, "the converted model", tensor)
+        yield name, iter([tensor_bytes_view(tensor)])
     for key in keys:
         partial.release(key.rpartition(".")[0])

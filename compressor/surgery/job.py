@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from compressor.calibration.sources import without_folders
-from compressor.checkpoint.reader import Size, refuse_nan
-from compressor.model.architecture import Architecture, build_meta
+from compressor.checkpoint.reader import Size
+from compressor.model.architecture import build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
@@ -20,39 +20,15 @@ from compressor.plans.plan import CompressionPlan
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.tensors import (
-    MAX_SHARD_BYTES,
-    OutputJob,
-    OutputTensor,
-    Piece,
-    pieces,
-    plan_outputs,
-    tensor_bytes_view,
-)
+from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
 from compressor.versions import versions
 
 NOT_CARRIED = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-    ".py",
-    ".md",
-    ".index.json",
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
+)  # fmt: skip
 NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
-    "config.json",
-    "compression.json",
-    "gate.json",
-    "onnx_export.json",
-    ".gitattributes",
-    ".gitignore",
-}
+    "config.json", "compression.json", "gate.json", "onnx_export.json", ".gitattributes", ".gitignore",
+}  # fmt: skip
 CARRIED_FOLDERS = ("additional_chat_templates",)
 
 
@@ -101,26 +77,6 @@ def _writing_model(model: OpenModel) -> PartialModel:
     return partial if same else PartialModel(model.checkpoint, model.config, dtype, device)
 
 
-def _through_model(
-    partial: PartialModel,
-    architecture: Architecture,
-    plan: CompressionPlan,
-    small: Any,
-    files: CutFiles | None,
-    unit: str,
-) -> Iterator[tuple[str, Iterator[Piece]]]:
-    for name, tensor in convert_unit(partial, architecture, plan, small, unit, files):
-        refuse_nan(name, "the converted model", tensor)
-        yield name, iter([tensor_bytes_view(tensor)])
-
-
-def _stored(
-    model: OpenModel, by_unit: Mapping[str, list[OutputTensor]], unit: str
-) -> Iterator[tuple[str, Iterator[Piece]]]:
-    for output in by_unit.get(unit, ()):
-        yield output.name, pieces(model.checkpoint, output)
-
-
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
@@ -135,14 +91,11 @@ def make_job(
         partial = _writing_model(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
-        produce: Any = bind(_through_model, partial, architecture, plan, small, cut)
+        produce: Any = bind(convert_unit, partial, architecture, plan, small, cut)
         dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
-        by_unit: dict[str, list[OutputTensor]] = {}
-        for output in outputs:
-            by_unit.setdefault(output.unit, []).append(output)
-        produce = bind(_stored, model, by_unit)
+        produce = bind(stored_unit, model.checkpoint, outputs)
     config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
     files: dict[str, bytes | Path] = dict(carried_files(model.source.folder))
     config_bytes = _json_bytes(config)

@@ -6,7 +6,7 @@ checkpoint that must be mixed goes through the dequantised model instead (`compr
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +148,13 @@ def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> O
 def _remapped(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
     info = checkpoint.tensors[name]
     return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),), remap=plan.remap())
+
+
+def stored_unit(
+    checkpoint: Checkpoint, outputs: Sequence[OutputTensor], unit: str
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    """Names and bytes of a unit's tensors, made from the stored ones."""
+    return ((output.name, pieces(checkpoint, output)) for output in outputs if output.unit == unit)
 
 
 def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.calibration.batches import cut
 from compressor.calibration.sources import (
     WeightedSource,
+    as_rows,
     divide,
     documents,
     pack,
@@ -99,7 +99,7 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
     ids = pack(documents, tokenizer, samples, length)
     assert ids.tolist() == stream
     sequences = [stream[begin : begin + length] for begin in range(0, len(stream) - length + 1, length)] or [stream]
-    batches = cut(ids, length, batch)
+    batches = as_rows(ids, length).split(batch)
     assert [row for block in batches for row in block.tolist()] == sequences
     assert all(len(block) == batch for block in batches[:-1])
 

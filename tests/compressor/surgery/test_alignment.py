@@ -18,11 +18,11 @@ from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups, merge_needs
 from compressor.grouping.learned import learn_coefficients
 from compressor.model.architecture import MoeLayer
-from compressor.model.experts import expert_parameters
+from compressor.model.experts import Parameters, expert_parameters
 from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
-from compressor.surgery.alignment import AlignedExperts, matching, merged_parameters, permuted
+from compressor.surgery.alignment import AlignedExperts, matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import batches, calibration, one_expert
 
@@ -80,6 +80,11 @@ def test_matching_is_the_best_of_all_orders(name: str) -> None:
     best = max(itertools.permutations(range(4)), key=lambda order: sum(table[i][order[i]] for i in range(4)))
     assert tuple(matching(experts, 5, 2).tolist()) == best
     assert matching(experts, 3, 3).tolist() == [0, 1, 2, 3]
+
+
+def permuted(experts: Any, parameters: Parameters, order: torch.Tensor) -> Parameters:
+    """All parameters of an expert with its neurons in this order."""
+    return {name: reordered(experts, name, value, order) for name, value in parameters.items()}
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "muse_spark"])
