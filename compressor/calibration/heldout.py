@@ -4,7 +4,8 @@ The original's last hidden states are kept (small), not its logits (large): each
 so that one call computes both sets of logits with whatever the model does after its head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.functional import log_softmax
 
 from compressor.calibration.batches import EvaluationSet
 from compressor.errors import CompressionError
+from compressor.model.architecture import head_of
 from compressor.model.streaming import LayerVisitor
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
@@ -56,16 +58,22 @@ class Judge(LayerVisitor):
         """The batches' token ids."""
         return [tokens for _, tokens in self.batches]
 
-    def watch(self, model: Any) -> Callable[[], None]:
-        """Stand before the model's head; returns what ends that. Raises if the model has no head to stand before."""
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if head is None:
+    @contextmanager
+    def watch(self, model: Any) -> Iterator[None]:
+        """Give the model's head the original's hidden states too while the block runs, and judge anew.
+
+        Raises `CompressionError` for a model without a head.
+        """
+        if (head := head_of(model)) is None:
             raise CompressionError(
                 f"{type(model).__name__} has no language-model head, so next-token losses cannot be compared"
             )
         self.found = [Judgement() for _ in range(self.sets)]
-        stop: Callable[[], None] = head.register_forward_pre_hook(self._before_head).remove
-        return stop
+        handle = head.register_forward_pre_hook(self._before_head)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def entering(self, batch: int) -> None:
         self._batch = batch - self.first

@@ -130,15 +130,11 @@ class _Table:
             measure=True,
         )  # fmt: skip
         begin = time.perf_counter()
-        with PeakMemory() as peak:
-            stop = self.judge.watch(self.model.partial.model)
-            try:
-                layers = compress_in_order(
-                    self.model, work, data if correction.wanted else _heldout(data), self.progress,
-                    judge=self.judge, phase=f"{contender.name}{method}, {planned.plan.experts}",
-                )  # fmt: skip
-            finally:
-                stop()
+        with PeakMemory() as peak, self.judge.watch(self.model.partial.model):
+            layers = compress_in_order(
+                self.model, work, data if correction.wanted else _heldout(data), self.progress,
+                judge=self.judge, phase=f"{contender.name}{method}, {planned.plan.experts}",
+            )  # fmt: skip
         spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(
             contender.name, planned.plan.experts, planned.seconds + spent, peak.anonymous,
@@ -164,12 +160,8 @@ def compare_models(
     """
     judge = Judge(evaluation_batches(sets, model.vocabulary), len(sets))
     table = _Table(model, judge, sets, progress, seed)
-    with PeakMemory() as peak:
-        stop = judge.watch(model.partial.model)
-        try:
-            _judge_original(model, judge, progress)
-        finally:
-            stop()
+    with PeakMemory() as peak, judge.watch(model.partial.model):
+        _judge_original(model, judge, progress)
     before = model.architecture.experts
     rows = [table.row("original", before, 0.0, peak.anonymous, strategy="original", correction="none", error=0.0)]
     wishes = [Wish(contender.strategy, count, contender.options) for count in counts for contender in contenders]

@@ -138,6 +138,12 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     return model.eval()
 
 
+def head_of(model: Any) -> nn.Module | None:
+    """The language-model head; None if the model has none."""
+    head: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head
+
+
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Experts modules with the uniform interface (`use_experts_implementation`), by full name."""
     for name, module in model.named_modules():

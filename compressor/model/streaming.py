@@ -16,6 +16,7 @@ from torch import nn
 
 from compressor.errors import CompressionError
 from compressor.memory import give_back
+from compressor.model.architecture import head_of
 from compressor.model.buffers import Spill
 from compressor.model.loading import PartialModel
 
@@ -187,9 +188,7 @@ class _Lockstep:
 
 def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
     """For each module outside the decoder layers: the tensors that its forward may use directly."""
-    model = partial.model
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = {}
+    model, head, found = partial.model, head_of(partial.model), {}
     for name, module in model.named_modules():
         if any(name == unit or name.startswith(f"{unit}.") for unit in units):
             continue
@@ -219,7 +218,7 @@ def _release_embedding(partial: PartialModel) -> None:
     model = partial.model
     names = {module: name for name, module in model.named_modules()}
     own = names[model.get_input_embeddings()]
-    head = names.get(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None, own)
+    head = names.get(head_of(model), own)
     sharing = [{name.rpartition(".")[0] for name in pair} for pair in partial.tied.items()]
     if all(pair <= {own, head} for pair in sharing if own in pair):
         partial.release(own)

@@ -117,7 +117,7 @@ def plan_outputs(
         if role.kind == "plain" or layer_plan is None:
             outputs.append(_copied(checkpoint, name, role))
         elif role.kind == "table":
-            outputs.append(_remapped(checkpoint, name, role, layer_plan))
+            outputs.append(_copied(checkpoint, name, role, layer_plan.remap()))
         elif role.kind == "fused":
             outputs.append(_picked(checkpoint, name, role, layer_plan))
         elif role.expert < len(layer_plan.groups):
@@ -129,9 +129,9 @@ def plan_outputs(
     return sorted(outputs, key=lambda output: order[output.unit])  # stable: the source's order within a unit
 
 
-def _copied(checkpoint: Checkpoint, name: str, role: Role) -> OutputTensor:
+def _copied(checkpoint: Checkpoint, name: str, role: Role, remap: tuple[int, ...] | None = None) -> OutputTensor:
     info = checkpoint.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),))
+    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),), remap=remap)
 
 
 def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
@@ -143,11 +143,6 @@ def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> O
     rows += [(Part(name, plan.experts + position, 1.0),) for position in range(role.extra)]
     shape = (*info.shape[: role.dim], len(rows), *info.shape[role.dim + 1 :])
     return OutputTensor(name, info.dtype, shape, role.unit, tuple(rows), role.dim)
-
-
-def _remapped(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
-    info = checkpoint.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),), remap=plan.remap())
 
 
 def stored_unit(

@@ -53,10 +53,9 @@ def check(found: Judgement, expected: Judgement) -> None:
 
 
 def judge_original(model: OpenModel, judge: Judge) -> None:
-    stop = judge.watch(model.partial.model)
     units, numbers = model.architecture.units, range(len(judge.tokens))
-    LayerStream(model.partial, judge.tokens, units, units, numbers).run(judge)
-    stop()
+    with judge.watch(model.partial.model):
+        LayerStream(model.partial, judge.tokens, units, units, numbers).run(judge)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,9 +73,8 @@ def test_streamed_models_are_judged_as_whole_ones(name: str, tmp_path: Path, mon
     for make in (drops, merges):
         plans = make(model.architecture)
         small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
-        stop = judge.watch(model.partial.model)
-        run(model, plans, with_heldout(stock) if make is drops else None, judge=judge)
-        stop()
+        with judge.watch(model.partial.model):
+            run(model, plans, with_heldout(stock) if make is drops else None, judge=judge)
         for found, entry in zip(judge.found, entries, strict=True):
             check(found, plain(stock, small, entry))
             assert found.kl > 0.01
@@ -85,10 +83,12 @@ def test_streamed_models_are_judged_as_whole_ones(name: str, tmp_path: Path, mon
 
 def test_a_model_without_a_head_is_refused() -> None:
     judge = Judge([(0, torch.zeros(1, 3, dtype=torch.long))], 1)
-    with pytest.raises(CompressionError, match="OpenAIPrivacyFilterForTokenClassification has no language-model head"):
-        judge.watch(zoo.build("openai_privacy_filter"))
-    with pytest.raises(CompressionError, match="Linear has no language-model head"):
-        judge.watch(torch.nn.Linear(2, 2))
+    for model, name in (
+        (zoo.build("openai_privacy_filter"), "OpenAIPrivacyFilterForTokenClassification"),
+        (torch.nn.Linear(2, 2), "Linear"),
+    ):
+        with pytest.raises(CompressionError, match=f"{name} has no language-model head"), judge.watch(model):
+            pass
 
 
 @given(

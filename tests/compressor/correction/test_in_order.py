@@ -44,11 +44,8 @@ LOGITS = 1e-5
 def judged_run(model: OpenModel, plans: dict[str, LayerPlan], ids: Tensor, **more: Any) -> dict[int, Tensor]:
     """Logits of batches of two and one sequences from a pass in order."""
     watched = WatchedJudge([(0, ids[:2]), (0, ids[2:])], 1)
-    stop = watched.watch(model.partial.model)
-    try:
+    with watched.watch(model.partial.model):
         run(model, plans, judge=watched, **more)
-    finally:
-        stop()
     return watched.logits
 
 
