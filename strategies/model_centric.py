@@ -9,7 +9,7 @@ from compressor.experts import projections
 from compressor.grouping import group_experts
 from compressor.merging import merge_groups, merge_needs, routing_blocks
 from compressor.plan import LayerPlan
-from compressor.similarity import fast_squared_distances
+from compressor.similarity import fast_squared_distances, noise
 from compressor.statistics import LayerStatistics, LayerWeights
 
 NEEDS = frozenset({"weights"})
@@ -45,11 +45,16 @@ def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
 
     Where experts have no gate, the surrogate is down x up.
     """
+    return _surrogates(weights, count)[0]
+
+
+def _surrogates(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances [E, E] and norms [E] of the surrogates."""
     views = [projections(weights.experts, expert) for expert in range(count)]
     hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
     layer_bytes = sum(parameter.nbytes for parameter in weights.experts.parameters())
     width = max(1, min(hidden_in, max(LEAST_BLOCK, layer_bytes // 2) // (4 * count * hidden_out)))
-    squared = torch.zeros(count, count, dtype=torch.float64)
+    squared, energies = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     down = torch.empty(views[0].down.shape, device=views[0].down.device)  # one expert's, in float32
     for begin in range(0, hidden_in, width):
         columns = slice(begin, min(begin + width, hidden_in))
@@ -60,8 +65,9 @@ def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
                 inner = inner * view.gate[:, columns]
             torch.mm(down.copy_(view.down), inner, out=block[expert])
         squared += fast_squared_distances(block.flatten(1)).cpu()
+        energies += torch.linalg.vector_norm(block.flatten(1), dim=1).double().square().cpu()
         del block  # before the next one is made
-    return squared.sqrt()
+    return squared.sqrt(), energies.sqrt()
 
 
 @torch.no_grad()
@@ -79,13 +85,12 @@ def plan(
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected experts stay alone."""
     options = options or Options()
-    distances = surrogate_distances if options.representation == "surrogate" else vectorized_distances
+    if options.representation == "surrogate":
+        table, norms = _surrogates(stats.weights, stats.layer.experts)
+    else:  # weights that are equal are so to the bit
+        table, norms = vectorized_distances(stats.weights, stats.layer.experts), torch.zeros(stats.layer.experts)
     grouping = group_experts(
-        distances(stats.weights, stats.layer.experts),
-        keep,
-        seed=stats.seed,
-        blocks=routing_blocks(stats),
-        alone=protected,
+        table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected, noise=noise(norms)
     )
     figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
     return merge_groups(
