@@ -59,7 +59,11 @@ def _on_grid(numbers: Tensor) -> Tensor:
 
 def least(values: Iterable[float], noise: float = 0.0) -> int:
     """Position of the least value, the first of equal ones; NaN is never less."""
-    return int(rounded(torch.tensor([*values], dtype=torch.float64).nan_to_num(torch.inf, torch.inf), noise).argmin())
+    return int(
+        rounded(
+            torch.tensor([*values], dtype=torch.float64).nan_to_num(torch.inf, torch.inf, -torch.inf), noise
+        ).argmin()
+    )
 
 
 def exceeds(value: float, bound: float) -> bool:

@@ -70,12 +70,16 @@ def _surrogates(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.
     return squared.sqrt(), energies.sqrt()
 
 
+def _fused(weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two parameters that hold all experts' matrices."""
+    experts = weights.experts
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj
+
+
 @torch.no_grad()
 def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
     """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end."""
-    experts = weights.experts
-    fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj)
-    squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in fused]
+    squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in _fused(weights)]
     return (squared[0] + squared[1]).sqrt()
 
 
@@ -87,8 +91,10 @@ def plan(
     options = options or Options()
     if options.representation == "surrogate":
         table, norms = _surrogates(stats.weights, stats.layer.experts)
-    else:  # weights that are equal are so to the bit
-        table, norms = vectorized_distances(stats.weights, stats.layer.experts), torch.zeros(stats.layer.experts)
+    else:
+        table = vectorized_distances(stats.weights, stats.layer.experts)
+        pairs = zip(*_fused(stats.weights), strict=True)
+        norms = torch.tensor([sum(float(part.float().norm()) for part in pair) for pair in pairs])
     grouping = group_experts(
         table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected, noise=noise(norms)
     )
