@@ -126,6 +126,17 @@ def test_groups_of_tied_experts_do_not_hang_on_noise(seed: int, count: int, bloc
     )
 
 
+@pytest.mark.parametrize("points", [16, 20])
+def test_groups_found_by_search_do_not_hang_on_noise(points: int) -> None:
+    """More experts than are grouped exactly: the corners of a cube in four dimensions, and marks on a ruler."""
+    places = [[i >> bit & 1 for bit in range(4)] if points == 16 else [i] for i in range(points)]
+    table = torch.cdist(*[torch.tensor(places, dtype=torch.float64)] * 2, compute_mode="donot_use_mm_for_euclid_dist")
+    for count in (3, 6, 12):
+        for seed in range(3):
+            shaken = noisy(table, seed).triu(1)
+            assert group_experts(shaken + shaken.T, count).groups == group_experts(table, count).groups
+
+
 def layer_of(experts: int, top_k: int = 1) -> MoeLayer:
     return MoeLayer("m.experts", "m", "m.gate", "m", 0, experts, top_k)
 
