@@ -68,5 +68,4 @@ def least(values: Iterable[float], noise: float = 0.0) -> int:
 
 def exceeds(value: float, bound: float) -> bool:
     """Whether a value is above a bound by more than rounding."""
-    one, other = rounded(torch.tensor([value, bound], dtype=torch.float64)).tolist()
-    return bool(one > other)
+    return value > bound + ROUNDING * abs(bound)
