@@ -14,7 +14,7 @@ from compressor.experts import Parameters, apply_expert, expert_parameters, obse
 from compressor.plan import Group, LayerPlan
 from compressor.rerouting import SmallerRouter
 from compressor.statistics import LayerStatistics
-from compressor.ties import least
+from compressor.ties import SQUARED, least
 
 STEPS = 60
 LEARNING_RATE = 0.05
@@ -136,7 +136,7 @@ def learn_coefficients(
         if weights.requires_grad:
             weights.backward((chosen * slope[:, None]).sum(-1))
         optimizer.step()
-    won = least(losses)
+    won = least(losses, SQUARED)
     return _learned_plan(plan, states[won], merge_routers, losses[0], losses[won])
 
 
