@@ -51,9 +51,10 @@ that holds two Mixture-of-Experts parts with a count of their own each is refuse
 Attribution says how far the sub-scores of `moe-compress attribute` miss the routers' logits at most, as a share of the
 largest logit, in float32; or why a family cannot be attributed. ONNX is the largest difference of any logit between
 `moe-compress export` in ONNX Runtime and the stock model, with the cache unless it says no cache, and what stands for
-an MoE layer where it is not one node; or why a family cannot be exported. Where an indexer chooses the tokens that are
-attended to, the graph is of a model with {heads} index heads: with 2, many tokens score exactly 0, and which of equals
-is chosen is nobody's promise.
+an MoE layer where it is not one node; or why a family cannot be exported. Both are roundings, which differ from
+processor to processor, so each is given as a power of ten that is at least twice what was found. Where an indexer
+chooses the tokens that are attended to, the graph is of a model with {heads} index heads: with 2, many tokens score
+exactly 0, and which of equals is chosen is nobody's promise.
 """
 
 
@@ -157,7 +158,12 @@ def _attribution(opened: OpenModel) -> str:
         found = attribute(opened, calibration, Silent())
     except CompressionError as error:
         return "no: " + re.sub(r"^\w+ cannot be attributed: ", "", str(error)).partition(";")[0]
-    return f"{max(entry.unexplained for entry in found.receivers):.0e}"
+    return bound(max(entry.unexplained for entry in found.receivers))
+
+
+def bound(rounding: float) -> str:
+    """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it holds elsewhere."""
+    return next(f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits)
 
 
 def _for_graph(name: str, place: Path, scratch: Path) -> Path:
@@ -186,7 +192,7 @@ def _onnx(place: Path, out: Path) -> str:
             reason = str(error).removesuffix("; nothing was written")
             continue
         others = sorted({route.route for route in found.fallen_back})
-        parts = [f"{found.verification.largest_difference:.0e}", *([] if past else ["no cache"]), *others]
+        parts = [bound(found.verification.largest_difference), *([] if past else ["no cache"]), *others]
         return ", ".join(parts)
     return f"no: {reason}"
 

@@ -7,6 +7,7 @@ from compressor.errors import CompressionError
 from compressor.grouping.reconstruction import relative_error
 from compressor.planning.registry import Strategy, load_strategy
 from compressor.plans.plan import LayerPlan
+from compressor.ties import SQUARED, least
 
 CANDIDATES = "enumerate,gated-mass,count-guided,reap"
 CORRECTION = "tune"  # unless another is asked for
@@ -62,9 +63,9 @@ def plan(
         errors[strategy.name] = relative_error(stats.heldout, made) if same is None else errors[same]
     if not plans:
         raise refusals[0]
-    won = min(errors, key=lambda name: errors[name])
+    won = [*errors][least(errors.values(), SQUARED)]
     others = [error for name, error in errors.items() if plans[name].groups != plans[won].groups]
-    margin = {"ahead_by": round(min(others) - errors[won], 6)} if others else {}
+    margin = {"ahead_by": round(max(min(others) - errors[won], 0.0), 6)} if others else {}
     return replace(
         plans[won],
         decided_by="held-out reconstruction error",

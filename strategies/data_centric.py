@@ -8,8 +8,9 @@ from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.grouping.choose import merge_groups, merge_needs, routing_blocks
 from compressor.grouping.partition import group_experts
-from compressor.grouping.similarity import linear_cka, mean_output_distances, rbf_cka
+from compressor.grouping.similarity import linear_cka, mean_output_distances, mean_output_noise, rbf_cka
 from compressor.plans.plan import LayerPlan
+from compressor.ties import SQUARED
 
 NEEDS = frozenset({"mixed_outputs"})
 SIMILARITIES = ("linear-cka", "rbf-cka", "mean-output")
@@ -57,7 +58,8 @@ def plan(
     options = options or Options()
     outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
     table = distances(outputs, options.similarity).clamp(min=0).cpu()
-    grouping = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected)
+    noise = mean_output_noise(outputs).cpu() if options.similarity == "mean-output" else SQUARED
+    grouping = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected, noise=noise)
     figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
     return merge_groups(
         stats,

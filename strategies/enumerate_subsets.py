@@ -1,6 +1,6 @@
 """Enumerate: keep the experts whose smaller layer puts out most nearly what the layer did (arXiv:2402.14800)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 from math import comb, prod
@@ -14,6 +14,7 @@ from compressor.grouping.choose import competing
 from compressor.grouping.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
 from compressor.model.routers import check_count
 from compressor.plans.plan import LayerPlan
+from compressor.ties import least, rounded
 
 NEEDS = RECONSTRUCTION
 SEARCHES = ("auto", "all", "greedy")
@@ -79,6 +80,12 @@ def _total(routed: Routed) -> float:
     return float(routed.errors.sum())
 
 
+def _ranked(errors: Mapping[Kept, float], noise: float) -> list[Kept]:
+    """Kept sets, those of the least error first; equal ones in lexicographic order."""
+    judged = rounded(torch.tensor([*errors.values()], dtype=torch.float64), noise).tolist()
+    return [kept for _, kept in sorted(zip(judged, errors, strict=True))]
+
+
 def _without(kept: Kept, gone: Kept) -> Kept:
     return tuple(expert for expert in kept if expert not in gone)
 
@@ -132,19 +139,18 @@ class _Greedy:
         """
         found: dict[Kept, float] = {}
 
-        def rank(gone: Kept) -> tuple[float, Kept]:
-            smaller = _without(kept, gone)
-            if smaller not in found:
-                found[smaller] = _total(self.errors.kept(smaller))
-            return found[smaller], smaller
+        def best(tried: list[Kept]) -> Kept:
+            smaller = {_without(kept, gone): gone for gone in tried}
+            found.update({left: _total(self.errors.kept(left)) for left in smaller if left not in found})
+            return smaller[_ranked({left: found[left] for left in smaller}, self.errors.noise)[0]]
 
-        shares = _dense(self.errors.kept(kept), len(self.start)).sum(0).tolist()
+        shares = rounded(_dense(self.errors.kept(kept), len(self.start)).sum(0)).tolist()
         free = [sorted(set(block.free) & set(kept), key=lambda e: (shares[e], -e)) for block in self.blocks]
-        gone, before = tuple(experts[0] for experts in free), None
-        while gone != before:
-            before = gone
+        gone, before = tuple(experts[0] for experts in free), set[Kept]()
+        while gone not in before:  # equal ones might go round in circles
+            before.add(gone)
             for place, experts in enumerate(free):
-                gone = min(((*gone[:place], expert, *gone[place + 1 :]) for expert in experts), key=rank)
+                gone = best([(*gone[:place], expert, *gone[place + 1 :]) for expert in experts])
         self.tried += len(found)
         return found
 
@@ -155,7 +161,7 @@ class _Greedy:
             found: dict[Kept, float] = {}
             for kept in level:
                 found |= expand(kept)
-            level = sorted(found, key=lambda kept: (found[kept], kept))[:beam]
+            level = _ranked(found, self.errors.noise)[:beam]
         return level[0]
 
 
@@ -164,15 +170,16 @@ def _search(
 ) -> tuple[Kept, dict[str, Any]]:
     """The kept set and how it was found."""
 
-    def rank(kept: Kept) -> tuple[float, Kept]:
-        return _total(errors.kept(kept)), kept
+    def best(tried: Iterable[Kept]) -> Kept:
+        sets = sorted(tried)
+        return sets[least((_total(errors.kept(kept)) for kept in sets), errors.noise)]
 
     if options.search == "all" or (options.search == "auto" and count <= options.most_subsets):
-        return min(_subsets(blocks), key=rank), {"search": f"all {count} subsets"}
+        return best(_subsets(blocks)), {"search": f"all {count} subsets"}
     greedy = _Greedy(errors, experts, blocks)
-    best = min((greedy.search(beam) for beam in sorted({1, options.beam})), key=rank)  # a beam may lose greedy's way
+    found = best(greedy.search(beam) for beam in sorted({1, options.beam}))  # a beam may lose greedy's way
     wide = f", beam of {options.beam}" if options.beam > 1 else ""
-    return best, {"search": f"greedy backward{wide}", "subsets_tried": greedy.tried}
+    return found, {"search": f"greedy backward{wide}", "subsets_tried": greedy.tried}
 
 
 @torch.no_grad()

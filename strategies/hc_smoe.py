@@ -12,10 +12,11 @@ import torch
 from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing, merge_groups, merge_needs
-from compressor.grouping.similarity import mean_output_distances
+from compressor.grouping.similarity import mean_output_distances, mean_output_noise
 from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
 from compressor.plans.plan import LayerPlan
+from compressor.ties import rounded
 
 NEEDS = frozenset({"expert_outputs"})
 LINKAGES = ("average", "complete", "single")
@@ -104,9 +105,10 @@ def plan(
     blocks = competing(layer)
     check_room(layer, blocks, keep // len(blocks), protected)
     table = distances(stats.expert_outputs)
+    judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
     clusters: list[list[int]] = []
     for block in blocks:
-        clusters += cluster_block(table, block, keep // len(blocks), protected, options.linkage)
+        clusters += cluster_block(judged, block, keep // len(blocks), protected, options.linkage)
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
     return merge_groups(

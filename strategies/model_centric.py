@@ -8,7 +8,7 @@ from compressor.calibration.statistics import LayerStatistics, LayerWeights
 from compressor.errors import CompressionError
 from compressor.grouping.choose import merge_groups, merge_needs, routing_blocks
 from compressor.grouping.partition import group_experts
-from compressor.grouping.similarity import fast_squared_distances
+from compressor.grouping.similarity import fast_squared_distances, noise
 from compressor.model.experts import projections
 from compressor.plans.plan import LayerPlan
 
@@ -45,11 +45,16 @@ def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
 
     Where experts have no gate, the surrogate is down x up.
     """
+    return _surrogates(weights, count)[0]
+
+
+def _surrogates(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances [E, E] and norms [E] of the surrogates."""
     views = [projections(weights.experts, expert) for expert in range(count)]
     hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
     layer_bytes = sum(parameter.nbytes for parameter in weights.experts.parameters())
     width = max(1, min(hidden_in, max(LEAST_BLOCK, layer_bytes // 2) // (4 * count * hidden_out)))
-    squared = torch.zeros(count, count, dtype=torch.float64)
+    squared, energies = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     down = torch.empty(views[0].down.shape, device=views[0].down.device)  # one expert's, in float32
     for begin in range(0, hidden_in, width):
         columns = slice(begin, min(begin + width, hidden_in))
@@ -60,16 +65,21 @@ def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
                 inner = inner * view.gate[:, columns]
             torch.mm(down.copy_(view.down), inner, out=block[expert])
         squared += fast_squared_distances(block.flatten(1)).cpu()
+        energies += torch.linalg.vector_norm(block.flatten(1), dim=1).double().square().cpu()
         del block  # before the next one is made
-    return squared.sqrt()
+    return squared.sqrt(), energies.sqrt()
+
+
+def _fused(weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two parameters that hold all experts' matrices."""
+    experts = weights.experts
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj
 
 
 @torch.no_grad()
 def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
     """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end."""
-    experts = weights.experts
-    fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj)
-    squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in fused]
+    squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in _fused(weights)]
     return (squared[0] + squared[1]).sqrt()
 
 
@@ -79,13 +89,14 @@ def plan(
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected experts stay alone."""
     options = options or Options()
-    distances = surrogate_distances if options.representation == "surrogate" else vectorized_distances
+    if options.representation == "surrogate":
+        table, norms = _surrogates(stats.weights, stats.layer.experts)
+    else:
+        table = vectorized_distances(stats.weights, stats.layer.experts)
+        pairs = zip(*_fused(stats.weights), strict=True)
+        norms = torch.tensor([sum(float(part.float().norm()) for part in pair) for pair in pairs])
     grouping = group_experts(
-        distances(stats.weights, stats.layer.experts),
-        keep,
-        seed=stats.seed,
-        blocks=routing_blocks(stats),
-        alone=protected,
+        table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected, noise=noise(norms)
     )
     figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
     return merge_groups(

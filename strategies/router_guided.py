@@ -9,6 +9,7 @@ from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing, keep_best, merge_groups, merge_needs
 from compressor.plans.plan import LayerPlan
+from compressor.ties import FLOAT32, rounded
 
 NEEDS = frozenset({"routed_count", "router_logits"})
 
@@ -41,7 +42,7 @@ def needs(options: Options) -> frozenset[str]:
 def similarities(logits: Tensor) -> Tensor:
     """Cosine of every two experts' router logits over the tokens: [S, E] -> [E, E]; 0 without tokens."""
     columns = torch.nn.functional.normalize(logits.double(), dim=0)
-    return (columns.T @ columns).round(decimals=12)  # equal rows must tie, whatever the order of summation
+    return columns.T @ columns
 
 
 def grouped(
@@ -51,12 +52,12 @@ def grouped(
 
     table [E, E]; ties go to the lower dominant expert; an expert of a block without an unprotected one is in no group.
     """
-    groups = {head: [head] for head in sorted(dominant)}
+    groups, judged = {head: [head] for head in sorted(dominant)}, rounded(table, FLOAT32)
     for block in blocks:
         heads = [expert for expert in block if expert in dominant - protected]
         for expert in block:
             if heads and expert not in dominant:
-                groups[max(heads, key=lambda head: (float(table[expert, head]), -head))].append(expert)
+                groups[max(heads, key=lambda head: (float(judged[expert, head]), -head))].append(expert)
     return groups
 
 

@@ -16,11 +16,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers.utils import logging
 
 from tests.command_line import Run, runner
 
 torch.set_num_threads(1)
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 

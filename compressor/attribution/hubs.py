@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from compressor.attribution.figures import Attribution, Output, Sender
+from compressor.ties import exceeds, rounded
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
 LEAST_SHARE = 1e-3  # of the variance of the later routers' logits, that a hub has
@@ -86,11 +87,23 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
         influence = outlier_scores([sender.total_influence for sender in experts])
         aarv = outlier_scores([sender.total_rank_change for sender in experts])
         for sender, first, second in zip(experts, influence, aarv, strict=True):
-            if min(first, second) > threshold and sender.total_influence >= LEAST_SHARE * _variance(
-                attribution, sender
-            ):
+            least = LEAST_SHARE * _variance(attribution, sender)
+            if exceeds(min(first, second), threshold) and not exceeds(least, sender.total_influence):
                 found.append(_hub(sender, first, second))
-    return tuple(sorted(found, key=lambda hub: (-hub.influence, hub.layer, hub.module, hub.expert)))
+    strength = _equal_where_tied([hub.influence for hub in found])
+    order = sorted(zip(strength, found, strict=True), key=lambda pair: (-pair[0], *_place(pair[1])))
+    return tuple(hub for _, hub in order)
+
+
+def _equal_where_tied(values: Sequence[float]) -> list[float]:
+    import torch
+
+    found: list[float] = rounded(torch.tensor(values, dtype=torch.float64)).tolist()
+    return found
+
+
+def _place(each: Hub | Output) -> tuple[int, str, int]:
+    return each.layer, each.module, each.expert
 
 
 def _variance(attribution: Attribution, sender: Sender) -> float:
@@ -119,16 +132,15 @@ def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
     reached = [output for output in attribution.outputs if output.tokens > 0]
     if not reached:
         return ()
-    entries = [output.max_entry for output in reached]
+    entries = _equal_where_tied([output.max_entry for output in reached])
     # the next entry above the percentile, so that equal ones stand or fall together
     least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
     found = [
-        output
-        for output, score in zip(reached, outlier_scores(entries), strict=True)
-        if score > THRESHOLD and output.max_entry >= least and output.max_entry > SUPER_SHARE * max(entries)
+        (-entry, *_place(output), output)
+        for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True)
+        if exceeds(score, THRESHOLD) and entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
     ]
-    found.sort(key=lambda output: (-output.max_entry, output.layer, output.module, output.expert))
-    return tuple(_super_expert(output) for output in found)
+    return tuple(_super_expert(output) for *_, output in sorted(found, key=lambda each: each[:4]))
 
 
 def _super_expert(output: Output) -> SuperExpert:

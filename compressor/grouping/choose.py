@@ -14,6 +14,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
 from compressor.plans.plan import Group, LayerPlan
+from compressor.ties import rounded
 
 METHODS = ("uniform", "max", "frequency", "learned")
 
@@ -54,14 +55,14 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
         raise CompressionError(f"merge {method!r} needs visit counts, which were not collected")
     visits = [float(counts[member]) for member in members]
     if method == "max":
-        return _one_hot(members, members[visits.index(max(visits))])
+        return _one_hot(members, members[int(rounded(counts)[list(members)].argmax())])
     return _normalised(visits) if sum(visits) > 0 else _normalised([1.0] * len(members))
 
 
 def _representative(members: Sequence[int], stats: LayerStatistics) -> int:
     """The expert that stands for its group: the most visited, if that is known, or the lowest."""
     counts = stats.values.get("routed_count")
-    return members[0] if counts is None else max(members, key=lambda member: (float(counts[member]), -member))
+    return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
 
 
 def merge_groups(
@@ -117,7 +118,7 @@ def keep_best(
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
     layer = stats.layer
     check_count(layer, keep, layer.name)
-    ranked, blocks = scores.double().cpu(), competing(layer)
+    ranked, blocks = rounded(scores).cpu(), competing(layer)
     kept: list[int] = []
     for block in blocks:
         best = [block[position] for position in ranked[block].argsort(descending=True, stable=True).tolist()]

@@ -14,6 +14,7 @@ from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import Parameters, apply_expert, expert_parameters, observed_forward
 from compressor.plans.plan import Group, LayerPlan
 from compressor.surgery.alignment import AlignedExperts
+from compressor.ties import SQUARED, least
 
 STEPS = 60
 LEARNING_RATE = 0.05
@@ -119,17 +120,15 @@ def learn_coefficients(
     stats = replace(stats, values={**stats.values, "weights": aligned})
     shares, router = _start(plan, stats.inputs.device), SmallerRouter(stats)
     optimizer = torch.optim.Adam(shares.parameters(), lr=LEARNING_RATE)
-    first, best, kept = None, float("inf"), [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
+    losses, states = list[float](), list[list[torch.Tensor]]()
     for step in range(steps + 1):
         optimizer.zero_grad()
         alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else None
         weights, index = router.planned(plan, alphas)
         output, chosen = _forward(stats, plan, shares, weights.detach(), index)
         residual = output - target
-        loss = float(residual.square().sum()) / size
-        first = loss if first is None else first
-        if loss < best:
-            best, kept = loss, [tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)]
+        losses.append(float(residual.square().sum()) / size)
+        states.append([tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)])
         if step == steps:
             break
         slope = 2 * residual / size
@@ -137,7 +136,8 @@ def learn_coefficients(
         if weights.requires_grad:
             weights.backward((chosen * slope[:, None]).sum(-1))
         optimizer.step()
-    return _learned_plan(plan, kept, merge_routers, first or 0.0, best)
+    won = least(losses, SQUARED)
+    return _learned_plan(plan, states[won], merge_routers, losses[0], losses[won])
 
 
 class _FloatExperts:

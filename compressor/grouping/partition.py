@@ -8,13 +8,13 @@ descend by single moves, swaps and regroupings, and the best is kicked and desce
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.ties import least, rounded
 
 EXACT_LIMIT = 14  # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
 RANDOM_STARTS = 4
@@ -52,11 +52,13 @@ def group_experts(
     seed: int = 0,
     blocks: Sequence[Sequence[int]] | None = None,
     alone: Collection[int] = (),
+    noise: Tensor | float = 0.0,
 ) -> Grouping:
     """Partition experts into `count` groups of least within-group distance (eq. 5): [E, E] -> Grouping.
 
     blocks: routing groups; no group crosses them and each gets count / len(blocks) groups.
     alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
+    noise: how far apart equal experts may come out by rounding, for each pair or for all; `rounded` says more.
     """
     table = _checked_distances(distances)
     experts = table.shape[0]
@@ -69,10 +71,14 @@ def group_experts(
     if strangers:
         raise CompressionError(f"protected experts {strangers} do not exist: the layer has {experts}")
     generator = torch.Generator().manual_seed(seed)
-    parts = [_group_block(table, block, count // len(partition), alone, generator) for block in partition]
+    judged = rounded(table, noise)
+    parts = [_group_block(judged, block, count // len(partition), alone, generator) for block in partition]
     groups = tuple(sorted(group for found, _ in parts for group in found))
-    objective = sum(float(table[list(group)][:, list(group)].triu(1).sum()) for group in groups)
-    return Grouping(groups, objective, all(proved for _, proved in parts) or objective == 0)
+    objective, apart = (
+        sum(float(measured[list(group)][:, list(group)].triu(1).sum()) for group in groups)
+        for measured in (table, judged)
+    )
+    return Grouping(groups, objective, all(proved for _, proved in parts) or apart == 0)
 
 
 def _checked_distances(distances: Tensor) -> Tensor:
@@ -155,7 +161,7 @@ def _solve(distances: Tensor, count: int) -> Tensor:
     for level in range(count, 1, -1):
         others = torch.arange(2 ** (mask.bit_length() - 1))
         others = others[(others & ~mask) == 0]
-        chosen = mask - int(others[(weight[mask - others] + best[level - 1][others]).argmin()])
+        chosen = mask - int(others[rounded(weight[mask - others] + best[level - 1][others]).argmin()])
         labels[[expert for expert in range(experts) if chosen >> expert & 1]] = level - 1
         mask -= chosen
     return labels
@@ -183,16 +189,20 @@ def _disjoint_pairs(experts: int) -> tuple[Tensor, Tensor]:
 
 def _search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Good labels for many experts, the first found among equals: [E, E] -> [E]."""
-    cost = partial(_cost, distances)
     starts = [_agglomerate(distances, count, linkage) for linkage in ("sum", "average", "complete")]
     starts += [_scatter(distances, count, generator) for _ in range(RANDOM_STARTS)]
-    best = min((_descend(distances, start, count) for start in starts), key=cost)
+    best = _cheapest(distances, [_descend(distances, start, count) for start in starts])
     nearest = distances.argsort(dim=1, stable=True)[:, :KICKED_EXPERTS]
     for _ in range(0 if _is_least(distances, best, count) else KICKS):
         kicked = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
         shuffled = kicked[torch.randperm(len(kicked), generator=generator)]
-        best = min(best, _descend(distances, best.index_copy(0, kicked, best[shuffled]), count), key=cost)
+        best = _cheapest(distances, [best, _descend(distances, best.index_copy(0, kicked, best[shuffled]), count)])
     return best
+
+
+def _cheapest(distances: Tensor, found: list[Tensor]) -> Tensor:
+    """The labels [E] of least cost, the first of equal ones."""
+    return found[least(_cost(distances, labels) for labels in found)]
 
 
 def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:

@@ -19,6 +19,7 @@ from compressor.surgery.alignment import merged_parameters
 __all__ = ["RECONSTRUCTION", "KeptErrors", "Routed", "original", "reconstruct", "relative_error"]
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once
+ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
 
 
 def _weighted(outputs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -97,6 +98,7 @@ class KeptErrors:
             self._mixed[rows] = (self._products[rows].double() @ weights[rows, :, None])[..., 0]
         self._original = (self._mixed * weights).sum(1)  # wGw
         self._rows = torch.arange(tokens, device=outputs.device)
+        self.noise = ROUNDED_PRODUCTS * float(self._original.sum())  # errors summed over all tokens tie within it
 
     @torch.no_grad()
     def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> Routed:

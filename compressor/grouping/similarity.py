@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.ties import FLOAT32
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
 CANCELLATION = 1e-4  # squared distances below this share of the squared norms are summed afresh
@@ -143,6 +144,18 @@ def mean_output_distances(outputs: Tensor) -> Tensor:
     """Euclidean distance of the experts' outputs averaged over tokens: [E, T, D] -> [E, E]."""
     _checked_shape(outputs)
     return pairwise_distances(torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs]))
+
+
+def mean_output_noise(outputs: Tensor) -> Tensor:
+    """How far apart by rounding alone two experts' mean outputs may be: [E, T, D] -> [E, E]; 0 without tokens."""
+    if not outputs.shape[1]:
+        return torch.zeros(len(outputs), len(outputs), dtype=torch.float64)
+    return noise(torch.stack([output.mean(dim=0, dtype=torch.float64).norm() for output in outputs]))
+
+
+def noise(norms: Tensor) -> Tensor:
+    """How far apart by rounding alone float32 features of these norms may be: [E] -> [E, E]."""
+    return FLOAT32 * (norms[:, None] + norms)
 
 
 def _checked_shape(outputs: Tensor) -> tuple[int, int, int]:

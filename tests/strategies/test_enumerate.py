@@ -156,6 +156,8 @@ def test_a_beam_is_no_worse_than_greedy_and_a_wide_one_finds_the_best(number: in
 class Told:
     """Errors of one token read from a table by kept set; whatever is not in it costs much."""
 
+    noise = 0.0
+
     def __init__(self, table: dict[Kept, float]) -> None:
         self.table = table
 

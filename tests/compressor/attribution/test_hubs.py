@@ -175,6 +175,20 @@ def test_equally_strong_hubs_come_in_model_order() -> None:
     senders = [replace(each, influence=(50.0,), rank_change=(9.0,)) if each.number in (3, 5) else each
                for layer in layers for each in layer]  # fmt: skip
     assert places(find_hubs(with_senders(senders))) == [(1, 3), (1, 5), (2, 3), (2, 5)]
+    shaken = [replace(each, influence=(each.influence[0] * (1 + 1e-9 * place),)) for place, each in enumerate(senders)]
+    assert places(find_hubs(with_senders(shaken))) == [(1, 3), (1, 5), (2, 3), (2, 5)]
+    stronger = [
+        replace(each, influence=(each.influence[0] * (1 + 1e-4 * place),)) for place, each in enumerate(senders)
+    ]
+    assert places(find_hubs(with_senders(stronger))) == [(1, 5), (1, 3), (2, 5), (2, 3)]
+
+
+def test_the_threshold_is_not_passed_by_rounding() -> None:
+    influence = [1.0, 2.0, 3.0, 4.0, 10.0]  # the last scores 7 x 0.6745
+    made = experts([[value] for value in influence])
+    score = outlier_scores(influence)[4]
+    for bound, found in ((score * (1 - 1e-9), []), (score, []), (score * (1 - 1e-4), [(1, 4)])):
+        assert places(find_hubs(made, bound)) == found
 
 
 def paper_rule(entries: Sequence[float]) -> set[int]:

@@ -14,6 +14,7 @@ from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups
 from compressor.grouping.reconstruction import RECONSTRUCTION, KeptErrors, original, reconstruct, relative_error
+from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.opened import open_model
 from compressor.plans.plan import Group, LayerPlan
 from compressor.progress import Silent
@@ -145,4 +146,10 @@ def test_samples_in_a_lower_precision_are_reconstructed_in_float32(tmp_path: Pat
     for stats in layers(model, batches(stock)):
         everything, pairs = LayerPlan.keep(stats.layer, range(8)), merge_groups(stats, [(0, 1), (2, 3), (4, 5), (6, 7)])
         assert reconstruct(stats, pairs).dtype == torch.float32
-        assert relative_error(stats, everything) < 1e-3 < relative_error(stats, pairs)
+        # the model routed by bfloat16 logits, which are often tied: there float32 may choose another expert
+        again = SmallerRouter(stats).planned(everything)[1].sort(1).values
+        alike = (again == stats.top_k_index.sort(1).values).all(1)
+        assert alike.float().mean() > 0.9
+        wanted, found = (values[alike].double() for values in (original(stats), reconstruct(stats, everything)))
+        assert (wanted - found).square().sum() < 1e-3 * wanted.square().sum()
+        assert relative_error(stats, pairs) > 1e-3

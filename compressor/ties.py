@@ -1,0 +1,71 @@
+"""Ties: scores, distances and errors that differ by rounding alone count as equal wherever a decision is made.
+
+The last bits of a matrix product hang on the processor, so a plan must not. A fixed grid of rounded values will not
+do by itself: wherever its borders are, some equal values fall on both sides of one. Here the values themselves say
+where they may be parted: from the least one upwards, each stands for all that exceed it by rounding alone.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROUNDING = 2.0**-18  # of a value: more than float32 sums and products lose, less than any quality hangs on
+MANTISSA = 24  # bits of a rounded value: float64 sums of many such are exact, in whatever order
+COUNTED = 2.0**24  # whole numbers up to here are counts, which are exact
+FLOAT32 = 2.0**-20  # of the size of float32 features: how far apart those of equal experts may come out
+SQUARED = 2.0**-40  # the same for a squared difference as a share of the whole, such as 1 - CKA
+
+
+def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """Values with those made equal that differ by rounding alone, in float64 and in the same order: [...] -> [...].
+
+    Values that differ by more than `ROUNDING` of the smaller stay apart, however large others are. `noise` is how large
+    what should be 0 may come out, for each value or for all: what is not above it is 0, and differences not above the
+    least noise do not count. Whole numbers stay exact, infinite values and NaN what they are.
+    """
+    exact = values.detach().to("cpu", torch.float64)
+    counted = not values.is_floating_point() or bool(((exact == exact.round()) & (exact.abs() <= COUNTED)).all())
+    if counted or not exact.numel():
+        return exact.to(values.device, copy=True)
+    limits = torch.as_tensor(noise, dtype=torch.float64).cpu().expand_as(exact)
+    known = exact.isfinite()
+    numbers = exact[known].masked_fill(exact[known].abs() <= limits[known], 0)
+    found = exact.clone()
+    found[known] = _parted(numbers, float(limits.min()))
+    return found.to(values.device)
+
+
+def _parted(numbers: Tensor, noise: float) -> Tensor:
+    """Each of the finite numbers [n] as the least of those from which rounding alone parts it, on a binary grid."""
+    ordered, order = numbers.sort()
+    ends = torch.searchsorted(ordered, ordered + (ROUNDING * ordered.abs()).clamp(min=noise), right=True).tolist()
+    starts, place = list[int](), 0
+    while place < len(ends):
+        starts.append(place)
+        place = ends[place]
+    of = torch.searchsorted(torch.tensor(starts), torch.arange(len(ends)), right=True) - 1
+    return torch.empty_like(numbers).index_copy_(0, order, _on_grid(ordered[starts])[of])
+
+
+def _on_grid(numbers: Tensor) -> Tensor:
+    """Finite numbers [n] with `MANTISSA` bits each."""
+    mantissa, exponent = np.frexp(numbers.numpy())
+    with np.errstate(over="ignore"):
+        coarse = np.ldexp(np.rint(mantissa * 2.0**MANTISSA), exponent - MANTISSA)
+    return torch.from_numpy(np.where(np.isfinite(coarse), coarse, numbers.numpy()))
+
+
+def least(values: Iterable[float], noise: float = 0.0) -> int:
+    """Position of the least value, the first of equal ones; NaN is never less."""
+    return int(
+        rounded(
+            torch.tensor([*values], dtype=torch.float64).nan_to_num(torch.inf, torch.inf, -torch.inf), noise
+        ).argmin()
+    )
+
+
+def exceeds(value: float, bound: float) -> bool:
+    """Whether a value is above a bound by more than rounding."""
+    return value > bound + ROUNDING * abs(bound)

@@ -1,0 +1,151 @@
+"""List the packages of the product with their floors, lines and arrows, as docs/architecture.md shows them.
+
+    python -m scripts.list_packages          # print the table
+    python -m scripts.list_packages --write  # put it into docs/architecture.md
+
+An arrow is an import, read from the source by `ast`, function-level and type-only ones included.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
+PRODUCT = ("compressor", "strategies", "exporters")
+TOP = "compressor (the public names)"
+WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
+
+FLOORS: Mapping[str, tuple[int, str]] = {
+    WORDS: (0, "errors, whole files, memory, progress, versions, the words of all reports"),
+    "demo": (1, "the embedded model with its data and tasks"),
+    "drawing": (1, "one kit for every picture"),
+    "checkpoint": (2, "files on disk or on the Hub, read lazily"),
+    "model": (3, "what transformers says the files are, one layer of it in memory at a time"),
+    "plans": (4, "what shall be done, as JSON"),
+    "calibration": (4, "from text to batches to the statistics of a layer"),
+    "evaluation": (4, "a model's answers to lm-eval's items"),
+    "generation": (4, "the next token"),
+    "gates": (5, "may it ship"),
+    "attribution": (5, "what steers the routers"),
+    "surgery": (5, "from a plan and tensors to smaller tensors"),
+    "grouping": (6, "the mathematics that strategies share"),
+    "correction": (6, "refitting what is left"),
+    "planning": (7, "from a request to a plan"),
+    "plugins": (8, "the one import that a plugin's author needs"),
+    "strategies": (9, "one file each"),
+    "exporters": (9, "safetensors, ONNX"),
+    "comparison": (9, "many plans, one table"),
+    "report": (9, "one page to look at"),
+    "publishing": (10, "the Hub, and the model card"),
+    "api": (11, "compress, compare, gate and attribute as functions"),
+    TOP: (12, "`compressor.compress` and so on, loaded when they are first used"),
+    "cli": (13, "one file for a group of commands"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import of a module of the product by another, and where it stands."""
+
+    file: Path
+    line: int
+    package: str
+    imported: str  # the package
+
+
+def sources() -> Iterator[Path]:
+    """Every file of the product."""
+    for name in PRODUCT:
+        yield from sorted((ROOT / name).rglob("*.py"))
+
+
+def package_of(module: str) -> str:
+    """'compressor.gates.verdict' -> 'gates'; 'strategies.reap' -> 'strategies'."""
+    head, *rest = module.split(".")
+    if head != "compressor":
+        return head
+    if not rest:
+        return TOP
+    if (ROOT / "compressor" / rest[0]).is_dir():
+        return rest[0]
+    return "cli" if rest[0] == "__main__" else WORDS
+
+
+def module_of(file: Path) -> str:
+    """'compressor/gates/verdict.py' -> 'compressor.gates.verdict'."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The modules that a statement imports; of `from package import name` the name too, if it is one."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom) or node.module is None:
+        return []
+    inner = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if (ROOT / Path(*name.split("."))).with_suffix("").exists() or _is_file(name) else node.module
+            for name in inner]  # fmt: skip
+
+
+def _is_file(module: str) -> bool:
+    return (ROOT / Path(*module.split("."))).with_suffix(".py").is_file()
+
+
+def imports() -> list[Import]:
+    """Every import of one file of the product by another one."""
+    found = []
+    for file in sources():
+        package = package_of(module_of(file))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for name in dict.fromkeys(_imported(node)):
+                if name.split(".")[0] in PRODUCT:
+                    found.append(Import(file.relative_to(ROOT), getattr(node, "lineno", 0), package, package_of(name)))
+    return found
+
+
+def arrows(found: Iterable[Import]) -> dict[str, set[str]]:
+    """For each package the other ones that it imports."""
+    pairs = {name: set[str]() for name in FLOORS}
+    for entry in found:
+        if entry.imported != entry.package:
+            pairs.setdefault(entry.package, set()).add(entry.imported)
+    return pairs
+
+
+def lines_of(package: str) -> tuple[int, int]:
+    """Lines and files of a package."""
+    files = [file for file in sources() if package_of(module_of(file)) == package]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files), len(files)
+
+
+def table() -> str:
+    """The packages from the bottom floor up, as Markdown."""
+    reached = arrows(imports())
+    rows = ["| floor | package | what lives there | lines | files | imports |", "|---|---|---|---|---|---|"]
+    total, count = 0, 0
+    for name, (floor, meaning) in FLOORS.items():
+        lines, files = lines_of(name)
+        total, count = total + lines, count + files
+        below = ", ".join(other for other in FLOORS if other in reached[name] and other != WORDS) or "-"
+        rows.append(f"| {floor} | {name} | {meaning} | {lines:,} | {files} | {below} |")
+    return "\n".join([*rows, f"| | all | | {total:,} | {count} | |"])
+
+
+def main() -> None:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(description="List the packages of the product.")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/architecture.md")
+    if not parser.parse_args().write:
+        print(table())
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The house: arrows between packages point down only, and what is light stays light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.list_packages import FLOORS, PAGE, ROOT, arrows, imports, package_of, sources
+
+FOUND = imports()
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {entry.package for entry in FOUND} | {entry.imported for entry in FOUND} <= set(FLOORS)
+    folders = {path.parent.name for path in (ROOT / "compressor").glob("*/__init__.py")}
+    assert folders <= set(FLOORS)
+
+
+def test_no_arrow_points_up_or_sideways() -> None:
+    wrong = [
+        f"{entry.file}:{entry.line}: {entry.package} imports {entry.imported}"
+        for entry in FOUND
+        if entry.package != entry.imported and FLOORS[entry.package][0] <= FLOORS[entry.imported][0]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_package_reaches_itself() -> None:
+    """The same by another way: taking away packages that import nothing that is left takes away all."""
+    left = arrows(FOUND)
+    while leaves := [name for name, reached in left.items() if not reached & set(left)]:
+        for name in leaves:
+            del left[name]
+    assert not left
+
+
+def test_the_core_names_no_strategy_and_no_exporter() -> None:
+    core = [entry for entry in FOUND if entry.package not in ("strategies", "exporters")]
+    assert not [entry for entry in core if entry.imported in ("strategies", "exporters")]
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Within a package, too: each file is imported in a process where nothing else has been."""
+    found = subprocess.run(
+        [sys.executable, "-c", _EACH_ALONE, *(str(path.relative_to(ROOT)) for path in sources())],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+
+
+_EACH_ALONE = """
+import importlib, os, sys
+import torch
+for path in sys.argv[1:]:
+    name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    child = os.fork()
+    if child == 0:
+        importlib.import_module(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{name} cannot be imported on its own")
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import compressor",
+        "import compressor.errors",
+        "import sys; sys.argv = ['moe-compress', '--help']; from compressor.cli.main import main; main()",
+    ],
+)
+def test_what_is_light_loads_neither_torch_nor_transformers(code: str) -> None:
+    after = "import atexit, sys; heavy = {'torch', 'transformers', 'numpy', 'matplotlib'}\n" \
+        "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"  # fmt: skip
+    found = subprocess.run([sys.executable, "-c", after + code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stderr.strip() == "[]"
+
+
+def test_public_names_are_those_of_the_package(tmp_path: Path) -> None:
+    import compressor
+
+    assert sorted(compressor.__all__) == sorted(name for name in compressor.__all__ if getattr(compressor, name))
+    with pytest.raises(AttributeError, match="nothing"):
+        compressor.nothing  # noqa: B018
+
+
+def test_rooms_are_no_halls() -> None:
+    long = {str(path.relative_to(ROOT)): count for path in sources() if (count := _lines(path)) > 300}
+    assert not long
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_the_page_draws_every_package_with_its_arrows() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = {cells[2]: cells for line in page.splitlines() if len(cells := [c.strip() for c in line.split("|")]) == 8}
+    reached = arrows(FOUND)
+    for name, (floor, meaning) in FLOORS.items():
+        below = [other for other in FLOORS if other in reached[name] and package_of("compressor.errors") != other]
+        assert rows[name][1:4] == [str(floor), name, meaning]
+        assert rows[name][6] == (", ".join(below) or "-"), f"run python -m scripts.list_packages --write ({name})"
