@@ -21,6 +21,7 @@ from compressor.planning.registry import load_strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Silent
 from compressor.surgery.cutting import CutFiles
+from compressor.surgery.job import make_job
 from tests import zoo
 from tests.opened import one_expert, plain_calls
 from tests.ordered import (
@@ -240,3 +241,13 @@ def test_without_a_correction_plans_come_back_as_they_are(tmp_path: Path) -> Non
     stock, model = opened_wide("mixtral", tmp_path)
     plans = merges(model.architecture)
     assert run(model, plans, with_heldout(stock)) == plans
+
+
+def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide("mixtral", tmp_path / "in")
+    plan = asked(model, drops(model.architecture), "ridge", with_heldout(stock), monkeypatch)
+    job, _ = make_job(model, plan, cut=CutFiles(tmp_path / "cut"))
+    with pytest.raises(CompressionError, match="its corrected tensors can no longer be read from the work folder"):
+        list(job.produce(model.architecture.layers[0].unit))
