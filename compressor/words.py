@@ -1,4 +1,4 @@
-"""Words of a model card: names shown as they are written, without folders or tokens, and short lists of experts."""
+"""Words of reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
 
 import re
 import shlex
@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from compressor import folders
 from compressor.errors import without_tokens
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
-
+SPECIAL = re.compile(r"[\\|*`<\[\]]")  # what Markdown would not show as it is written
 MOST_LETTERS = 300  # of a name; what is longer is no name
 FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
 FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
@@ -106,6 +105,16 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
+def plain(text: str) -> str:
+    """Text on one line, for Markdown and its tables."""
+    return SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
+
+
 def named(text: str) -> str:
     """A name on one line of Markdown, shown as it is; underscores inside words mean nothing there."""
-    return re.sub(r"[~&$#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", folders.plain(text))
+    return re.sub(r"[~&$#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", plain(text))
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """One row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor import folders
 from compressor.errors import CompressionError
+from compressor.files import whole_folder
 from compressor.gates.content import gate_content, gate_from_content
 from compressor.gates.junit import junit
 from compressor.gates.markdown import change, level, markdown
@@ -23,17 +23,12 @@ NAMES = ("gate.json", "gate.xml", "gate.md")
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 
 
-def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a gate's."""
-    folders.check_folder(folder, NAMES, overwrite)
-
-
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, JUnit XML and Markdown into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
     """
-    with folders.whole_folder(folder, NAMES, overwrite) as made:
+    with whole_folder(folder, NAMES, overwrite) as made:
         (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         (made / NAMES[1]).write_bytes(junit(result))
         (made / NAMES[2]).write_text(markdown(result), encoding="utf-8", errors=LONE_HALVES)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from compressor.files import replacing
 from compressor.model.architecture import MoeLayer
 from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.layer import LayerPlan
@@ -26,10 +27,10 @@ class CutFiles:
         from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = self._path(layer).with_suffix(".new")
         whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        save_file(whole, fresh, metadata={"plan": json.dumps(layer_to_dict(plan))})
-        fresh.replace(self._path(layer))
+        path = self._path(layer)
+        with replacing(path, path.with_suffix(".new")) as fresh:
+            save_file(whole, fresh, metadata={"plan": json.dumps(layer_to_dict(plan))})
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """The plan of a finished layer; None if it is not there."""
