@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from compressor.evaluation.evaluate import evaluate
-from compressor.evaluation.options import EvaluationOptions
 from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.tasks import EvaluationOptions
 from compressor.progress import Silent
 
 CHOICE = """

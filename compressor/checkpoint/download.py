@@ -9,10 +9,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
+
 from compressor.checkpoint.faults import hub_fault, is_refusal, told_reason
-from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_json
+from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.errors import CompressionError
 from compressor.progress import Progress
+from compressor.records import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +96,6 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
 
 def list_repository(model: str, revision: str | None) -> Repository:
     """Commit, names and sizes, by two or three small requests; raises what the Hub client raises."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
     api = HfApi()
     commit = api.model_info(model, revision=revision).sha or revision or "main"
     entries = list(api.list_repo_tree(model, revision=commit))
@@ -109,8 +111,6 @@ def list_repository(model: str, revision: str | None) -> Repository:
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
     """Where the cache has a revision as it was last seen; no request is made."""
-    from huggingface_hub import try_to_load_from_cache
-
     for name in (CONFIG, MODEL_NAME):
         found = try_to_load_from_cache(model, name, revision=revision)
         if isinstance(found, str):
@@ -177,7 +177,7 @@ def _placed(folder: Path, head: str) -> list[str]:
     """The shards of an index that has been fetched; a file that is no index stands for itself."""
     if head != INDEX_NAME:
         return [head]
-    places = read_json(folder / head).get("weight_map")
+    places = read_object(folder / head).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CompressionError(f"{folder / head} has no weight_map; restore the file from its source")
     return sorted({str(file) for file in places.values()})
@@ -201,8 +201,6 @@ def _kept_size(folder: Path, file: RemoteFile) -> int | None:
 
 def check_room(model: str, nbytes: int) -> None:
     """Refuse when the disk of the cache cannot hold what is still to be fetched."""
-    from huggingface_hub import constants
-
     cache = Path(constants.HF_HUB_CACHE).absolute()
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
     if free < nbytes + SPARE_BYTES:
@@ -236,8 +234,6 @@ def _fetch(
     model: str, name: str, revision: str | None, tell: Callable[[int], None] = lambda come: None, anew: bool = False
 ) -> Path:
     """One file's place in the cache, where it is brought if need be; `tell` hears how many bytes have come."""
-    from huggingface_hub import hf_hub_download
-
     bar, left = _silent_bar(tell), TRIES
     while True:
         try:
@@ -251,8 +247,6 @@ def _fetch(
 
 def _silent_bar(tell: Callable[[int], None]) -> Any:
     """A progress bar class for the Hub client that draws nothing; it may use several at once for one file."""
-    from huggingface_hub.utils import tqdm
-
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})

@@ -7,11 +7,9 @@ from typing import Any
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.options import EvaluationOptions
 from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
-from compressor.evaluation.scores import ItemScores, item_scores
-from compressor.evaluation.store import ResultStore, identity
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Progress
 
 

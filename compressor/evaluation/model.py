@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from compressor.errors import CompressionError
-from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.opened import pick_device
 from compressor.progress import Progress
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.checkpoint.reader import Checkpoint, TensorInfo, tensor_bytes
+from compressor.checkpoint.headers import TensorInfo, tensor_bytes
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout

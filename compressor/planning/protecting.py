@@ -1,6 +1,5 @@
 """Protected experts, which no plan merges or drops: named in a file, or found as routing hubs."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.plans.json import integer
+from compressor.records import read_json
 
 if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
@@ -51,10 +51,7 @@ def _read_list(path: Path) -> list[Any]:
             f"--protect {path} is neither 'auto' nor a file; write auto, or name a JSON list of experts such as the "
             "hubs.json of moe-compress attribute"
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); mend it") from error
+    content = read_json(path, "mend it")
     if not isinstance(content, list):
         raise CompressionError(f'{path} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
     return content

@@ -262,7 +262,7 @@ def _content(name: str) -> str:
 def request_digest(model: "OpenModel", request: Request) -> str:
     """SHA-256 of everything that decides the plan, calibration text and protected experts included."""
     from compressor.planning.protecting import AUTO
-    from compressor.versions import versions
+    from compressor.run_record import versions
 
     data = [(_content(entry.source), entry.weight) for entry in request.sources]
     facts = [

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 
 from compressor.calibration.sources import without_folders
-from compressor.checkpoint.reader import Size, refuse_nan
+from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import refuse_nan
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan
+from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs
 from compressor.surgery.cut_files import CutFiles
 from compressor.surgery.output import MAX_SHARD_BYTES, OutputJob
 from compressor.surgery.tensors import OutputTensor, Piece, pieces, plan_outputs, tensor_bytes_view
-from compressor.versions import versions
 
 NOT_CARRIED = (
     ".safetensors",

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compressor.demo.evaluation import load_documents, load_items, skill_accuracy
 from compressor.demo.skills import SKILLS
 from compressor.evaluation.evaluate import evaluate
-from compressor.evaluation.options import EvaluationOptions
 from compressor.evaluation.scores import ItemScores
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
 from tests import small
 

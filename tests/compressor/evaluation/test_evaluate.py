@@ -16,10 +16,9 @@ from compressor.checkpoint.source import locate
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import evaluate, run_tasks
-from compressor.evaluation.options import EvaluationOptions
 from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.scores import ItemScores, item_scores
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
 from tests import small
 from tests.evaluations import Steps, ask, no_network, own_tasks

@@ -18,7 +18,6 @@ from compressor.cli.gate_table import show_gate, show_gated
 from compressor.errors import CompressionError
 from compressor.files import check_folder
 from compressor.gates import report as gate_report
-from compressor.gates.content import gate_content, gate_from_content
 from compressor.gates.markdown import markdown
 from compressor.gates.report import (
     append_summary,
@@ -29,7 +28,7 @@ from compressor.gates.report import (
     read_gate,
     write_gate,
 )
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, gate_content, gate_from_content
 from tests.gates import gate, gates, likelihood, mixed, task
 
 

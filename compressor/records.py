@@ -1,53 +1,62 @@
-"""The gate's result as plain JSON, and back."""
+"""JSON files, and dataclasses as JSON there and back: whatever does not fit is told with its place."""
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from compressor.errors import CompressionError
-from compressor.gates.verdict import GateResult
 
-FORMAT = "moe-compressor-gate/1"
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+RESTORE = "restore the file from its source"
+
+Record = TypeVar("Record")
 
 
-def gate_content(result: GateResult) -> dict[str, Any]:
-    """Everything in the result as plain JSON types; what JSON has no number for is text."""
-    return {"format": FORMAT, **plain_json(asdict(result))}
+def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
+    """The JSON in a file; what is none, and with a remedy for it an unreadable file, is a `CompressionError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if unreadable is None:
+            raise
+        raise CompressionError(f"{path} cannot be read ({error.strerror}); {unreadable}") from error
+    except (ValueError, RecursionError) as error:
+        raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
 
 
-def gate_from_content(content: Any) -> GateResult:
-    """The result that `gate_content` was made of; further fields are left aside."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
-    result: GateResult = _record(content, GateResult, "")
-    return result
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
+    content = read_json(path, RESTORE)
+    if not isinstance(content, dict):
+        raise CompressionError(f"{path} should hold a JSON object; {RESTORE}")
+    return content
 
 
 def plain_json(value: Any) -> Any:
-    """Mappings, sequences and numbers as JSON has them, anything else as text."""
+    """Mappings, sequences and numbers as JSON has them, anything else, and what JSON has no number for, as text."""
     if isinstance(value, Mapping):
         return {str(name): plain_json(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_json(entry) for entry in value]
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _text(value)
+        return float(value) if math.isfinite(value) else "NaN" if math.isnan(value) else NOT_FINITE[value < 0]
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _text(value: float) -> str:
-    return "NaN" if math.isnan(value) else NOT_FINITE[value < 0]
+def read_as(kind: type[Record], content: Any, where: str = "") -> Record:
+    """A dataclass from a JSON object with its fields; those with a default may be missing, further ones are left aside.
 
-
-def _record(content: Any, kind: Any, where: str) -> Any:
-    """A dataclass from an object with its fields; only those with a default may be missing."""
+    Raises `CompressionError` naming the first field that is missing or of another type; true is no whole number.
+    """
     if not isinstance(content, dict):
         raise _odd(content, "an object", where)
     hints, found = get_type_hints(kind), {}
-    for entry in fields(kind):
+    for entry in fields(kind):  # type: ignore[arg-type]
         place = f"{where}.{entry.name}" if where else entry.name
         if entry.name in content:
             found[entry.name] = _value(content[entry.name], hints[entry.name], place)
@@ -62,7 +71,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return value
     if is_dataclass(hint):
-        return _record(value, hint, where)
+        return read_as(hint, value, where)  # type: ignore[arg-type]
     if origin in (Union, UnionType):
         (kind,) = (each for each in inner if each is not NoneType)
         return None if value is None else _value(value, kind, where)
@@ -77,7 +86,10 @@ def _value(value: Any, hint: Any, where: str) -> Any:
             raise _odd(value, "an object", where)
         return {name: _value(entry, inner[1], f"{where}.{name}") for name, entry in value.items()}
     if hint is float and (value in NOT_FINITE or type(value) is int):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise _odd(value, NAMES[hint], where) from error
     if type(value) is not hint:
         raise _odd(value, NAMES[hint], where)
     return value
