@@ -73,12 +73,10 @@ def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None
     stored = calibration.get("sources")
     if not isinstance(stored, list) or not all(isinstance(entry, dict) for entry in stored):
         return dict(calibration)
-    entries = [{**entry, "source": _absolute(str(entry.get("source")))} for entry in stored]
-    return {**calibration, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}
-
-
-def _absolute(source: str) -> str:
-    return os.path.abspath(source) if os.path.isfile(source) else source
+    sources = [str(entry.get("source")) for entry in stored]
+    places = [os.path.abspath(source) if os.path.isfile(source) else source for source in sources]
+    entries = [{**entry, "source": place} for entry, place in zip(stored, places, strict=True)]
+    return {**calibration, "source": " + ".join(places), "sources": entries}
 
 
 def record_run(

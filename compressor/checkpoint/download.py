@@ -38,21 +38,12 @@ PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file of a repository; `tag` is the name of its bytes in the cache."""
-
-    name: str
-    size: int
-    tag: str
-
-
-@dataclass(frozen=True, slots=True)
 class Repository:
     """What a model's repository holds at one commit: the files at its top, and its chat templates."""
 
     model: str
     commit: str
-    files: Mapping[str, RemoteFile]
+    files: Mapping[str, RepoFile]
 
 
 def download(model: str, revision: str | None, progress: Progress, weights: Weights = "safetensors") -> Path:
@@ -73,7 +64,7 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
     for file in missing:
         _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)
     for file in wanted:  # what the cache had for another commit takes its place in this one
-        _fetch(model, file.name, found.commit)
+        _fetch(model, file.path, found.commit)
     return folder
 
 
@@ -101,12 +92,7 @@ def list_repository(model: str, revision: str | None) -> Repository:
     entries = list(api.list_repo_tree(model, revision=commit))
     if any(entry.path == TEMPLATES for entry in entries):
         entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
-    files = [entry for entry in entries if isinstance(entry, RepoFile)]
-    return Repository(
-        model,
-        commit,
-        {file.path: RemoteFile(file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files},
-    )
+    return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
 
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
@@ -191,9 +177,10 @@ def _lost(folder: Path, weights: Weights) -> str | None:
     return next((name for name in _placed(folder, head) if name not in names), None)
 
 
-def _kept_size(folder: Path, file: RemoteFile) -> int | None:
+def _kept_size(folder: Path, file: RepoFile) -> int | None:
     """Bytes that the cache has of a file, for this commit or for another one with the same content."""
-    for path in (folder / file.name, folder.parent.parent / "blobs" / file.tag):
+    tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
+    for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
         if path.is_file():
             return path.stat().st_size
     return None
@@ -215,18 +202,18 @@ def steps(nbytes: int) -> int:
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(found: Repository, file: RemoteFile, progress: Progress, damaged: bool) -> None:
+def _fetch_weights(found: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
     told = 0
 
     def reach(step: int) -> None:
         nonlocal told
         while told < step:
             told += 1
-            progress.advance(file.name)
+            progress.advance(file.path)
 
     last = steps(file.size)
     # the last step is told when the file is in place
-    _fetch(found.model, file.name, found.commit, lambda come: reach(min(come // STEP_BYTES, last - 1)), damaged)
+    _fetch(found.model, file.path, found.commit, lambda come: reach(min(come // STEP_BYTES, last - 1)), damaged)
     reach(last)
 
 

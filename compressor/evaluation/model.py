@@ -3,6 +3,7 @@
 Importing this module imports lm-eval; only functions that evaluate do so.
 """
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,8 +105,6 @@ class WatchedModel(HFLM):
 @contextmanager
 def loaded_model(folder: Path, options: EvaluationOptions) -> Iterator[WatchedModel]:
     """A model while it is needed; its memory is free again afterwards."""
-    import gc
-
     device = pick_device(options.device)
     batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
     model = WatchedModel(

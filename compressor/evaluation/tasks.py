@@ -51,14 +51,8 @@ class EvaluationOptions:
 
     def facts(self) -> dict[str, Any]:
         """What decides the results beside model and tasks; where definitions lie does not, what they say does."""
-        return {
-            "limit": self.limit,
-            "batch_size": self.batch_size,
-            "device": pick_device(self.device).type,
-            "dtype": self.dtype,
-            "num_fewshot": self.num_fewshot,
-            "seed": self.seed,
-        }
+        names = ("limit", "batch_size", "device", "dtype", "num_fewshot", "seed")
+        return {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
 
 
 def read_batch_size(text: str) -> int | str:

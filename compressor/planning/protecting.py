@@ -12,6 +12,7 @@ from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.plans.json import integer
 from compressor.records import read_json
+from compressor.words import ranges
 
 if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
@@ -86,23 +87,12 @@ def _find_layer(number: int, module: Any, layers: Sequence[MoeLayer], where: str
         return named
     here = [layer for layer in layers if layer.index == number]
     if not here:
-        known = _ranges(sorted({layer.index for layer in layers}))
+        known = ranges({layer.index for layer in layers}, " to ", ", ")
         raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
     if len(here) > 1:
         names = " and ".join(layer.name for layer in here)
         raise CompressionError(f"{where}: layer {number} has several experts modules, {names}; add one as 'module'")
     return here[0]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers: [1, 2, 3, 5] -> '1 to 3, 5'."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ", ".join(" to ".join(map(str, run)) for run in runs)
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:

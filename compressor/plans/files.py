@@ -9,19 +9,13 @@ from pathlib import Path
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.plans.plan import CompressionPlan
+from compressor.words import distinct
 
 
 def source_files(output: Path, sources: Sequence[str]) -> list[Path]:
     """plan.json, [wiki, org/code] -> plan.wiki.json, plan.org-code.json; numbered where two would be equal."""
-    found: list[Path] = []
-    for source in sources:
-        plain = re.sub(r"[^\w.-]+", "-", source)
-        path, number = output.with_name(f"{output.stem}.{plain}{output.suffix}"), 1
-        while path in found:
-            number += 1
-            path = output.with_name(f"{output.stem}.{plain}-{number}{output.suffix}")
-        found.append(path)
-    return found
+    names = distinct(re.sub(r"[^\w.-]+", "-", source) for source in sources)
+    return [output.with_name(f"{output.stem}.{name}{output.suffix}") for name in names]
 
 
 def _is_plan(path: Path) -> bool:

@@ -22,6 +22,7 @@ from compressor.plans.json import (
     readable_json,
     refuse_unknown,
 )
+from compressor.plans.layer import LAYER_FACTS
 from compressor.plans.layer import Group as Group
 from compressor.plans.layer import LayerPlan as LayerPlan
 from compressor.records import read_json
@@ -196,8 +197,7 @@ def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint
             raise CompressionError(
                 f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
             )
-        facts = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
-        for fact in facts:
+        for fact in LAYER_FACTS:
             if getattr(layer_plan, fact) != getattr(layer, fact):
                 raise CompressionError(
                     f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "
