@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,14 +37,26 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def plain_json(value: Any) -> Any:
-    """Mappings, sequences and numbers as JSON has them, anything else, and what JSON has no number for, as text."""
-    if isinstance(value, Mapping):
-        return {str(name): plain_json(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain_json(entry) for entry in value]
+def spelled(value: float) -> float | str:
+    """A number, or the word for what JSON has no number for."""
+    return float(value) if math.isfinite(value) else "NaN" if math.isnan(value) else NOT_FINITE[value < 0]
+
+
+def finite(value: float) -> float | None:
+    """A number, or None for what JSON has no number for."""
+    return float(value) if math.isfinite(value) else None
+
+
+def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
+    """Dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything else as text."""
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else "NaN" if math.isnan(value) else NOT_FINITE[value < 0]
+        return number(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(entry, number) for name, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_json(entry, number) for entry in value]
+    if is_dataclass(value):
+        return {entry.name: plain_json(getattr(value, entry.name), number) for entry in fields(value)}
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 

@@ -4,7 +4,7 @@ n items of a task; both models answer each of them, so every test is paired.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compressor.errors import CompressionError
@@ -66,7 +66,7 @@ class GateResult:
 
 def gate_content(result: GateResult) -> dict[str, Any]:
     """Everything in the result as plain JSON types; what JSON has no number for is text."""
-    return {"format": FORMAT, **plain_json(asdict(result))}
+    return {"format": FORMAT, **plain_json(result)}
 
 
 def gate_from_content(content: Any) -> GateResult:

@@ -16,7 +16,7 @@ from compressor.gates.report import read_gate_of
 from compressor.gates.verdict import GateResult, gate_content, gate_from_content
 from compressor.plans.layer import LayerPlan, correction_of
 from compressor.plans.plan import CompressionPlan
-from compressor.records import plain_json, read_json
+from compressor.records import plain_json, read_as, read_json
 from compressor.run_record import COMPRESSION, read_record
 
 FORMAT = "moe-compressor-report/1"
@@ -74,9 +74,8 @@ class Measured:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """What `to_dict` made; raises KeyError, TypeError or ValueError for anything else."""
-        layers = tuple(LayerMeasures(**_tupled(entry)) for entry in content["layers"])
-        return cls(**{**_tupled(content), "layers": layers})
+        """What `to_dict` made; raises `CompressionError` for anything else."""
+        return read_as(cls, content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,6 @@ def _stored(key: Mapping[str, Any]) -> Measured | None:
         if content is None or content["key"] != json.loads(json.dumps(key)):
             return None
         return Measured.from_dict(content["measured"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, CompressionError) as error:
         logger.debug("stored measures are ignored: %s", error)
         return None

@@ -28,7 +28,7 @@ def kept_measures(folder: Path) -> Measured | None:
         if content is None or content["weights"] != _stamp(folder):
             return None
         return Measured.from_dict(content["measured"])
-    except (CompressionError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (CompressionError, OSError, KeyError) as error:
         logger.debug("the measures of %s are ignored: %s", folder, error)
         return None
 
