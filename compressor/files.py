@@ -1,22 +1,87 @@
-"""Files that are there complete or not at all."""
+"""Files and folders that are there complete or not at all, and where the tool keeps its own."""
 
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from compressor.errors import CompressionError
+
+
+@contextmanager
+def replacing(path: Path, fresh: Path) -> Iterator[Path]:
+    """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
+    try:
+        yield fresh
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, text: str, mode: int = 0o600, errors: str = "strict") -> None:
     """Write a file in a folder that exists, replacing what is there only once the new one is complete."""
     handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors=errors) as stream:
-            stream.write(text)
+    with replacing(path, Path(fresh)), os.fdopen(handle, "w", encoding="utf-8", errors=errors) as stream:
+        stream.write(text)
         os.chmod(fresh, mode)
-        os.replace(fresh, path)
+
+
+def replace_folder(made: Path, target: Path, old: Path) -> None:
+    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails."""
+    if target.exists():
+        target.replace(old)
+    try:
+        made.replace(target)
     except BaseException:
-        os.unlink(fresh)
+        if old.exists():
+            old.replace(target)
         raise
+
+
+def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> None:
+    """Refuse a folder for reports that cannot be made, or exists and is not to be replaced by files of these names.
+
+    The first name tells a folder that may be replaced: of reports of the same sort, and nothing else.
+    """
+    parent = Path(os.path.abspath(folder)).parent
+    if not parent.is_dir():
+        raise CompressionError(f"{parent} is not a folder; create it or name another folder for the reports")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CompressionError(
+            f"{parent} cannot be written to; change its permissions or name another folder for the reports"
+        )
+    if not (folder.exists() or folder.is_symlink()):
+        return
+    if not overwrite:
+        raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
+    if folder.is_symlink() or not (folder / names[0]).is_file():
+        raise CompressionError(
+            f"{folder} holds no {names[0]}, so --overwrite will not replace it; name a new folder for the reports"
+        )
+    if others := sorted({path.name for path in folder.iterdir()} - set(names)):
+        raise CompressionError(
+            f"{folder} holds {others[0]} beside {names[0]}, so --overwrite will not replace it; move that or name "
+            "a new folder for the reports"
+        )
+
+
+@contextmanager
+def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> Iterator[Path]:
+    """Where to write the reports: what lies there at the end becomes `folder`, or nothing when anything fails.
+
+    With `overwrite` earlier reports are replaced once the new ones are complete, and stay when anything fails.
+    """
+    check_folder(folder, names, overwrite)
+    target = Path(os.path.abspath(folder))
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        made = Path(scratch) / "reports"  # the scratch folder is private to its owner
+        made.mkdir()
+        yield made
+        check_folder(folder, names, overwrite)  # drawing takes a while, and a rename would replace an empty folder
+        replace_folder(made, target, Path(scratch) / "old")
 
 
 def default_folder() -> Path:

@@ -6,7 +6,6 @@ import resource
 import threading
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 STATUS = Path("/proc/self/status")
@@ -31,22 +30,22 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
+    def _sample(self) -> None:
+        anonymous, mapped = resident()
+        self.anonymous, self.mapped = max(self.anonymous, anonymous), max(self.mapped, mapped)
+
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL):
-            anonymous, mapped = resident()
-            self.anonymous, self.mapped = max(self.anonymous, anonymous), max(self.mapped, mapped)
+            self._sample()
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         self._stop.set()
         self._thread.join()
-        anonymous, mapped = resident()
-        self.anonymous, self.mapped = max(self.anonymous, anonymous), max(self.mapped, mapped)
+        self._sample()
 
 
 CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets

@@ -11,15 +11,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import without_tokens
-from compressor.files import write_whole
+from compressor.errors import CompressionError, without_tokens
+from compressor.files import default_folder, write_whole
+from compressor.records import read_as
 
 logger = logging.getLogger(__name__)
 
 COMPRESSION = "compression.json"
+PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")  # which decide the bytes of an output
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,19 @@ class RunRecord:
     finished: str = ""  # UTC, ISO 8601
 
 
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """The version of each package, or that it is not installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
 def cache_folder(name: str) -> Path:
     """A folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored evaluations."""
-    from compressor.files import default_folder
-
     own = os.environ.get("MOE_COMPRESSOR_CACHE")
     try:
         return (default_folder() if own else default_folder().parent) / name
@@ -61,12 +73,10 @@ def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None
     stored = calibration.get("sources")
     if not isinstance(stored, list) or not all(isinstance(entry, dict) for entry in stored):
         return dict(calibration)
-    entries = [{**entry, "source": _absolute(str(entry.get("source")))} for entry in stored]
-    return {**calibration, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}
-
-
-def _absolute(source: str) -> str:
-    return os.path.abspath(source) if os.path.isfile(source) else source
+    sources = [str(entry.get("source")) for entry in stored]
+    places = [os.path.abspath(source) if os.path.isfile(source) else source for source in sources]
+    entries = [{**entry, "source": place} for entry, place in zip(stored, places, strict=True)]
+    return {**calibration, "source": " + ".join(places), "sources": entries}
 
 
 def record_run(
@@ -86,34 +96,21 @@ def record_run(
     )  # fmt: skip
     key = digest_of(folder)
     if key is not None:
-        write_json(cache_folder("runs") / f"{key}.json", asdict(record))
+        write_cached(cache_folder("runs") / f"{key}.json", asdict(record))
 
 
 def read_record(folder: Path) -> RunRecord | None:
     """What the run that made an output knew; None if this machine has no record of it, or none that can be read."""
     key = digest_of(folder)
-    content = None if key is None else read_json(cache_folder("runs") / f"{key}.json")
+    content = None if key is None else read_cached(cache_folder("runs") / f"{key}.json")
     try:
-        return None if content is None else _record(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return None if content is None else read_as(RunRecord, content)
+    except CompressionError as error:
         logger.debug("the record of %s is ignored: %s", folder, error)
         return None
 
 
-def _record(content: Mapping[str, Any]) -> RunRecord:
-    command, calibration, revision = content["command"], content["calibration"], content["revision"]
-    return RunRecord(
-        source=str(content["source"]),
-        revision=None if revision is None else str(revision),
-        calibration=None if calibration is None else dict(calibration),
-        seconds={str(name): float(value) for name, value in content["seconds"].items()},
-        peak_memory=int(content["peak_memory"]),
-        command=None if command is None else tuple(map(str, command)),
-        finished=str(content["finished"]),
-    )
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_cached(path: Path, content: Mapping[str, Any]) -> None:
     """Write a private file of the cache, whole or not at all; where that fails, nothing is kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +119,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         logger.debug("%s could not be written: %s", path, error)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_cached(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file of the cache; None if there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

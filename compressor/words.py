@@ -1,4 +1,4 @@
-"""Words of a model card: names shown as they are written, without folders or tokens, and short lists of experts."""
+"""Words of reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
 
 import re
 import shlex
@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from compressor import folders
 from compressor.errors import without_tokens
 
-UNITS = ("B", "kB", "MB", "GB", "TB")
-
+SPECIAL = re.compile(r"[\\|*`<\[\]]")  # what Markdown would not show as it is written
 MOST_LETTERS = 300  # of a name; what is longer is no name
 FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
 FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
@@ -60,9 +58,9 @@ def fenced(text: str, language: str = "") -> list[str]:
     return [f"{fence}{language}", text, fence, ""]
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int], dash: str = "-", comma: str = ",") -> str:
     """[0, 1, 2, 5] -> '0-2,5'; '-' for none."""
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers)) or "-"
+    return comma.join(str(first) if first == last else f"{first}{dash}{last}" for first, last in runs(numbers)) or "-"
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -71,6 +69,18 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     starts = [*ordered[:1], *(after for before, after in pairwise(ordered) if after != before + 1)]
     ends = [*(before for before, after in pairwise(ordered) if after != before + 1), *ordered[-1:]]
     return list(zip(starts, ends, strict=True))
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
+    found: list[str] = []
+    for plain_name in names:
+        name, number = plain_name, 1
+        while name in found:
+            number += 1
+            name = f"{plain_name}-{number}"
+        found.append(name)
+    return found
 
 
 def counted(count: int, thing: str) -> str:
@@ -85,20 +95,20 @@ def joined(words: Sequence[str]) -> str:
 
 def human_bytes(count: float) -> str:
     """1234567 -> '1.23 MB'."""
-    for unit in UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} {UNITS[-1]}"
+    return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
 def human_count(count: float) -> str:
     """1234567 -> '1.23M'."""
-    for unit in ("", "k", "M", "B"):
+    return _scaled(count, ("", "k", "M", "B", "T"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
         if count < 1000:
             return f"{count:.3g}{unit}"
         count /= 1000
-    return f"{count:.3g}T"
+    return f"{count:.3g}{units[-1]}"
 
 
 def share(part: float, whole: float) -> str:
@@ -106,6 +116,16 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
+def plain(text: str) -> str:
+    """Text on one line, for Markdown and its tables."""
+    return SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
+
+
 def named(text: str) -> str:
     """A name on one line of Markdown, shown as it is; underscores inside words mean nothing there."""
-    return re.sub(r"[~&$#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", folders.plain(text))
+    return re.sub(r"[~&$#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", plain(text))
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """One row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

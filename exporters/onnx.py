@@ -24,8 +24,8 @@ from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
+from compressor.run_record import versions
 from compressor.surgery.job import carried_files
-from compressor.versions import versions
 from exporters import safetensors as publishing
 from exporters.onnx_experts import FALLBACKS, LayerRoute, WeightFormat, use_nodes
 from exporters.onnx_graph import export_graph, trace_inputs

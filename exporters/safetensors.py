@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from compressor.errors import CompressionError
+from compressor.files import replace_folder, replacing
 from compressor.surgery.tensors import FileRange, OutputJob, Piece
 from exporters.shards import Shard, index_json, lay_out
 
@@ -89,9 +90,8 @@ class Work:
 
     def save(self) -> None:
         marker = self.folder / MARKER
-        fresh = marker.with_suffix(".new")
-        fresh.write_text(json.dumps({"digest": self.digest, "boot": _boot(), "finished": sorted(self.finished)}))
-        os.replace(fresh, marker)
+        with replacing(marker, marker.with_suffix(".new")) as fresh:
+            fresh.write_text(json.dumps({"digest": self.digest, "boot": _boot(), "finished": sorted(self.finished)}))
 
 
 def _boot() -> str:
@@ -296,14 +296,7 @@ def publish(work: Work, out: Path) -> None:
     """Rename the finished folder into place; one that it replaces is deleted only afterwards."""
     replaced = work.folder / "replaced"
     shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists():
-        os.replace(out, replaced)
-    try:
-        os.replace(work.content, out)
-    except OSError:
-        if replaced.exists():
-            os.replace(replaced, out)
-        raise
+    replace_folder(work.content, out, replaced)
     directory = os.open(out.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from compressor.checkpoint.reader import DTYPE_BITS
+from compressor.checkpoint.headers import DTYPE_BITS
 from compressor.surgery.tensors import OutputJob, OutputTensor
 
 

@@ -1,8 +1,8 @@
 """Trains the embedded demo checkpoint, writes its data files and reports on a finished checkpoint.
 
-python scripts/train_demo_model.py train --output compressor/demo
-python scripts/train_demo_model.py data --output compressor/demo
-python scripts/train_demo_model.py report --checkpoint compressor/demo/checkpoint
+python -m scripts.train_demo_model train --output compressor/demo
+python -m scripts.train_demo_model data --output compressor/demo
+python -m scripts.train_demo_model report --checkpoint compressor/demo/checkpoint
 """
 
 import argparse
@@ -22,8 +22,8 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from compressor.demo.evaluation import heldout_loss, load_documents, load_items, skill_accuracy
-from compressor.demo.skills import SKILLS, Item, document, item, problems
+from compressor.demo.evaluation import Item, heldout_loss, load_documents, load_items, skill_accuracy
+from scripts.demo_skills import SKILLS, document, item, problems
 
 END = "<|end|>"
 STEPS = 2300

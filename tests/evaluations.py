@@ -2,15 +2,17 @@
 
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compressor.evaluation.evaluate import evaluate
-from compressor.evaluation.options import EvaluationOptions
+from compressor.checkpoint.source import locate
+from compressor.evaluation.evaluate import run_tasks
 from compressor.evaluation.scores import ItemScores
-from compressor.progress import Silent
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
+from compressor.progress import Progress, Silent
 
 CHOICE = """
 task: {name}
@@ -74,6 +76,19 @@ def own_tasks(parent: Path) -> Path:
         (folder / f"{name}.yaml").write_text(text)
     (folder / "both.yaml").write_text("group: both\ntask:\n  - sums\n  - moe_demo_sorting\n")
     return folder
+
+
+def evaluate(
+    model: str,
+    revision: str | None,
+    options: EvaluationOptions,
+    progress: Progress,
+    tasks: Sequence[EvaluationTask] | None = None,
+) -> dict[str, ItemScores]:
+    """A model's results by task; `tasks` are the options' own, resolved, if several models answer them."""
+    source = locate(model, revision, progress)
+    wanted = resolve_tasks(options) if tasks is None else tasks
+    return run_tasks(source, wanted, options, progress)
 
 
 def ask(folder: Path, *tasks: str, **settings: Any) -> dict[str, ItemScores]:

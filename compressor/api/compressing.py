@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.checkpoint.reader import Size
+from compressor.checkpoint.headers import Size
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.planning.request import (

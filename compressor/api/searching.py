@@ -10,7 +10,7 @@ from typing import Any
 from compressor.api.compressing import Summary, compress
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError, RejectedError
-from compressor.evaluation.store import REPORT
+from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
 from compressor.gates.report import LONE_HALVES, gate_json
 from compressor.gates.run import GateRequest, run_gate

@@ -21,7 +21,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number, layers_by_unit
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.progress import Progress
-from compressor.versions import versions
+from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
 

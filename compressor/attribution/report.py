@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor import folders
 from compressor.attribution.figures import Attribution, KeyInfluence
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.attribution.plots import NAMES as PICTURES
@@ -24,7 +23,8 @@ from compressor.attribution.summary import (
     strongest,
 )
 from compressor.calibration.sources import without_folders
-from compressor.folders import plain, table_line
+from compressor.files import whole_folder
+from compressor.words import plain, table_line
 
 HUB_COLUMNS = ("expert", "influence", "its score", "AARV", "its score", "tokens")
 STRONGEST_KEYS = 3  # key tokens named for each head
@@ -205,11 +205,6 @@ def _one_line_each(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by an attribution."""
-    folders.check_folder(folder, NAMES, overwrite)
-
-
 def write_attribution(
     attribution: Attribution,
     hubs: Sequence[Hub],
@@ -223,7 +218,7 @@ def write_attribution(
 
     With `overwrite` an earlier attribution is replaced once the new one is complete, and stays when anything fails.
     """
-    with folders.whole_folder(folder, NAMES, overwrite) as made:
+    with whole_folder(folder, NAMES, overwrite) as made:
         content = full_content(attribution, hubs, supers, threshold)
         (made / NAMES[0]).write_text(_one_line_each(content), encoding="utf-8")
         (made / NAMES[1]).write_text(markdown(attribution, hubs, supers, threshold, top), encoding="utf-8")

@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from compressor.attribution.figures import KINDS, Attribution, Receiver, Sender
 from compressor.attribution.hubs import Hub, Overlap, SuperExpert, overlap
 from compressor.calibration.sources import without_folders
+from compressor.records import finite, plain_json
 
 COMPONENTS = ("token", "attention", "mlp", "moe", "other")  # whose sub-scores add up to the logits
 ZEROED = (*COMPONENTS, "shared")  # whose AARV is compared with their influence, apart from that of single experts
@@ -101,15 +102,7 @@ def largest_unexplained(attribution: Attribution) -> Receiver | None:
 
 def rounded(content: Any) -> Any:
     """Numbers to 6 significant digits, None for what JSON cannot write, dataclasses and mappings as plain objects."""
-    if isinstance(content, float):
-        return float(f"{content:.{DIGITS}g}") if math.isfinite(content) else None
-    if isinstance(content, Mapping):
-        return {name: rounded(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [rounded(value) for value in content]
-    if hasattr(content, "__dataclass_fields__"):
-        return {each.name: rounded(getattr(content, each.name)) for each in fields(content)}
-    return content
+    return plain_json(content, lambda value: finite(float(f"{value:.{DIGITS}g}")))
 
 
 def _experts(found: Iterable[Hub | SuperExpert]) -> list[dict[str, Any]]:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError, first_line, reason_of
+from compressor.words import distinct
 
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
@@ -107,15 +109,7 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
-    names: list[str] = []
-    for source in sources:
-        plain = Path(source).stem if is_file(source) else source
-        name, number = plain, 1
-        while name in names:
-            number += 1
-            name = f"{plain}-{number}"
-        names.append(name)
-    return tuple(names)
+    return tuple(distinct(Path(source).stem if is_file(source) else source for source in sources))
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +198,6 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
     """Documents of a file, a data set or the demo in the order of the seed; a data set is read as they are taken."""
     path = Path(source)
     if source == DEMO_SOURCE and not os.path.exists(source):
-        from compressor.demo.evaluation import load_documents
-
         found = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
     elif is_file(source):
         found = _file_documents(path, tokenizer, purpose)
@@ -225,13 +217,10 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
     return found
 
 
-def _end_of_text(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-
-
 def pack(documents: Iterable[str], tokenizer: Any, samples: int, length: int) -> Tensor:
     """Token ids of the documents, each ended by the end-of-text token, as one row of at most samples * length ids."""
-    wanted, separator, ids = samples * length, _end_of_text(tokenizer), list[int]()
+    separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    wanted, ids = samples * length, list[int]()
     for document in documents:
         ids += tokenizer(document, add_special_tokens=False)["input_ids"] + separator
         if len(ids) >= wanted:

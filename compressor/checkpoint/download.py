@@ -9,10 +9,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
+
 from compressor.checkpoint.faults import hub_fault, is_refusal, told_reason
-from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_json
+from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.errors import CompressionError
 from compressor.progress import Progress
+from compressor.records import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +38,12 @@ PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file of a repository; `tag` is the name of its bytes in the cache."""
-
-    name: str
-    size: int
-    tag: str
-
-
-@dataclass(frozen=True, slots=True)
 class Repository:
     """What a model's repository holds at one commit: the files at its top, and its chat templates."""
 
     model: str
     commit: str
-    files: Mapping[str, RemoteFile]
+    files: Mapping[str, RepoFile]
 
 
 def download(model: str, revision: str | None, progress: Progress, weights: Weights = "safetensors") -> Path:
@@ -68,7 +64,7 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
     for file in missing:
         _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)
     for file in wanted:  # what the cache had for another commit takes its place in this one
-        _fetch(model, file.name, found.commit)
+        _fetch(model, file.path, found.commit)
     return folder
 
 
@@ -91,26 +87,16 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
 
 def list_repository(model: str, revision: str | None) -> Repository:
     """Commit, names and sizes, by two or three small requests; raises what the Hub client raises."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
     api = HfApi()
     commit = api.model_info(model, revision=revision).sha or revision or "main"
     entries = list(api.list_repo_tree(model, revision=commit))
     if any(entry.path == TEMPLATES for entry in entries):
         entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
-    files = [entry for entry in entries if isinstance(entry, RepoFile)]
-    return Repository(
-        model,
-        commit,
-        {file.path: RemoteFile(file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files},
-    )
+    return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
 
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
     """Where the cache has a revision as it was last seen; no request is made."""
-    from huggingface_hub import try_to_load_from_cache
-
     for name in (CONFIG, MODEL_NAME):
         found = try_to_load_from_cache(model, name, revision=revision)
         if isinstance(found, str):
@@ -177,7 +163,7 @@ def _placed(folder: Path, head: str) -> list[str]:
     """The shards of an index that has been fetched; a file that is no index stands for itself."""
     if head != INDEX_NAME:
         return [head]
-    places = read_json(folder / head).get("weight_map")
+    places = read_object(folder / head).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CompressionError(f"{folder / head} has no weight_map; restore the file from its source")
     return sorted({str(file) for file in places.values()})
@@ -191,9 +177,10 @@ def _lost(folder: Path, weights: Weights) -> str | None:
     return next((name for name in _placed(folder, head) if name not in names), None)
 
 
-def _kept_size(folder: Path, file: RemoteFile) -> int | None:
+def _kept_size(folder: Path, file: RepoFile) -> int | None:
     """Bytes that the cache has of a file, for this commit or for another one with the same content."""
-    for path in (folder / file.name, folder.parent.parent / "blobs" / file.tag):
+    tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
+    for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
         if path.is_file():
             return path.stat().st_size
     return None
@@ -201,8 +188,6 @@ def _kept_size(folder: Path, file: RemoteFile) -> int | None:
 
 def check_room(model: str, nbytes: int) -> None:
     """Refuse when the disk of the cache cannot hold what is still to be fetched."""
-    from huggingface_hub import constants
-
     cache = Path(constants.HF_HUB_CACHE).absolute()
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
     if free < nbytes + SPARE_BYTES:
@@ -217,18 +202,18 @@ def steps(nbytes: int) -> int:
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(found: Repository, file: RemoteFile, progress: Progress, damaged: bool) -> None:
+def _fetch_weights(found: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
     told = 0
 
     def reach(step: int) -> None:
         nonlocal told
         while told < step:
             told += 1
-            progress.advance(file.name)
+            progress.advance(file.path)
 
     last = steps(file.size)
     # the last step is told when the file is in place
-    _fetch(found.model, file.name, found.commit, lambda come: reach(min(come // STEP_BYTES, last - 1)), damaged)
+    _fetch(found.model, file.path, found.commit, lambda come: reach(min(come // STEP_BYTES, last - 1)), damaged)
     reach(last)
 
 
@@ -236,8 +221,6 @@ def _fetch(
     model: str, name: str, revision: str | None, tell: Callable[[int], None] = lambda come: None, anew: bool = False
 ) -> Path:
     """One file's place in the cache, where it is brought if need be; `tell` hears how many bytes have come."""
-    from huggingface_hub import hf_hub_download
-
     bar, left = _silent_bar(tell), TRIES
     while True:
         try:
@@ -251,8 +234,6 @@ def _fetch(
 
 def _silent_bar(tell: Callable[[int], None]) -> Any:
     """A progress bar class for the Hub client that draws nothing; it may use several at once for one file."""
-    from huggingface_hub.utils import tqdm
-
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})

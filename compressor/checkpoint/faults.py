@@ -2,6 +2,15 @@
 
 import errno
 
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
 from compressor.errors import CompressionError, first_line
 
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
@@ -9,8 +18,6 @@ PASSING = (408, 429)  # answers that say nothing about the model: too slow, too 
 
 def is_refusal(error: Exception) -> bool:
     """Whether the Hub answered, and said no; otherwise it could not be asked, or is in trouble itself."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     if not isinstance(error, HfHubHTTPError):
         return False
     return error.response.status_code < 500 and error.response.status_code not in PASSING
@@ -18,22 +25,12 @@ def is_refusal(error: Exception) -> bool:
 
 def told_reason(error: Exception) -> str:
     """The first line of what went wrong; where the client only says that it found nothing, of what led to that."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     led = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
     return first_line(led or error)
 
 
 def hub_fault(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
     """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
     at = f" at revision {revision!r}" if revision else ""
     if isinstance(error, GatedRepoError):
         return CompressionError(

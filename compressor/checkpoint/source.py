@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import HfApi
+
 from compressor.checkpoint.download import (
     CONFIG,
     Weights,
@@ -14,7 +16,8 @@ from compressor.checkpoint.download import (
     weights_file,
 )
 from compressor.checkpoint.faults import hub_fault
-from compressor.checkpoint.reader import INDEX_NAME, Checkpoint, TensorInfo
+from compressor.checkpoint.headers import TensorInfo
+from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
 from compressor.errors import CompressionError
 from compressor.progress import Progress, Silent
 
@@ -75,8 +78,6 @@ class HubHeaders:
 
 def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
     """config.json and the safetensors headers of a Hub model, by range requests; from the cache if need be."""
-    from huggingface_hub import HfApi
-
     found = find_repository(model, revision)
     if isinstance(found, Path):
         return HubHeaders(found, found.name, Checkpoint(found).tensors)

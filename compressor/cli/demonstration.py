@@ -7,7 +7,8 @@ from typing import Any
 
 from compressor.api.compressing import compress
 from compressor.api.measuring import inspect
-from compressor.checkpoint.reader import Checkpoint, Size
+from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Checkpoint
 from compressor.demo.evaluation import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.progress import Progress

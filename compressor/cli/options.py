@@ -133,7 +133,7 @@ def gate_request(
     cache_dir: Path | None = None,
 ) -> "GateRequest":
     """What a gate is asked for, checked."""
-    from compressor.evaluation.options import EvaluationOptions, read_batch_size
+    from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
     from compressor.files import default_folder
     from compressor.gates.run import GateRequest
 

@@ -25,7 +25,7 @@ from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy, load_strategy, read_option
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
-from compressor.versions import versions
+from compressor.run_record import versions
 
 RANDOM = "random"
 

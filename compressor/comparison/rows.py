@@ -1,11 +1,11 @@
 """What a comparison found: one row for each way of making the model smaller, beside the original and random drops."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from compressor.calibration.sources import without_folders
+from compressor.records import finite, plain_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,5 @@ class Comparison:
         content["calibration"] = without_folders(self.calibration) if self.calibration else {}
         for entry, row in zip(content["rows"], self.rows, strict=True):
             entry["loss_increase"] = self.increase(row)
-        finite: dict[str, Any] = _finite(content)
-        return finite
-
-
-def _finite(content: Any) -> Any:
-    """The same content with None for every number that JSON cannot write: infinite, or not a number."""
-    if isinstance(content, Mapping):
-        return {name: _finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        found: dict[str, Any] = plain_json(content, finite)
+        return found

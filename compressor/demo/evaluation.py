@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,24 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compressor.demo.skills import Item
-
 BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A multiple-choice question: `question + choices[answer]` is right, every other choice is wrong."""
+
+    skill: str
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+    def __post_init__(self) -> None:
+        """Refuses an answer that is no choice, and choices that repeat."""
+        if not 0 <= self.answer < len(self.choices):
+            raise ValueError(f"item {self.question!r}: answer {self.answer} of {len(self.choices)} choices")
+        if len(set(self.choices)) != len(self.choices):
+            raise ValueError(f"item {self.question!r}: repeated choices {self.choices}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ def heldout_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, doc
 
 
 def _read(name: str) -> list[dict[str, Any]]:
-    file = resources.files("compressor.demo").joinpath("data", f"{name}.jsonl")
+    file = files("compressor.demo") / "data" / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 

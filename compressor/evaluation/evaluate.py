@@ -5,27 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
-from compressor.checkpoint.source import ModelSource, locate
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.options import EvaluationOptions
 from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
-from compressor.evaluation.scores import ItemScores, item_scores
-from compressor.evaluation.store import ResultStore, identity
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.progress import Progress
-
-
-def evaluate(
-    model: str,
-    revision: str | None,
-    options: EvaluationOptions,
-    progress: Progress,
-    tasks: Sequence[EvaluationTask] | None = None,
-) -> dict[str, ItemScores]:
-    """A model's results by task; `tasks` are the options' own, resolved, if several models answer them."""
-    source = locate(model, revision, progress)
-    wanted = resolve_tasks(options) if tasks is None else tasks
-    return run_tasks(source, wanted, options, progress)
 
 
 def evaluate_stored(
@@ -35,7 +20,7 @@ def evaluate_stored(
     store: ResultStore,
     progress: Progress,
 ) -> tuple[dict[str, ItemScores], bool]:
-    """The same, asking the model only for what is not stored; also whether all of it was."""
+    """A model's results by task, asking it only for what is not stored; also whether all of it was."""
     model = identity(source)
     keys = {task.name: store.key(model, task, options) for task in tasks}
     known = {name: scores for name, key in keys.items() if (scores := store.load(key)) is not None}

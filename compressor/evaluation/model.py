@@ -3,6 +3,7 @@
 Importing this module imports lm-eval; only functions that evaluate do so.
 """
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from compressor.errors import CompressionError
-from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.opened import pick_device
 from compressor.progress import Progress
 
@@ -104,8 +105,6 @@ class WatchedModel(HFLM):
 @contextmanager
 def loaded_model(folder: Path, options: EvaluationOptions) -> Iterator[WatchedModel]:
     """A model while it is needed; its memory is free again afterwards."""
-    import gc
-
     device = pick_device(options.device)
     batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
     model = WatchedModel(

@@ -1,12 +1,11 @@
 """lm-eval without its noise: nothing on stdout, no bars of its own, its useful warnings once each."""
 
-import io
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import Any
 from unittest.mock import patch
 
 from compressor.errors import CompressionError
@@ -23,13 +22,6 @@ def require_lm_eval() -> None:
         raise CompressionError(
             f'lm-eval cannot be imported ({error}); install it with `pip install "lm-eval[hf]"`'
         ) from error
-
-
-class _Discard(io.TextIOBase):
-    """A stream that keeps nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
 
 
 class _Relay(logging.Handler):
@@ -79,10 +71,6 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _without_bar(items: Any, **_: Any) -> Any:
-    return items
-
-
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
     """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out."""
@@ -90,12 +78,12 @@ def quiet_lm_eval() -> Iterator[None]:
     from lm_eval.api import task
 
     with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(_Discard()))
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for manager in (quiet_transformers(), _quiet_datasets(), _relayed()):
             stack.enter_context(manager)
-        stack.enter_context(patch.object(task, "tqdm", _without_bar))
+        stack.enter_context(patch.object(task, "tqdm", lambda items, **_: items))
         stack.enter_context(patch.object(evaluator, "get_git_commit_hash", lambda: None))
         stack.enter_context(patch.object(evaluator, "add_env_info", lambda storage: None))
         yield

@@ -21,9 +21,11 @@ def junit(result: GateResult) -> bytes:
         "skipped": str(verdicts.count("inconclusive")),
         "time": f"{sum(result.seconds.values()):.3f}",
     }
-    root = _element("testsuites", {"name": NAME, **counts})
+    root = Xml.Element("testsuites", {"name": NAME, **counts})
     suite = _add(root, "testsuite", {"name": f"{NAME}: {result.base}, {result.compressed}", **counts})
-    _add_properties(suite, _facts(result))
+    properties = _add(suite, "properties", {})
+    for name, value in _facts(result).items():
+        _add(properties, "property", {"name": name, "value": str(value)})
     for task in result.tasks:
         _add_case(suite, result, task)
     _add(suite, "system-out", {}, "\n".join([verdict_line(result), *advice(result)]))
@@ -65,18 +67,7 @@ def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
          f"p of fail: {task.p_fail:.4g}")  # fmt: skip
 
 
-def _add_properties(parent: Xml.Element, facts: Mapping[str, object]) -> None:
-    made = _add(parent, "properties", {})
-    for name, value in facts.items():
-        _add(made, "property", {"name": name, "value": str(value)})
-
-
-def _element(tag: str, attributes: Mapping[str, str]) -> Xml.Element:
-    return Xml.Element(tag, {name: FORBIDDEN.sub("\ufffd", value) for name, value in attributes.items()})
-
-
 def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
-    made = _element(tag, attributes)
+    made = Xml.SubElement(parent, tag, {name: FORBIDDEN.sub("\ufffd", value) for name, value in attributes.items()})
     made.text = None if text is None else FORBIDDEN.sub("\ufffd", text)
-    parent.append(made)
     return made

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any, Literal
 
-from compressor.folders import table_line
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import GateResult, TaskGate, Verdict
-from compressor.words import named
+from compressor.words import named, table_line
 
 MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
 COLUMNS = (

@@ -1,31 +1,30 @@
-"""The gate's result as files: gate.json, gate.xml for CI servers and gate.md for people; and as card metrics."""
+"""The gate's result as files: gate.json, gate.xml for CI servers and gate.md for people; and as card metrics.
+
+A result that lies beside the weights it judged, or was handed in for them, is known by what it says of their files.
+"""
 
 import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from compressor import folders
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
 from compressor.errors import CompressionError
-from compressor.gates.content import gate_content, gate_from_content
+from compressor.evaluation.scores import REPORT
+from compressor.files import file_digest, whole_folder
 from compressor.gates.junit import junit
 from compressor.gates.markdown import change, level, markdown
-from compressor.gates.verdict import GateResult, TaskGate
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
+from compressor.gates.verdict import GateResult, TaskGate, gate_content, gate_from_content
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("gate.json", "gate.xml", "gate.md")
+NAMES = (REPORT, "gate.xml", "gate.md")
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
-
-
-def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a gate's."""
-    folders.check_folder(folder, NAMES, overwrite)
 
 
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -33,7 +32,7 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
 
     With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
     """
-    with folders.whole_folder(folder, NAMES, overwrite) as made:
+    with whole_folder(folder, NAMES, overwrite) as made:
         (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         (made / NAMES[1]).write_bytes(junit(result))
         (made / NAMES[2]).write_text(markdown(result), encoding="utf-8", errors=LONE_HALVES)
@@ -64,6 +63,51 @@ def read_gate(path: Path) -> GateResult:
         raise CompressionError(f"{file}: {error}; {remedy}") from error
 
 
+def find_gate(folder: Path) -> GateResult | None:
+    """The gate's result beside the weights, if it is about these very files."""
+    if not (folder / REPORT).is_file():
+        return None
+    result = read_gate(folder / REPORT)
+    identity = result.compressed_identity
+    known = isinstance(identity.get("weights"), list) and isinstance(identity.get("files"), Mapping)
+    return result if known and differing(folder, identity) is None else None
+
+
+def read_gate_of(folder: Path, path: Path | None) -> GateResult | None:
+    """The gate in a file, refused if it names other files than these; without a path, the one beside the weights."""
+    return find_gate(folder) if path is None else belonging(folder, read_gate(path))
+
+
+def belonging(folder: Path, gate: GateResult) -> GateResult:
+    """A result that was handed in; refused if it names other files than these."""
+    if (name := differing(folder, gate.compressed_identity)) is not None:
+        raise CompressionError(
+            f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on this "
+            "folder"
+        )
+    return gate
+
+
+def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
+    """The first file that is not what the identity says; None if all are, or it names none.
+
+    Times of change are left aside: a copied or downloaded model is the same model.
+    """
+    weights, files = identity.get("weights"), identity.get("files")
+    for entry in weights if isinstance(weights, list) else []:
+        name, size = str(entry[0]), entry[1]
+        if not _inside(folder, name) or (folder / name).stat().st_size != size:
+            return name
+    for name, digest in files.items() if isinstance(files, Mapping) else ():
+        if not _inside(folder, name) or file_digest(folder / name) != digest:
+            return str(name)
+    return None
+
+
+def _inside(folder: Path, name: str) -> bool:
+    return Path(name).name == name and (folder / name).is_file()
+
+
 def append_summary(result: GateResult, path: Path) -> None:
     """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning, no failed gate."""
     try:
@@ -76,10 +120,8 @@ def append_summary(result: GateResult, path: Path) -> None:
         logger.warning("the gate's summary could not be appended to %s: %s", path, reason)
 
 
-def card_metrics(result: GateResult) -> "list[EvalResult]":
+def card_metrics(result: GateResult) -> list[EvalResult]:
     """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
-    from huggingface_hub import EvalResult
-
     return [
         EvalResult(
             task_type="text-generation",
@@ -103,8 +145,6 @@ def _beside(result: GateResult, task: TaskGate) -> str:
 
 def model_index(result: GateResult) -> list[dict[str, Any]]:
     """The metrics as the metadata of a model card have them, under the model's name without its folders."""
-    from huggingface_hub.repocard_data import eval_results_to_model_index
-
     name = Path(result.compressed).name or result.compressed
     found: list[dict[str, Any]] = eval_results_to_model_index(name, card_metrics(result))
     return found

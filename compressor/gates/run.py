@@ -5,21 +5,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import evaluate_stored
-from compressor.evaluation.options import EvaluationOptions
-from compressor.evaluation.store import ResultStore, identity, judged_identity
+from compressor.evaluation.scores import ResultStore, identity, judged_identity
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
 from compressor.gates.verdict import GateResult
 from compressor.progress import Progress
-from compressor.versions import PACKAGES, versions
-
-if TYPE_CHECKING:
-    from compressor.evaluation.tasks import EvaluationTask
+from compressor.run_record import PACKAGES, versions
 
 DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
 DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
@@ -45,7 +41,7 @@ class GateRequest:
 def run_gate(
     base: ModelSource,
     compressed: ModelSource,
-    tasks: "Sequence[EvaluationTask]",
+    tasks: Sequence[EvaluationTask],
     wanted: GateRequest,
     progress: Progress,
     label: str | None = None,

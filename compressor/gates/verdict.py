@@ -1,4 +1,4 @@
-"""The gate: item-level results of two models on the same items, and the verdict on what compression cost.
+"""The gate's verdict on what compression cost, as data and as plain JSON.
 
 n items of a task; both models answer each of them, so every test is paired.
 """
@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from compressor.errors import CompressionError
+from compressor.records import plain_json, read_as
+
+FORMAT = "moe-compressor-gate/1"
+
 Verdict = Literal["pass", "fail", "inconclusive"]
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,15 @@ class GateResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
+
+
+def gate_content(result: GateResult) -> dict[str, Any]:
+    """Everything in the result as plain JSON types; what JSON has no number for is text."""
+    return {"format": FORMAT, **plain_json(result)}
+
+
+def gate_from_content(content: Any) -> GateResult:
+    """The result that `gate_content` was made of; further fields are left aside."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
+    return read_as(GateResult, content)

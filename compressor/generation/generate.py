@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_json
+from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
 from compressor.generation.onnx import onnx_decoder
@@ -19,6 +19,7 @@ from compressor.generation.sampling import Choose, chooser
 from compressor.generation.stock import stock_decoder
 from compressor.generation.text import TextStream, encode_prompt, text_tokenizer
 from compressor.progress import Progress
+from compressor.records import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def read_facts(folder: Path) -> ModelFacts:
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file."""
-    return read_json(path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _first(nodes: Sequence[Mapping[str, Any]], name: str) -> Any:

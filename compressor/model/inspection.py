@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.reader import Checkpoint, TensorInfo, tensor_bytes
+from compressor.checkpoint.headers import TensorInfo, tensor_bytes
+from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import fetch_headers, is_local, locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, discover, load_config

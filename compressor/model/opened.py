@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.headers import TORCH_DTYPES
+from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.headers import TORCH_DTYPES
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta, discover, expert_counts, get_field, load_config
 from compressor.model.layout import find_layout

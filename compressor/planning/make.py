@@ -16,8 +16,8 @@ from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
+from compressor.run_record import versions
 from compressor.surgery.cutting import CutFiles
-from compressor.versions import versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Protected experts, which no plan merges or drops: named in a file, or found as routing hubs."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.plans.json import integer
+from compressor.records import read_json
+from compressor.words import ranges
 
 if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
@@ -51,10 +52,7 @@ def _read_list(path: Path) -> list[Any]:
             f"--protect {path} is neither 'auto' nor a file; write auto, or name a JSON list of experts such as the "
             "hubs.json of moe-compress attribute"
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); mend it") from error
+    content = read_json(path, "mend it")
     if not isinstance(content, list):
         raise CompressionError(f'{path} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
     return content
@@ -89,23 +87,12 @@ def _find_layer(number: int, module: Any, layers: Sequence[MoeLayer], where: str
         return named
     here = [layer for layer in layers if layer.index == number]
     if not here:
-        known = _ranges(sorted({layer.index for layer in layers}))
+        known = ranges({layer.index for layer in layers}, " to ", ", ")
         raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
     if len(here) > 1:
         names = " and ".join(layer.name for layer in here)
         raise CompressionError(f"{where}: layer {number} has several experts modules, {names}; add one as 'module'")
     return here[0]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers: [1, 2, 3, 5] -> '1 to 3, 5'."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ", ".join(" to ".join(map(str, run)) for run in runs)
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:

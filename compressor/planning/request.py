@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.calibration.sources import DEFAULT_SOURCE, WeightedSource, is_file, parse_sources, short_names
 from compressor.correction.refit import METHODS, Correction
 from compressor.errors import CompressionError
+from compressor.files import replacing
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
 
@@ -183,9 +184,8 @@ def plan_or_resume(
             pass  # an unreadable leftover is no reason to fail: plan again
     made, calibration = plan_prepared(model, request, prepared, progress, files)
     folder.mkdir(exist_ok=True)
-    fresh = kept.with_suffix(".new")
-    fresh.write_text(json.dumps({"request": digest, "plan": made.to_dict()}), encoding="utf-8")
-    fresh.replace(kept)
+    with replacing(kept, kept.with_suffix(".new")) as fresh:
+        fresh.write_text(json.dumps({"request": digest, "plan": made.to_dict()}), encoding="utf-8")
     return made, calibration
 
 
@@ -262,7 +262,7 @@ def _content(name: str) -> str:
 def request_digest(model: "OpenModel", request: Request) -> str:
     """SHA-256 of everything that decides the plan, calibration text and protected experts included."""
     from compressor.planning.protecting import AUTO
-    from compressor.versions import versions
+    from compressor.run_record import versions
 
     data = [(_content(entry.source), entry.weight) for entry in request.sources]
     facts = [

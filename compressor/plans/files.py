@@ -3,23 +3,19 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from compressor.errors import CompressionError
+from compressor.files import replacing
 from compressor.plans.plan import CompressionPlan
+from compressor.words import distinct
 
 
 def source_files(output: Path, sources: Sequence[str]) -> list[Path]:
     """plan.json, [wiki, org/code] -> plan.wiki.json, plan.org-code.json; numbered where two would be equal."""
-    found: list[Path] = []
-    for source in sources:
-        plain = re.sub(r"[^\w.-]+", "-", source)
-        path, number = output.with_name(f"{output.stem}.{plain}{output.suffix}"), 1
-        while path in found:
-            number += 1
-            path = output.with_name(f"{output.stem}.{plain}-{number}{output.suffix}")
-        found.append(path)
-    return found
+    names = distinct(re.sub(r"[^\w.-]+", "-", source) for source in sources)
+    return [output.with_name(f"{output.stem}.{name}{output.suffix}") for name in names]
 
 
 def _is_plan(path: Path) -> bool:
@@ -43,18 +39,13 @@ def check_files(paths: Sequence[Path], overwrite: bool) -> None:
 
 def write_plans(paths: Sequence[Path], plans: Sequence[CompressionPlan]) -> None:
     """Write each plan to its file, replacing what is there once all are complete; a fault leaves no new file."""
-    fresh = [path.with_name(f".{path.name}.new") for path in paths]
-    made: list[Path] = []
+    absent = [path for path in paths if not path.exists()]
     try:
-        for path, plan in zip(fresh, plans, strict=True):
-            path.write_text(plan.to_json(), encoding="utf-8")
-        for path, complete in zip(paths, fresh, strict=True):
-            made += [] if path.exists() else [path]
-            complete.replace(path)
+        with ExitStack() as complete:  # none is put in place before the last is written
+            for path, plan in zip(paths, plans, strict=True):
+                fresh = complete.enter_context(replacing(path, path.with_name(f".{path.name}.new")))
+                fresh.write_text(plan.to_json(), encoding="utf-8")
     except BaseException:
-        for path in made:
+        for path in absent:
             path.unlink(missing_ok=True)
         raise
-    finally:
-        for path in fresh:
-            path.unlink(missing_ok=True)

@@ -46,20 +46,9 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
         }
         for group in plan.groups
     ]
+    facts = ("module", "layer", "experts", "top_k", *(ROUTING_FIELDS if plan.routing_groups > 1 else ()))
     return {
-        "module": plan.module,
-        "layer": plan.layer,
-        "experts": plan.experts,
-        "top_k": plan.top_k,
-        **(
-            {
-                "routing_groups": plan.routing_groups,
-                "chosen_groups": plan.chosen_groups,
-                "experts_per_group": plan.experts_per_group,
-            }
-            if plan.routing_groups > 1
-            else {}
-        ),
+        **{name: getattr(plan, name) for name in facts},
         "groups": groups,
         "dropped": list(plan.dropped),
         "upstream": plan.upstream,

@@ -10,6 +10,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
 
 SUM_TOLERANCE = 1e-6
+LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +95,8 @@ class LayerPlan:
     def of(cls, layer: MoeLayer, groups: Sequence[Group], **details: Any) -> Self:
         """A plan with these groups, put in the order of their smallest members."""
         ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
-        return cls(
-            module=layer.name,
-            layer=layer.index,
-            experts=layer.experts,
-            top_k=layer.top_k,
-            groups=ordered,
-            routing_groups=layer.routing_groups,
-            chosen_groups=layer.chosen_groups,
-            experts_per_group=layer.experts_per_group,
-            **details,
-        )
+        facts = {name: getattr(layer, name) for name in LAYER_FACTS}
+        return cls(module=layer.name, layer=layer.index, groups=ordered, **facts, **details)
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -133,7 +125,7 @@ def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
     return figures if isinstance(figures, Mapping) else {}
 
 
-def check_groups(plan: "LayerPlan") -> None:
+def check_groups(plan: LayerPlan) -> None:
     """Refuse groups that cannot be carried out; raises `CompressionError` naming layer and expert."""
     where, seen = plan.module, set[int]()
     for group in plan.groups:

@@ -22,8 +22,10 @@ from compressor.plans.json import (
     readable_json,
     refuse_unknown,
 )
+from compressor.plans.layer import LAYER_FACTS
 from compressor.plans.layer import Group as Group
 from compressor.plans.layer import LayerPlan as LayerPlan
+from compressor.records import read_json
 
 FORMAT = "moe-compressor-plan/1"
 
@@ -165,12 +167,7 @@ class CompressionPlan:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a plan file; raises `CompressionError` if it is missing, no JSON, or impossible."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CompressionError(f"{path} cannot be read ({error.strerror}); name a plan file") from error
-        except (ValueError, RecursionError) as error:
-            raise CompressionError(f"{path} is not valid JSON ({error}); mend it or plan again") from error
+        content = read_json(path, "mend it or plan again", "name a plan file")
         if not isinstance(content, dict):
             raise CompressionError(f"{path} should hold a JSON object; plan again")
         return cls.from_dict(content, str(path))
@@ -186,7 +183,7 @@ def _source_from_dict(entry: Any) -> Source:
     return source
 
 
-def check_against(plan: "CompressionPlan", layers: "Sequence[MoeLayer]", fingerprint: str) -> None:
+def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
     """Refuse a plan that was made for another model, or whose facts about the model were edited."""
     if plan.source.fingerprint != fingerprint:
         raise CompressionError(
@@ -200,8 +197,7 @@ def check_against(plan: "CompressionPlan", layers: "Sequence[MoeLayer]", fingerp
             raise CompressionError(
                 f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
             )
-        facts = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
-        for fact in facts:
+        for fact in LAYER_FACTS:
             if getattr(layer_plan, fact) != getattr(layer, fact):
                 raise CompressionError(
                     f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "

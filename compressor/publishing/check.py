@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, read_json
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.store import identity
+from compressor.evaluation.scores import identity
 from compressor.files import file_digest
 from compressor.gates.report import read_gate
 from compressor.gates.verdict import GateResult
@@ -18,6 +18,7 @@ from compressor.model.verification import verify_checkpoint
 from compressor.planning.registry import load_exporter
 from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.publishing.files import belonging, left_out
+from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
 
@@ -60,7 +61,7 @@ def _recorded_experts(folder: Path) -> int | None:
     """The experts per layer that compression.json says an output of ours has; None for any other checkpoint."""
     if not (folder / COMPRESSION).is_file():
         return None
-    plan = read_json(folder / COMPRESSION).get("plan")
+    plan = read_object(folder / COMPRESSION).get("plan")
     experts = plan.get("experts") if isinstance(plan, dict) else None
     if isinstance(experts, bool) or not isinstance(experts, int):
         raise CompressionError(
@@ -75,7 +76,7 @@ def _verify_graph(folder: Path) -> frozenset[str]:
     for name in (GRAPH, ONNX_RECORD):
         if not (folder / name).is_file():
             raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {again}")
-    record = read_json(folder / ONNX_RECORD)
+    record = read_object(folder / ONNX_RECORD)
     _check_record(folder / ONNX_RECORD, record)
     load_exporter("onnx").require_packages()
     import onnx
@@ -197,7 +198,7 @@ def default_message(found: VerifiedFolder) -> str:
     """What a commit is called: how the model was made, as far as compression.json tells."""
     suffix = " as ONNX" if found.is_graph else ""
     try:
-        plan = read_json(found.folder / COMPRESSION)["plan"]
+        plan = read_object(found.folder / COMPRESSION)["plan"]
         base, strategy, kept = plan["source"]["model"], plan["strategy"], plan["experts"]
         counts = {layer["experts"] for layer in plan["layers"]}
         return f"Compressed from {base} by {strategy}, {kept} of {max(counts)} experts{suffix}"

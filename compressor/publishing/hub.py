@@ -11,7 +11,7 @@ from typing import Any, Literal
 from compressor.errors import CompressionError
 from compressor.publishing.faults import asked, status_of
 from compressor.publishing.files import Content
-from compressor.versions import versions
+from compressor.run_record import versions
 
 State = Literal["new", "changed", "unchanged", "unknown"]
 DEFAULT_BRANCH = "main"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
-from compressor.evaluation.store import REPORT
+from compressor.evaluation.scores import REPORT
 from compressor.gates.verdict import GateResult
 from compressor.publishing.card.metadata import is_hub_id
 from compressor.publishing.check import VerifiedFolder, default_message, require_pass, verify_folder

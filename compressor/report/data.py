@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.gates.content import gate_content, gate_from_content, plain_json
-from compressor.gates.verdict import GateResult
+from compressor.gates.report import read_gate_of
+from compressor.gates.verdict import GateResult, gate_content, gate_from_content
 from compressor.plans.layer import LayerPlan, correction_of
 from compressor.plans.plan import CompressionPlan
+from compressor.records import plain_json, read_as, read_json
 from compressor.run_record import COMPRESSION, read_record
 
 FORMAT = "moe-compressor-report/1"
@@ -73,9 +74,8 @@ class Measured:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """What `to_dict` made; raises KeyError, TypeError or ValueError for anything else."""
-        layers = tuple(LayerMeasures(**_tupled(entry)) for entry in content["layers"])
-        return cls(**{**_tupled(content), "layers": layers})
+        """What `to_dict` made; raises `CompressionError` for anything else."""
+        return read_as(cls, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def rounded(value: float) -> float:
 def read_compression(folder: Path) -> tuple[Mapping[str, Any], CompressionPlan]:
     """An output's compression.json and the plan in it; raises `CompressionError` if there is none or it is damaged."""
     path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
-    content = _read(path, remedy)
+    content = read_json(path, remedy, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
         raise CompressionError(f"{path} holds no plan; {remedy}")
     return content, CompressionPlan.from_dict(content["plan"], f"{path}: plan")
@@ -199,19 +199,10 @@ def read_hubs(path: Path | None) -> tuple[Mapping[str, Any], ...]:
     if path is None:
         return ()
     remedy = "name a hubs.json that moe-compress attribute has written"
-    content = _read(path, remedy)
+    content = read_json(path, remedy, remedy)
     if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
         raise CompressionError(f"{path} should hold a list of experts; {remedy}")
     return tuple(content)
-
-
-def _read(path: Path, remedy: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CompressionError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
 
 
 def report_data(
@@ -221,8 +212,6 @@ def report_data(
 
     `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
     """
-    from compressor.gates.found import read_gate_of
-
     content, plan = read_compression(folder)
     record, measures = read_record(folder), {layer.module: layer for layer in (measured.layers if measured else ())}
     unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)

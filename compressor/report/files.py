@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-from compressor import folders
 from compressor.errors import CompressionError
-from compressor.files import write_whole
+from compressor.files import check_folder, whole_folder, write_whole
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, pictures, png
 from compressor.report.page import page
@@ -23,7 +22,7 @@ def check_report(page_file: Path, figures: Path | None, overwrite: bool) -> None
     if page_file.exists() and not overwrite:
         raise CompressionError(f"{page_file} exists already; name another file or pass --overwrite")
     if figures is not None:
-        folders.check_folder(figures, FIGURES, overwrite)
+        check_folder(figures, FIGURES, overwrite)
 
 
 def write_report(data: ReportData, page_file: Path, figures: Path | None = None, overwrite: bool = False) -> list[Path]:
@@ -33,7 +32,7 @@ def write_report(data: ReportData, page_file: Path, figures: Path | None = None,
     check_report(page_file, figures, overwrite)  # measuring takes a while
     written = []
     if figures is not None:
-        with folders.whole_folder(figures, FIGURES, overwrite) as made:
+        with whole_folder(figures, FIGURES, overwrite) as made:
             for picture in drawn:
                 (made / f"{picture.name}.png").write_bytes(png(picture))
                 written.append(figures / f"{picture.name}.png")

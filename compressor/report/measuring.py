@@ -27,8 +27,7 @@ from compressor.progress import Progress, Silent
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
 from compressor.report.measuring_experts import Likeness, compared_by_weights, likeness_of, sample_size, wanted_keys
 from compressor.report.measuring_pass import measure_layers
-from compressor.run_record import RunRecord, cache_folder, digest_of, read_json, read_record, write_json
-from compressor.versions import versions
+from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def measure(
     if (known := _stored(key)) is not None:
         return replace(known, text=text.name if text else None, missing=tuple(missing))
     found = _measured(plan, source, output, text, listener)
-    write_json(_path(key), {"key": key, "measured": found.to_dict()})
+    write_cached(_path(key), {"key": key, "measured": found.to_dict()})
     return replace(found, missing=tuple(missing))
 
 
@@ -275,11 +274,11 @@ def _path(key: Mapping[str, Any]) -> Path:
 
 def _stored(key: Mapping[str, Any]) -> Measured | None:
     """What an earlier report measured of the same; None if there is none, or none that can be read."""
-    content = read_json(_path(key))
+    content = read_cached(_path(key))
     try:
         if content is None or content["key"] != json.loads(json.dumps(key)):
             return None
         return Measured.from_dict(content["measured"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, CompressionError) as error:
         logger.debug("stored measures are ignored: %s", error)
         return None

@@ -8,7 +8,8 @@ from typing import Any
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.report.data import Measured, report_data
-from compressor.run_record import cache_folder, digest_of, read_json, read_record, write_json
+from compressor.report.figures import ERRORS, SIMILARITY, VISITS
+from compressor.run_record import cache_folder, digest_of, read_cached, read_record, write_cached
 
 logger = logging.getLogger(__name__)
 
@@ -17,18 +18,18 @@ def keep_measures(folder: Path, measured: Measured) -> None:
     """Remember what was measured of an output as it is now; where that cannot be written, nothing is kept."""
     key = digest_of(folder)
     if key is not None and measured.layers:
-        write_json(_path(key), {"weights": _stamp(folder), "measured": measured.to_dict()})
+        write_cached(_path(key), {"weights": _stamp(folder), "measured": measured.to_dict()})
 
 
 def kept_measures(folder: Path) -> Measured | None:
     """What was measured last, unless the weights have changed since; None if nothing was."""
     key = digest_of(folder)
-    content = None if key is None else read_json(_path(key))
+    content = None if key is None else read_cached(_path(key))
     try:
         if content is None or content["weights"] != _stamp(folder):
             return None
         return Measured.from_dict(content["measured"])
-    except (CompressionError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (CompressionError, OSError, KeyError) as error:
         logger.debug("the measures of %s are ignored: %s", folder, error)
         return None
 
@@ -46,7 +47,7 @@ def for_card(folder: Path) -> dict[str, Any]:
 
 def _figures(folder: Path) -> dict[str, tuple[bytes, str]]:
     """The measured figures of the last report: path in the repository -> PNG and alternative text."""
-    from compressor.report.figures import ERRORS, SIMILARITY, VISITS, pictures, png
+    from compressor.report.figures import pictures, png
 
     measured = kept_measures(folder)
     if measured is None:

@@ -10,18 +10,24 @@ from typing import Any
 import torch
 
 from compressor.calibration.sources import without_folders
-from compressor.checkpoint.reader import Size
+from compressor.checkpoint.headers import Size
 from compressor.model.architecture import build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan
+from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
-from compressor.versions import versions
+from compressor.surgery.tensors import (
+    MAX_SHARD_BYTES,
+    OutputJob,
+    OutputTensor,
+    plan_outputs,
+    stored_unit,
+)
 
 NOT_CARRIED = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint, contains_nan, refuse_nan, tensor_bytes
+from compressor.checkpoint.headers import DTYPE_NAMES, TORCH_DTYPES, tensor_bytes
+from compressor.checkpoint.reader import Checkpoint, contains_nan, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.run_record import RunRecord, cache_folder, read_json, read_record, record_run, with_folders, write_json
+from compressor.run_record import (
+    RunRecord,
+    cache_folder,
+    read_cached,
+    read_record,
+    record_run,
+    with_folders,
+    write_cached,
+)
 from tests import small
 from tests.small import tree
 
@@ -98,8 +106,8 @@ def test_a_read_only_home_fails_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.mkstemp", refuse)
-    write_json(tmp_path / "runs" / "a.json", {"a": 1})
-    assert read_json(tmp_path / "runs" / "a.json") is None
+    write_cached(tmp_path / "runs" / "a.json", {"a": 1})
+    assert read_cached(tmp_path / "runs" / "a.json") is None
 
 
 def test_without_a_home_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressor.demo.evaluation import load_documents, load_items, skill_accuracy
-from compressor.demo.skills import SKILLS
-from compressor.evaluation.evaluate import evaluate
-from compressor.evaluation.options import EvaluationOptions
 from compressor.evaluation.scores import ItemScores
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
+from scripts.demo_skills import SKILLS
 from tests import small
+from tests.evaluations import evaluate
 
 CHECKPOINT = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
 PER_SKILL = 12

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from compressor.demo.evaluation import heldout_loss, load_documents, load_items, skill_accuracy
-from compressor.demo.skills import SKILLS, Item
+from compressor.demo.evaluation import Item, heldout_loss, load_documents, load_items, skill_accuracy
+from scripts.demo_skills import SKILLS
 
 CHECKPOINT = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
 MAX_BYTES = 8_000_000

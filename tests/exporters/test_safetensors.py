@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.headers import DTYPE_BITS, TORCH_DTYPES
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
 from exporters import safetensors as exporter

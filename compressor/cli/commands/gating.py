@@ -13,6 +13,7 @@ import compressor
 from compressor.cli.commands.bars import progress_bars
 from compressor.cli.commands.exporting import onnx_beside
 from compressor.cli.commands.publishing import push_made
+from compressor.cli.demonstration import LENGTH
 from compressor.cli.options import (
     AsJson,
     BatchSize,
@@ -71,7 +72,8 @@ def gate(
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.api import measuring
     from compressor.cli.gate_table import show_gate
-    from compressor.gates.report import check_folder, write_gate
+    from compressor.files import check_folder
+    from compressor.gates.report import NAMES, write_gate
     from compressor.gates.run import DEFAULT_TASKS, DEMO_TASKS
 
     decided = treat_inconclusive(inconclusive)
@@ -79,7 +81,7 @@ def gate(
     margin = (DEMO_MAX_DROP if demo else MAX_DROP) if max_drop is None else max_drop
     wanted = gate_request(chosen, margin, confidence, limit, include_path, batch_size, device, dtype, cache_dir)
     if output is not None:
-        check_folder(output, overwrite)
+        check_folder(output, NAMES, overwrite)
     with progress_bars(as_json) as progress, _models(base, compressed, demo, progress) as (first, second):
         result = measuring.gate(
             first, second, wanted, revision=revision, compressed_revision=compressed_revision, progress=progress
@@ -106,12 +108,13 @@ def compress_under_gate(
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
     from compressor.api.searching import compress_gated
     from compressor.cli.gate_table import show_gated
-    from compressor.gates.report import check_folder, write_gate
+    from compressor.files import check_folder
+    from compressor.gates.report import NAMES, write_gate
 
     if "safetensors" not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
-    check_folder(reports, overwrite=True)
+    check_folder(reports, NAMES, overwrite=True)
     with progress_bars(as_json) as progress:
         found = compress_gated(
             model, output, wanted, inconclusive=decided, keep_failed=keep_failed, search=search, progress=progress,
@@ -137,7 +140,7 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
     elif base is not None or not demo:
         raise CompressionError("name two models, the original and the compressed one, or pass --demo for an example")
     else:
-        from compressor.cli.demonstration import LENGTH, SAMPLES
+        from compressor.cli.demonstration import SAMPLES
         from compressor.demo.evaluation import demo_checkpoint
 
         with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:

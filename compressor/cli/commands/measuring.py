@@ -73,10 +73,11 @@ def compare(
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
     from compressor.api import measuring
     from compressor.cli.comparison_table import show_comparison
-    from compressor.comparison.report import check_folder, write_reports
+    from compressor.comparison.report import NAMES, write_reports
+    from compressor.files import check_folder
 
     kept = counts(experts)
-    check_folder(output, overwrite)
+    check_folder(output, NAMES, overwrite)
     with progress_bars(as_json) as progress:
         found = measuring.compare(
             model,
@@ -128,11 +129,12 @@ def attribute(
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.api import measuring
     from compressor.attribution.hubs import find_hubs, super_experts
-    from compressor.attribution.report import check_folder, write_attribution
+    from compressor.attribution.report import NAMES, write_attribution
     from compressor.cli.attribution_table import show_attribution
+    from compressor.files import check_folder
 
     if output is not None:
-        check_folder(output, overwrite)
+        check_folder(output, NAMES, overwrite)
     with progress_bars(as_json) as progress:
         found = measuring.attribute(
             model,

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size, read_json
+from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
 from compressor.errors import CompressionError
-from compressor.gates.found import _belonging, find_gate
+from compressor.gates.report import belonging, find_gate
 from compressor.gates.verdict import GateResult
 from compressor.plans.plan import CompressionPlan
+from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
 GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
@@ -67,7 +69,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
             "moe-compress, or write its README.md by hand"
         )
-    record = read_json(folder / COMPRESSION)
+    record = read_object(folder / COMPRESSION)
     plan = CompressionPlan.from_dict(_part(record, "plan", folder), f"{folder / COMPRESSION}, plan")
     if record.get("plan_digest") != plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
@@ -82,12 +84,12 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
         folder=folder,
         record=record,
         plan=plan,
-        config=read_json(folder / "config.json"),
+        config=read_object(folder / "config.json"),
         before=before,
         after=after,
         active=active_parameters(folder, plan, before, after) if has_weights else None,
         dtypes=dtypes,
-        gate=find_gate(folder) if gate is None else _belonging(folder, gate),
+        gate=find_gate(folder) if gate is None else belonging(folder, gate),
         graph=graph,
     )
 
@@ -155,7 +157,7 @@ def find_graph(folder: Path) -> Graph | None:
         where = folder / place
         if (where / GRAPH).is_file() and (where / ONNX_RECORD).is_file():
             files = [where / GRAPH, where / f"{GRAPH}.data"]
-            return Graph(place, read_json(where / ONNX_RECORD), sum(f.stat().st_size for f in files if f.is_file()))
+            return Graph(place, read_object(where / ONNX_RECORD), sum(f.stat().st_size for f in files if f.is_file()))
     return None
 
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from compressor.folders import table_line
 from compressor.plans.layer import LayerPlan, correction_of
 from compressor.plans.plan import CompressionPlan
-from compressor.words import counted, fenced, joined, ranges, shown
+from compressor.words import counted, fenced, joined, ranges, shown, table_line
 
 MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
 

@@ -5,7 +5,6 @@ from typing import Any
 from urllib.parse import quote
 
 from compressor.errors import CompressionError
-from compressor.folders import table_line
 from compressor.gates.markdown import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.planning.registry import load_strategy
@@ -15,7 +14,7 @@ from compressor.publishing.card.command import Command, sources_of
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
 from compressor.publishing.card.metadata import base_id
-from compressor.words import counted, fenced, joined, label, named, one_line, shown
+from compressor.words import counted, fenced, joined, label, named, one_line, shown, table_line
 
 MOST_ALTERNATIVE = 4_000  # letters that describe a picture
 REFITTED = {

@@ -17,7 +17,7 @@ from scipy.stats import spearmanr
 from compressor.attribution import report as attribution_report
 from compressor.attribution.figures import Attribution, KeyInfluence, Receiver, Sender
 from compressor.attribution.hubs import Hub, SuperExpert, find_hubs, super_experts
-from compressor.attribution.report import check_folder, exactness, markdown, number, write_attribution
+from compressor.attribution.report import exactness, markdown, number, write_attribution
 from compressor.attribution.summary import (
     COMPONENTS,
     kind_shares,
@@ -30,6 +30,7 @@ from compressor.attribution.summary import (
 )
 from compressor.cli.attribution_table import show_attribution
 from compressor.errors import CompressionError
+from compressor.files import check_folder
 from tests.attributions import attribution, module, sender, with_massive
 
 NAMES = [
@@ -279,12 +280,12 @@ def test_a_failure_leaves_nothing(error: BaseException, tmp_path: Path, monkeypa
 def test_an_earlier_attribution_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     written = write(MADE, tmp_path / "out")
     with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
-        check_folder(tmp_path / "out")
+        check_folder(tmp_path / "out", attribution_report.NAMES)
     assert write(MADE, tmp_path / "out", overwrite=True, hubs=()) == written
     assert strict((tmp_path / "out" / "hubs.json").read_text()) == []
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(CompressionError, match=r"holds notes\.txt beside attribution\.json"):
-        check_folder(tmp_path / "out", overwrite=True)
+        check_folder(tmp_path / "out", attribution_report.NAMES, overwrite=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "comparison.json").write_text("{}")
     with pytest.raises(CompressionError, match=r"holds no attribution\.json"):

@@ -192,7 +192,7 @@ def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkey
     before = [path.read_bytes() for path in written]
     with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
         write_reports(new, tmp_path / "out")
-    rename = Path.rename
+    rename = Path.replace
 
     def fail_with_the_new(path: Path, target: Path) -> Any:
         if path.name == "reports":
@@ -200,7 +200,7 @@ def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkey
         return rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail_with_the_new)
+        patch.setattr(Path, "replace", fail_with_the_new)
         with pytest.raises(OSError, match="Input/output"):
             write_reports(new, tmp_path / "out", overwrite=True)
     assert [path.read_bytes() for path in written] == before and list(tmp_path.iterdir()) == [tmp_path / "out"]

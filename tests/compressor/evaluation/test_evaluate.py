@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM
 from compressor.checkpoint.source import locate
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import evaluate, run_tasks
-from compressor.evaluation.options import EvaluationOptions
+from compressor.evaluation.evaluate import run_tasks
 from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.scores import ItemScores, item_scores
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
 from tests import small
-from tests.evaluations import Steps, ask, no_network, own_tasks
+from tests.evaluations import Steps, ask, evaluate, no_network, own_tasks
 
 DEMO = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
 WRITTEN = """

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from compressor.errors import CompressionError
-from compressor.evaluation.options import EvaluationOptions, read_batch_size
-from compressor.evaluation.tasks import resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, read_batch_size, resolve_tasks
 from tests.evaluations import no_network, own_tasks
 
 

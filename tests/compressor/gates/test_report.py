@@ -16,20 +16,19 @@ from hypothesis import given, settings
 from compressor.api.searching import Attempt, Gated
 from compressor.cli.gate_table import show_gate, show_gated
 from compressor.errors import CompressionError
+from compressor.files import check_folder
 from compressor.gates import report as gate_report
-from compressor.gates.content import gate_content, gate_from_content
 from compressor.gates.markdown import markdown
 from compressor.gates.report import (
     append_summary,
     card_metrics,
-    check_folder,
     full_content,
     gate_json,
     model_index,
     read_gate,
     write_gate,
 )
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, gate_content, gate_from_content
 from tests.gates import gate, gates, likelihood, mixed, task
 
 
@@ -117,7 +116,7 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
     assert ElementTree.parse(written[1]).getroot().tag == "testsuites"
     assert written[2].read_text(encoding="utf-8") == markdown(mixed())
     with pytest.raises(CompressionError, match="out exists already"):
-        check_folder(tmp_path / "out")
+        check_folder(tmp_path / "out", gate_report.NAMES)
     assert write_gate(gate(task()), tmp_path / "out", overwrite=True) == written
     assert read_gate(written[0]) == gate(task()) and list(tmp_path.iterdir()) == [tmp_path / "out"]
 

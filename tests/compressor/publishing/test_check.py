@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
-from compressor.evaluation.store import identity, judged_identity
+from compressor.evaluation.scores import identity, judged_identity
 from compressor.gates.report import write_gate
 from compressor.publishing import check as push_check
 from compressor.publishing.check import verify_folder

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from compressor.api import compressing as api
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.store import identity
+from compressor.evaluation.scores import identity
 from compressor.gates.report import card_metrics, gate_json
 from compressor.gates.verdict import GateResult
 from compressor.publishing.card.build import GATE, GRID, Card, card_text

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from compressor.demo.evaluation import Item
+
 CHOICES = 4
 HELD_OUT_ONE_IN = 10
 DOCUMENT_LINES = 4
@@ -28,23 +30,6 @@ RECALL_KEYS = "ABCDEFGHJKLMNPRSTVWXYZ"
 
 NAME_HEADS = ("Ba", "De", "Fi", "Go", "Lu", "Mi", "Ra", "To")
 NAME_TAILS = ("bin", "dor", "kel", "lam", "nis", "vex")
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A multiple-choice question: `question + choices[answer]` is right, every other choice is wrong."""
-
-    skill: str
-    question: str
-    choices: tuple[str, ...]
-    answer: int
-
-    def __post_init__(self) -> None:
-        """Refuses an answer that is no choice, and choices that repeat."""
-        if not 0 <= self.answer < len(self.choices):
-            raise ValueError(f"item {self.question!r}: answer {self.answer} of {len(self.choices)} choices")
-        if len(set(self.choices)) != len(self.choices):
-            raise ValueError(f"item {self.question!r}: repeated choices {self.choices}")
 
 
 @dataclass(frozen=True, slots=True)

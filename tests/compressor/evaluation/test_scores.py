@@ -13,10 +13,8 @@ import torch
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import evaluate_stored
-from compressor.evaluation.options import EvaluationOptions
-from compressor.evaluation.scores import ItemScores
-from compressor.evaluation.store import ResultStore, identity
-from compressor.evaluation.tasks import resolve_tasks
+from compressor.evaluation.scores import ItemScores, ResultStore, identity
+from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.files import default_folder
 from tests import small
 from tests.evaluations import Steps, no_network, own_tasks

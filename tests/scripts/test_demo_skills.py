@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from compressor.demo.evaluation import load_documents, load_items
-from compressor.demo.skills import SKILLS, Item, documents, is_held_out, item, training_text
+from compressor.demo.evaluation import Item, load_documents, load_items
+from scripts.demo_skills import SKILLS, documents, is_held_out, item, training_text
 
 DRAWS = 300
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo_model.py"

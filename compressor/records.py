@@ -1,0 +1,122 @@
+"""JSON files, and dataclasses as JSON there and back: whatever does not fit is told with its place."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from compressor.errors import CompressionError
+
+NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
+NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+RESTORE = "restore the file from its source"
+
+Record = TypeVar("Record")
+
+
+def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
+    """The JSON in a file; what is none, and with a remedy for it an unreadable file, is a `CompressionError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if unreadable is None:
+            raise
+        raise CompressionError(f"{path} cannot be read ({error.strerror}); {unreadable}") from error
+    except (ValueError, RecursionError) as error:
+        raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
+    content = read_json(path, RESTORE)
+    if not isinstance(content, dict):
+        raise CompressionError(f"{path} should hold a JSON object; {RESTORE}")
+    return content
+
+
+def spelled(value: float) -> float | str:
+    """A number, or the word for what JSON has no number for."""
+    return float(value) if math.isfinite(value) else "NaN" if math.isnan(value) else NOT_FINITE[value < 0]
+
+
+def finite(value: float) -> float | None:
+    """A number, or None for what JSON has no number for."""
+    return float(value) if math.isfinite(value) else None
+
+
+def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
+    """Dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything else as text."""
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(entry, number) for name, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_json(entry, number) for entry in value]
+    if is_dataclass(value):
+        return {entry.name: plain_json(getattr(value, entry.name), number) for entry in fields(value)}
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def read_as(kind: type[Record], content: Any, where: str = "") -> Record:
+    """A dataclass from a JSON object with its fields; those with a default may be missing, further ones are left aside.
+
+    Raises `CompressionError` naming the first field that is missing or of another type; true is no whole number.
+    """
+    if not isinstance(content, dict):
+        raise _odd(content, "an object", where)
+    hints, found = get_type_hints(kind), {}
+    for entry in fields(kind):  # type: ignore[arg-type]
+        place = f"{where}.{entry.name}" if where else entry.name
+        if entry.name in content:
+            found[entry.name] = _value(content[entry.name], hints[entry.name], place)
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise CompressionError(f"{place} is missing")
+    return kind(**found)
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    """A JSON value as the type that its field has."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if is_dataclass(hint):
+        return read_as(hint, value, where)  # type: ignore[arg-type]
+    if origin in (Union, UnionType):
+        (kind,) = (each for each in inner if each is not NoneType)
+        return None if value is None else _value(value, kind, where)
+    if origin is Literal:
+        if value not in inner:
+            raise _odd(value, f"one of {', '.join(inner)}", where)
+        return value
+    if origin is tuple:
+        return _tuple(value, inner, where)
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise _odd(value, "an object", where)
+        return {name: _value(entry, inner[1], f"{where}.{name}") for name, entry in value.items()}
+    if hint is float and (value in NOT_FINITE or type(value) is int):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise _odd(value, NAMES[hint], where) from error
+    if type(value) is not hint:
+        raise _odd(value, NAMES[hint], where)
+    return value
+
+
+def _tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _odd(value, "a list", where)
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value)
+    if len(kinds) != len(value):
+        raise _odd(value, f"a list of {len(kinds)}", where)
+    return tuple(_value(entry, kind, f"{where}[{n}]") for n, (entry, kind) in enumerate(zip(value, kinds, strict=True)))
+
+
+def _odd(value: Any, wanted: str, where: str) -> CompressionError:
+    shown = repr(value)
+    return CompressionError(f"{where} should be {wanted}, it is {shown if len(shown) < 80 else shown[:80] + ' ...'}")
