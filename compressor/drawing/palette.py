@@ -5,4 +5,3 @@ COLOURS = (  # "muted", Paul Tol's qualitative scheme that stays apart for colou
     "#332288", "#CC6677", "#117733", "#88CCEE", "#DDCC77", "#882255", "#44AA99", "#AA4499", "#999933",
 )  # fmt: skip
 MARKERS = "osD^vPX<>"  # filled in the first round, hollow in the second
-

@@ -12,6 +12,7 @@ from typing import Any
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.store import REPORT
 from compressor.gates.verdict import GateResult
+from compressor.publishing.card.build import card_text, known_here
 from compressor.publishing.card.metadata import is_hub_id
 from compressor.publishing.check import VerifiedFolder, default_message, require_pass, verify_folder
 from compressor.publishing.faults import asked, hub_fault, status_of
@@ -196,10 +197,7 @@ def _staged(
     if CARD in found.files:
         _look_at_card(found)
     elif COMPRESSION in found.files:  # else nothing is known of how it was made
-        from compressor.publishing.card.build import card_text
-        from compressor.report.store import for_card
-
-        card = card_text(found.folder, repo_id, gate, **for_card(found.folder))
+        card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
         staged |= {CARD: card.text.encode(), **card.pictures}
     return staged
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour
-from compressor.report.layers import brief_end, counted, fates, layer_names, share, short
-from compressor.words import human_bytes, human_count
+from compressor.report.layers import brief_end, fates, layer_names, share, short
+from compressor.words import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,7 @@ from compressor.report.bars import left, phases, size_rows
 from compressor.report.data import ReportData
 from compressor.report.dots import MARKS
 from compressor.report.html import Html, bullets, command, facts, folded, joined, paragraph, table, tag
-from compressor.report.layers import counted
-from compressor.words import human_bytes
+from compressor.words import counted, human_bytes
 
 
 def shown(value: object) -> str:

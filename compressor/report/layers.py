@@ -6,7 +6,6 @@ from itertools import chain
 from statistics import fmean
 
 from compressor.report.data import LayerReport
-from compressor.words import counted as counted
 from compressor.words import runs
 
 

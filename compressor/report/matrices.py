@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour
-from compressor.report.layers import brief_end, counted, layer_names, listed, mean, merged, order, short, within
+from compressor.report.layers import brief_end, layer_names, listed, mean, merged, order, short, within
+from compressor.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

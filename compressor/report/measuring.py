@@ -5,7 +5,6 @@ record of the run, unless they are named; what cannot be had is left out, with a
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from compressor.progress import Progress, Silent
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
 from compressor.report.measuring_experts import Likeness, compared_by_weights, likeness_of, sample_size, wanted_keys
 from compressor.report.measuring_pass import measure_layers
-from compressor.run_record import RunRecord, cache_folder, digest_of, read_json, read_record, write_json
+from compressor.report.store import keep, kept
+from compressor.run_record import RunRecord, digest_of, read_record
 from compressor.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,10 @@ def measure(
     if output is None:
         missing.append(f"{folder.name} holds no weights that can be run, so neither visits nor errors are measured.")
     key = _key(folder, source, output, text)
-    if (known := _stored(key)) is not None:
+    if (known := kept(key)) is not None:
         return replace(known, text=text.name if text else None, missing=tuple(missing))
     found = _measured(plan, source, output, text, listener)
-    write_json(_path(key), {"key": key, "measured": found.to_dict()})
+    keep(key, found)
     return replace(found, missing=tuple(missing))
 
 
@@ -235,7 +235,8 @@ def _without_source(plan: CompressionPlan) -> str:
 
 def _without_text(plan: CompressionPlan) -> str:
     if plan.calibration is None:
-        return "The plan was made without any text, so neither visits nor errors are measured; name one with " + (
+        return (
+            "The plan was made without any text, so neither visits nor errors are measured; name one with "
             "--calibration."
         )
     return (
@@ -246,11 +247,9 @@ def _without_text(plan: CompressionPlan) -> str:
 
 def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text: _Text | None) -> dict[str, Any]:
     """Everything that the measures depend on."""
-    parts = [] if text is None else [[list(batch.shape), _sha256(batch)] for batch in text.batches]
+    batches = () if text is None else text.batches
     models = [
-        None
-        if model is None
-        else [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
+        model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
         for model in (source, output)
     ]
     return {
@@ -258,28 +257,7 @@ def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text:
         "compression": digest_of(folder),
         "source": models[0],
         "output": models[1],
-        "text": parts,
+        "text": [[list(batch.shape), hashlib.sha256(batch.contiguous().numpy()).hexdigest()] for batch in batches],
         "sample": None if source is None else sample_size(source.architecture.experts),
         "versions": versions(),
     }
-
-
-def _sha256(batch: Tensor) -> str:
-    return hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _path(key: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder("reports") / f"{digest}.json"
-
-
-def _stored(key: Mapping[str, Any]) -> Measured | None:
-    """What an earlier report measured of the same; None if there is none, or none that can be read."""
-    content = read_json(_path(key))
-    try:
-        if content is None or content["key"] != json.loads(json.dumps(key)):
-            return None
-        return Measured.from_dict(content["measured"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        logger.debug("stored measures are ignored: %s", error)
-        return None

@@ -8,7 +8,8 @@ from compressor.attribution.summary import expert_label
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.facts import shown
 from compressor.report.html import Html, facts, folded, joined, paragraph, table, tag
-from compressor.report.layers import counted, fates, layer_names, listed, mean, merged, share, short, within
+from compressor.report.layers import fates, layer_names, listed, mean, merged, share, short, within
+from compressor.words import counted
 
 MOST_CELLS = 20_000  # of all layers' matrices as tables
 MOST_OPEN = 8  # layers whose tables are not folded away together

@@ -157,13 +157,3 @@ def find_graph(folder: Path) -> Graph | None:
             files = [where / GRAPH, where / f"{GRAPH}.data"]
             return Graph(place, read_json(where / ONNX_RECORD), sum(f.stat().st_size for f in files if f.is_file()))
     return None
-
-
-
-
-
-
-
-
-
-

@@ -70,8 +70,6 @@ def decided_by(layer: LayerPlan) -> str:
     return f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by or "-"
 
 
-
-
 def error_change(layer: LayerPlan) -> str:
     """The held-out reconstruction error before and after the correction."""
     figures = correction_of(layer)

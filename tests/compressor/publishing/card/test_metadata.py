@@ -9,12 +9,12 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from tests.compressor.publishing.card.test_layers import a_plan, moe_layer
 
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.publishing.card.build import card_text
 from compressor.publishing.card.metadata import base_metadata, languages, licence
+from tests.compressor.publishing.card.test_layers import a_plan, moe_layer
 from tests.hub.cards import LICENCES, mistakes
 
 BASE, COMMIT = "org/big-moe", "0123456789" * 4
