@@ -1,7 +1,7 @@
 """The dots of a report: reconstruction errors by layer, and the gate's drops with their bounds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from compressor.gates.markdown import change, margin, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour, readable
-from compressor.report.layers import brief, brief_end, layer_names, short
+from compressor.report.layers import brief, brief_end, named, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,33 +29,28 @@ MARKS = {"pass": ("o", "good", "✓"), "fail": ("X", "bad", "✗"), "inconclusiv
 
 def errors_of(layer: LayerReport) -> list[float | None]:
     """The layer's errors in the order of `ERRORS`; None for what is not known or not finite."""
-    values: list[float | None] = [getattr(layer, name) for name, *_ in ERRORS]
-    return [None if value is None or not math.isfinite(value) else value for value in values]
+    values: Iterable[float | None] = (getattr(layer, name) for name, *_ in ERRORS)
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 def error_parts(data: ReportData) -> tuple[Part, ...]:
     """Dots of each layer's errors; none where no error is known."""
-    rows = [(name, errors_of(layer)) for name, layer in zip(layer_names(data.layers), data.layers, strict=True)]
+    rows = [(name, errors_of(layer)) for layer, name in named(data.layers)]
     rows = [(name, values) for name, values in rows if any(value is not None for value in values)]
     if not rows:
         return ()
     row = min(max(TALLEST / len(rows), LEAST_ROW), MOST_ROW)
-    size = (WIDTH, LEGEND * _kinds(rows) + row * len(rows) + BELOW + 0.05)
+    kinds = sum(any(values[kind] is not None for _, values in rows) for kind in range(len(ERRORS)))
+    size = (WIDTH, LEGEND * kinds + row * len(rows) + BELOW + 0.05)
     return (Part("Reconstruction error by layer", error_alt(rows), size, partial(_draw_errors, rows=rows, row=row)),)
-
-
-def _kinds(rows: Sequence[tuple[str, list[float | None]]]) -> int:
-    return sum(any(values[kind] is not None for _, values in rows) for kind in range(len(ERRORS)))
 
 
 def error_alt(rows: Sequence[tuple[str, list[float | None]]]) -> str:
     """The least and the greatest error of each kind."""
     said = []
     for kind, (_, label, *_) in enumerate(ERRORS):
-        found = [(values[kind], name) for name, values in rows]
-        known = [(value, name) for value, name in found if value is not None]
-        if known:
-            (least, first), (most, last) = min(known, key=lambda each: each[0]), max(known, key=lambda each: each[0])
+        if known := [(value, name) for name, values in rows if (value := values[kind]) is not None]:
+            (least, first), (most, last) = (choose(known, key=lambda each: each[0]) for choose in (min, max))
             said.append(f"Error {label}: from {short(least)} ({first}) to {short(most)} ({last}).")
     return " ".join(said)
 
@@ -98,22 +93,13 @@ def _draw_dots(axes: "Axes", rows: Sequence[tuple[str, list[float | None]]]) -> 
         if before is not None and after is not None:
             axes.plot([before, after], [place, place], color=colour("muted"), linewidth=0.8, zorder=1)
     for kind, (_, _, marker, role, is_filled) in enumerate(ERRORS):
-        found = [(values[kind], place) for place, (_, values) in enumerate(rows)]
-        known = [(value, place) for value, place in found if value is not None]
-        if known:
-            axes.plot([value for value, _ in known], [place for _, place in known], marker=marker,
-                      **_face(role, is_filled))  # fmt: skip
+        if known := [(value, place) for place, (_, values) in enumerate(rows) if (value := values[kind]) is not None]:
+            axes.plot(*zip(*known, strict=True), marker=marker, **_face(role, is_filled))
 
 
 def _face(role: str, is_filled: bool) -> dict[str, Any]:
-    face = colour(role) if is_filled else colour("paper")
-    return {
-        "linestyle": "none",
-        "markersize": 4.6,
-        "markerfacecolor": face,
-        "markeredgecolor": colour(role),
-        "markeredgewidth": 1.1,
-    }
+    colours = {"markerfacecolor": colour(role if is_filled else "paper"), "markeredgecolor": colour(role)}
+    return {**colours, "linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.1}
 
 
 def _draw_key(sheet: Sheet, rows: Sequence[tuple[str, list[float | None]]], x: float, y: float) -> None:
@@ -165,25 +151,17 @@ def _draw_gate(sheet: Sheet, gate: GateResult) -> None:
     axes.vlines([limit] * len(tops), tops, ends_below, color=colour("ink"), linewidth=1.1, linestyles=(0, (3, 1.5)))
     for place, task in enumerate(gate.tasks):
         _draw_task(axes, task, place)
-    axes.set_xlabel("drop, worse to the right" + _rises(gate), labelpad=2)
-    axes.set_title(
-        f"dashed: the drop allowed, {margin(gate)}", fontsize=FONT, loc="right", color=colour("muted"), pad=4
-    )
-
-
-def _rises(gate: GateResult) -> str:
-    return "; of a perplexity its rise" if any(task.kind == "likelihood" for task in gate.tasks) else ""
+    rises = "; of a perplexity its rise" if any(task.kind == "likelihood" for task in gate.tasks) else ""
+    axes.set_xlabel("drop, worse to the right" + rises, labelpad=2)
+    allowed = f"dashed: the drop allowed, {margin(gate)}"
+    axes.set_title(allowed, fontsize=FONT, loc="right", color=colour("muted"), pad=4)
 
 
 def _draw_task(axes: "Axes", task: TaskGate, place: int) -> None:
     marker, role, sign = MARKS[task.verdict]
     axes.plot([placed(task.lower), placed(task.upper)], [place + 0.18] * 2, color=colour(role), linewidth=1.8,
               solid_capstyle="butt", marker="|", markersize=7, markeredgewidth=1.4)  # fmt: skip
-    axes.plot(
-        [placed(task.drop)],
-        [place + 0.18],
-        marker=marker,
-        **{**_face(role, task.verdict != "inconclusive"), "markersize": 8 if marker == "X" else 6},
-    )
+    face = {**_face(role, task.verdict != "inconclusive"), "markersize": 8 if marker == "X" else 6}
+    axes.plot([placed(task.drop)], [place + 0.18], marker=marker, **face)
     name = readable(f"{sign} {brief(task.task)}: {task.verdict}")
     axes.text(0.0, place - 0.14, name, transform=axes.get_yaxis_transform(), va="bottom", clip_on=False)

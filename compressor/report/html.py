@@ -34,7 +34,7 @@ def paragraph(*contents: object) -> Html:
 
 
 def table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], texts: Set[str] = frozenset()
+    caption: str, columns: Sequence[str], rows: Iterable[Iterable[object]], texts: Set[str] = frozenset()
 ) -> Html:
     """A table in a region of its own, which scrolls by keyboard too; columns in `texts` and the first hold words."""
     words = {0} | {place for place, column in enumerate(columns) if column in texts}
