@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.comparison.rows import Comparison
-from compressor.comparison.series import Entry, ranked, sort_key
+from compressor.comparison.rows import Comparison, Entry, ranked, sort_key
 from compressor.drawing.palette import COLOURS, DPI, MARKERS
 
 if TYPE_CHECKING:

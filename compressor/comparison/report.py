@@ -6,8 +6,7 @@ from pathlib import Path
 
 from compressor import folders
 from compressor.comparison.plot import plot_comparison
-from compressor.comparison.rows import Comparison, Row
-from compressor.comparison.series import best_rows, data_line, sort_key
+from compressor.comparison.rows import Comparison, Row, best_rows, data_line, sort_key
 from compressor.folders import plain, table_line
 from compressor.words import human_bytes, human_count
 

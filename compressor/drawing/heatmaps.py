@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compressor.drawing.palette import DPI, axes_at
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-DPI = 150
 FONT, LETTER, LINE = 7, 0.068, 0.125  # points of a label; inches of a letter and of a line
 WIDTH, LEAST_WIDTH = 4.8, 2.6  # inches of a panel
 LEAST_CELL, MOST_CELL = 0.1, 0.5  # inches
@@ -97,13 +98,13 @@ def heat_figure(
         x += labels
         for panel in column:
             y -= _height(panel, row, width)
-            axes = _axes(figure, x, y + GAP, width, row * len(panel.rows))
+            axes = axes_at(figure, x, y + GAP, width, row * len(panel.rows))
             _draw(axes, panel, scales[panel.scale], numbers)
             _label(axes, panel, numbers, width, row)
         x += width + MARGIN
     for place, scale in enumerate(scales):
         bar = max(LEAST_BODY, min(body, 4.0)) - TITLE - GAP
-        _draw_bar(_axes(figure, x + BAR_SPACE * place, 0.1 + body - TITLE - bar, BAR, bar), scale)
+        _draw_bar(axes_at(figure, x + BAR_SPACE * place, 0.1 + body - TITLE - bar, BAR, bar), scale)
     return figure
 
 
@@ -114,12 +115,6 @@ def _empty(title: str) -> "Figure":
     text = "\n".join([*textwrap.wrap(title, 60), "", "nothing to show"])
     figure.text(0.03, 0.9, text, va="top", fontsize=9).set_parse_math(False)
     return figure
-
-
-def _axes(figure: "Figure", x: float, y: float, width: float, height: float) -> "Axes":
-    """New axes at these inches from the lower left."""
-    across, up = figure.get_size_inches()
-    return figure.add_axes((x / across, y / up, width / across, height / up))
 
 
 def _title(panel: Panel, width: float) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour
@@ -176,6 +176,6 @@ def _draw_times(sheet: Sheet, found: Sequence[tuple[str, float]], total: float) 
     for number, (_, value) in enumerate(found, 1):
         axes.barh(0.5, value, 1.0, left=start, facecolor=colour("after" if number % 2 else "before"), edgecolor="none")
         if value / total >= LEAST_LABELLED:
-            style = {"ha": "center", "va": "center_baseline", "fontweight": "bold"}
+            style: Any = {"ha": "center", "va": "center_baseline", "fontweight": "bold"}
             axes.text(start + value / 2, 0.5, str(number), color=colour("paper"), **style)
         start += value

@@ -16,11 +16,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from compressor.drawing.palette import DPI, axes_at, png_bytes
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 150  # of the PNG
 FONT = 8.5  # points
 PNG_WIDTH = 11.0  # inches at the most, unless one part alone is wider
 MARGIN, TITLE = 0.12, 0.34  # inches round the parts of a PNG, and above them
@@ -51,8 +52,7 @@ class Sheet:
 
     def axes(self, x: float, y: float, width: float, height: float) -> "Axes":
         """New axes, of this size."""
-        across, up = self.figure.get_size_inches()
-        return self.figure.add_axes(((self.x + x) / across, (self.y + y) / up, width / across, height / up))
+        return axes_at(self.figure, self.x + x, self.y + y, width, height)
 
     def text(self, x: float, y: float, text: str, role: str = "ink", **style: Any) -> None:
         """Text that begins here, on its baseline unless told otherwise."""
@@ -140,7 +140,6 @@ def png(picture: Picture) -> bytes:
     heights = [max(part.size[1] for part in line) for line in lines]
     width = max((sum(part.size[0] for part in line) for line in lines), default=3.0) + 2 * MARGIN
     height = sum(heights) + TITLE + MARGIN
-    content = io.BytesIO()
     with drawing():
         figure = Figure(figsize=(width, height), facecolor="white", dpi=DPI)
         Sheet(figure).text(MARGIN, height - 0.24, picture.title, fontsize=10, fontweight="bold")
@@ -151,8 +150,7 @@ def png(picture: Picture) -> bytes:
                 part.draw(Sheet(figure, left, top - part.size[1]))
                 left += part.size[0]
             top -= tallest
-        figure.savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
+        return png_bytes(figure)
 
 
 def inline_svg(part: Part, prefix: str) -> str:

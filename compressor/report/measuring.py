@@ -257,7 +257,11 @@ def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text:
         "compression": digest_of(folder),
         "source": models[0],
         "output": models[1],
-        "text": [[list(batch.shape), hashlib.sha256(batch.contiguous().numpy()).hexdigest()] for batch in batches],
+        "text": [[list(batch.shape), _sha256(batch)] for batch in batches],
         "sample": None if source is None else sample_size(source.architecture.experts),
         "versions": versions(),
     }
+
+
+def _sha256(batch: Tensor) -> str:
+    return hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+from compressor.drawing.palette import png_bytes
 from compressor.errors import CompressionError, without_tokens
 from compressor.gates.verdict import GateResult
 from compressor.publishing.card.command import rebuilt
@@ -14,7 +15,7 @@ from compressor.publishing.card.facts import read_facts
 from compressor.publishing.card.layers import layer_details
 from compressor.publishing.card.limits import limits
 from compressor.publishing.card.metadata import base_metadata, is_hub_id, metadata
-from compressor.publishing.card.pictures import gate_figure, gate_text, grid_figure, grid_text, png
+from compressor.publishing.card.pictures import gate_figure, gate_text, grid_figure, grid_text
 from compressor.publishing.card.sections import comparison, introduction, loading, making, picture
 from compressor.report import drawing, figures
 from compressor.report.data import report_data
@@ -59,9 +60,9 @@ def card_text(
                 "the repository"
             )
     facts = read_facts(folder, gate)
-    drawn = {GRID: (png(grid_figure(facts.plan)), grid_text(facts.plan))}
+    drawn = {GRID: (png_bytes(grid_figure(facts.plan)), grid_text(facts.plan))}
     if facts.gate is not None and facts.gate.tasks:
-        drawn[GATE] = (png(gate_figure(facts.gate)), gate_text(facts.gate))
+        drawn[GATE] = (png_bytes(gate_figure(facts.gate)), gate_text(facts.gate))
     inherited = base_metadata(facts.plan, base)
     header = metadata(facts, repo_id, inherited)
     name = repo_id.rpartition("/")[2]

@@ -86,7 +86,7 @@ def layer_table(plan: CompressionPlan) -> list[str]:
     numbers = [layer.layer for layer in plan.layers]
     has_errors = any(correction_of(layer) for layer in plan.layers)
     columns = {
-        "layer": lambda layer: str(layer.layer) + _module(layer, numbers),
+        "layer": lambda each: str(each.layer) + (f" ({shown(each.module)})" if numbers.count(each.layer) > 1 else ""),
         "kept": kept,
         "merged": merged,
         "dropped": lambda layer: ranges(layer.dropped),
@@ -96,10 +96,6 @@ def layer_table(plan: CompressionPlan) -> list[str]:
     }
     rows = [table_line([cell(layer) for cell in columns.values()]) for layer in plan.layers]
     return [table_line(list(columns)), table_line([":---"] * len(columns)), *rows]
-
-
-def _module(layer: LayerPlan, numbers: Sequence[int]) -> str:
-    return f" ({shown(layer.module)})" if numbers.count(layer.layer) > 1 else ""
 
 
 def layer_details(plan: CompressionPlan, protected: str | None) -> list[str]:

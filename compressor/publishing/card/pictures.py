@@ -1,14 +1,13 @@
 """Pictures of a model card: what became of each expert, and what the gate found. Colour is never the only sign."""
 
-import io
 import math
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compressor.drawing.palette import COLOURS, DPI
+from compressor.drawing.palette import COLOURS, DPI, axes_at
 from compressor.gates.markdown import change
-from compressor.gates.verdict import GateResult, TaskGate
+from compressor.gates.verdict import GateResult
 from compressor.plans.layer import LayerPlan
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.layers import Fates, experts_before
@@ -71,7 +70,7 @@ def grid_figure(plan: CompressionPlan) -> "Figure":
     width, height = max(cell * columns, 3.2), cell * rows
     across, up = width + MARGIN_LEFT + MARGIN_RIGHT, height + MARGIN_TOP + MARGIN_BELOW
     figure = Figure(figsize=(across, up), dpi=DPI)
-    axes = figure.add_axes((MARGIN_LEFT / across, MARGIN_BELOW / up, cell * columns / across, height / up))
+    axes = axes_at(figure, MARGIN_LEFT, MARGIN_BELOW, cell * columns, height)
     grid = [cells(layer) for layer in plan.layers]
     blank = to_rgb("white")
     axes.imshow(
@@ -95,14 +94,10 @@ def _key(plan: CompressionPlan, numbered: bool) -> str:
     parts = ["grey: kept", *(["white with a cross: dropped"] if fates.dropped else [])]
     if fates.merged or fates.rescaled:
         sign = "number (its least member)" if numbered else "mark"
-        repeat = " (signs repeat)" if not numbered and _most_groups(plan) > len(MARKS) * len(COLOURS) else ""
+        most = max(sum(not group.untouched for group in layer.groups) for layer in plan.layers)  # in a row
+        repeat = " (signs repeat)" if not numbered and most > len(MARKS) * len(COLOURS) else ""
         parts.append(f"same colour and {sign} within a row: merged into one expert{repeat}")
     return "; ".join([*parts, *(["black frame: protected"] if plan.protected else [])])
-
-
-def _most_groups(plan: CompressionPlan) -> int:
-    """The largest number of merged or rescaled groups in a row."""
-    return max(sum(not group.untouched for group in layer.groups) for layer in plan.layers)
 
 
 def _draw_marks(axes: "Axes", grid: list[list[Cell]], cell: float, numbered: bool) -> None:
@@ -168,18 +163,20 @@ def gate_figure(gate: GateResult) -> "Figure":
 
     figure = Figure(figsize=(GATE_WIDTH, 1.2 + ROW * max(1, len(gate.tasks))), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    reach = _reach(gate)
+    low, high = _reach(gate)
     for row, task in enumerate(gate.tasks):
         colour, mark = VERDICTS[task.verdict]
-        lower, drop, upper = (_within(value, *reach) for value in (task.lower, task.drop, task.upper))
+        drawn = (0.0 if math.isnan(value) else value for value in (task.lower, task.drop, task.upper))
+        lower, drop, upper = (max(low, min(high, value)) for value in drawn)
         axes.plot([lower, upper], [row, row], color=colour, linewidth=2, solid_capstyle="butt")
         axes.plot([lower, upper], [row, row], color=colour, linestyle="none", marker="|", markersize=9)
         axes.plot([drop], [row], color=colour, marker=mark, markersize=7, markeredgecolor="black", markeredgewidth=0.6)
     axes.axvline(gate.max_drop, color="black", linestyle="dashed", linewidth=1)
     axes.axvline(0, color="#999999", linewidth=0.8)
-    axes.set_xlim(*reach)
+    axes.set_xlim(low, high)
     axes.set_ylim(max(1, len(gate.tasks)) - 0.5, -0.5)
-    names = [f"{one_line(task.task, 40)}{_kind(task)}: {task.verdict}" for task in gate.tasks]
+    kinds = {"score": "", "likelihood": " (perplexity, relative)"}
+    names = [f"{one_line(task.task, 40)}{kinds[task.kind]}: {task.verdict}" for task in gate.tasks]
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
     for text in axes.get_yticklabels():
         text.set_parse_math(False)
@@ -193,24 +190,9 @@ def gate_figure(gate: GateResult) -> "Figure":
     return figure
 
 
-def _kind(task: TaskGate) -> str:
-    return " (perplexity, relative)" if task.kind == "likelihood" else ""
-
-
 def _reach(gate: GateResult) -> tuple[float, float]:
     """How far the axis goes to both sides: beyond 0, the drop allowed and all finite bounds."""
     values = [value for task in gate.tasks for value in (task.lower, task.drop, task.upper) if abs(value) < 1e9]
     low, high = min([0.0, *values]), max([gate.max_drop, 0.0, *values])
     beyond = 0.08 * (high - low) or 1.0
     return low - beyond, high + beyond
-
-
-def _within(value: float, low: float, high: float) -> float:
-    return 0.0 if math.isnan(value) else max(low, min(high, value))
-
-
-def png(figure: "Figure") -> bytes:
-    """The picture's bytes, the same for the same picture."""
-    stream = io.BytesIO()
-    figure.savefig(stream, dpi=DPI, format="png", metadata={"Software": None})
-    return stream.getvalue()

@@ -43,23 +43,19 @@ def base_name(plan: CompressionPlan) -> str:
 
 
 def introduction(facts: Facts) -> list[str]:
-    """What it is, in one paragraph."""
+    """What it is, in one paragraph, with the strategies that won layers where several were tried."""
     plan = facts.plan
     before, layers = experts_before(plan), counted(len(plan.layers), "MoE layer")
+    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
+    decided = f"; decided by {joined(won)}" if won else ""
     sentences = [
         f"This is {base_name(plan)} with {plan.experts} instead of {before} experts in each of its {layers}: "
         f"{Fates.of(plan)}.",
-        f"Strategy: {cited(plan.strategy)}{_decided(plan)}.",
+        f"Strategy: {cited(plan.strategy)}{decided}.",
         _corrected(plan),
         "It was made with moe-compressor and is an ordinary checkpoint of its architecture, with fewer experts.",
     ]
     return [" ".join(sentences), ""]
-
-
-def _decided(plan: CompressionPlan) -> str:
-    """Which strategies won how many layers, with their papers, where several were tried."""
-    told = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
-    return f"; decided by {joined(told)}" if told else ""
 
 
 def _corrected(plan: CompressionPlan) -> str:
@@ -77,11 +73,11 @@ def _corrected(plan: CompressionPlan) -> str:
 
 def comparison(facts: Facts) -> list[str]:
     """Base and compressed model, side by side."""
-    gate = facts.gate
+    gate, active = facts.gate, facts.active
     rows = [
         ["experts in each MoE layer", experts_before(facts.plan), str(facts.plan.experts), "", ""],
         ["parameters", *_numbers(facts.before.parameters, facts.after.parameters), ""],
-        *([_active_row(facts.active)] if facts.active is not None else []),
+        *([_active_row(active)] if active is not None else []),
         ["bytes of all tensors", *_numbers(facts.before.bytes, facts.after.bytes), ""],
         *([_task_row(task) for task in gate.tasks] if gate is not None else []),
     ]
@@ -89,7 +85,7 @@ def comparison(facts: Facts) -> list[str]:
     width = len(header) if gate is not None else len(header) - 1
     notes = [
         "Parameters are stored elements, in whatever format.",
-        *(["Active parameters are all but the experts that a token is not sent to."] if facts.active else []),
+        *(["Active parameters are all but the experts that a token is not sent to."] if active else []),
     ]
     return [
         "## Before and after",
@@ -155,7 +151,6 @@ def making(facts: Facts, command: str | None, again: Command | None) -> list[str
         ]
     else:
         told = ["The plan does not record what it was asked for, so there is no command to repeat it.", ""]
-    packages = _versions(facts)
     return [
         "## How it was made",
         "",
@@ -163,17 +158,12 @@ def making(facts: Facts, command: str | None, again: Command | None) -> list[str
         *_data(plan),
         f"- Plan: SHA-256 `{plan.digest()}`",
         f"- Source: {base_name(plan)}, fingerprint {shown(plan.source.fingerprint)}",
-        f"- Versions: {joined([f'{shown(name)} {shown(version)}' for name, version in packages.items()])}",
+        f"- Versions: {joined([f'{shown(name)} {shown(version)}' for name, version in facts.versions.items()])}",
         *(["- Each layer was planned on what the compressed earlier layers put out."] if plan.sequential else []),
         "",
         "`compression.json` holds the whole plan with its coefficients.",
         "",
     ]
-
-
-def _versions(facts: Facts) -> Mapping[str, Any]:
-    found = facts.record.get("versions")
-    return found if isinstance(found, Mapping) else facts.plan.versions
 
 
 def _data(plan: CompressionPlan) -> list[str]:
@@ -206,8 +196,13 @@ def _cell(value: Any) -> str:
 
 def loading(facts: Facts, repo_id: str) -> list[str]:
     """How to load it, by what is there."""
-    safetensors = [] if facts.only_graph else [*_transformers(facts, repo_id), *_vllm(repo_id)]
-    return ["## How to load it", "", *safetensors, *(_onnx(facts, repo_id) if facts.graph is not None else [])]
+    graph = facts.graph
+    return [
+        "## How to load it",
+        "",
+        *([] if facts.only_graph else _transformers(facts, repo_id)),
+        *(_onnx(repo_id, f"model/{graph.place}" if graph.place else "model") if graph is not None else []),
+    ]
 
 
 def _transformers(facts: Facts, repo_id: str) -> list[str]:
@@ -222,27 +217,19 @@ def _transformers(facts: Facts, repo_id: str) -> list[str]:
         f'model = {class_name}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
         *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
     ]
-    version = _versions(facts).get("transformers", "unknown")
+    version = facts.versions.get("transformers", "unknown")
     return [
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
         f"{shown(version)}; `device_map` needs the package accelerate):",
         "",
         *fenced("\n".join(code), "python"),
-    ]
-
-
-def _vllm(repo_id: str) -> list[str]:
-    return [
         "In vLLM, where it supports this architecture (not tested with this checkpoint):",
         "",
         *fenced(f"vllm serve {repo_id}", "bash"),
     ]
 
 
-def _onnx(facts: Facts, repo_id: str) -> list[str]:
-    graph = facts.graph
-    assert graph is not None
-    folder = "model" + (f"/{graph.place}" if graph.place else "")
+def _onnx(repo_id: str, folder: str) -> list[str]:
     return [
         "In ONNX Runtime; or from the terminal, once the repository is downloaded:",
         "",
