@@ -7,14 +7,16 @@ from pathlib import Path
 from compressor import folders
 from compressor.comparison.plot import plot_comparison
 from compressor.comparison.rows import Comparison, Row, best_rows, data_line, sort_key
-from compressor.folders import plain, table_line
-from compressor.words import human_bytes, human_count
+from compressor.folders import plain
+from compressor.words import human_bytes, human_count, markdown_table
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
-
-
-def _name(row: Row) -> str:
-    return f"random, seed {row.seed}" if row.is_random and row.seed is not None else row.name
+LEGEND = (
+    "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is the "
+    "mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. Seconds are those of "
+    "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss of "
+    "its number of experts."
+)
 
 
 def _decimals(value: float | None, digits: int = 4) -> str:
@@ -39,9 +41,10 @@ def _sources(comparison: Comparison) -> list[str]:
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:
     original = row is comparison.original
+    name = f"random, seed {row.seed}" if row.is_random and row.seed is not None else row.name
     planned = ["-" if row.source is None else plain(row.source)] if _any_planned_for_one(comparison) else []
     return [
-        plain(_name(row)),
+        plain(name),
         "-" if original else row.correction,
         *planned,
         str(row.experts),
@@ -65,38 +68,21 @@ def _ordered(rows: Sequence[Row]) -> list[tuple[int, Row]]:
 
 def markdown(comparison: Comparison) -> str:
     """A heading, what was measured on what, and one row a model; the least loss of each expert count is in bold."""
-    columns, best = _columns(comparison), best_rows(comparison)
-    texts = {"model", "correction", "planned for"}
-    lines = [
-        f"# {plain(comparison.model)}: comparison",
-        "",
-        plain(data_line(comparison)),
-        *_protected_lines(comparison),
-        "",
-        table_line(columns),
-        table_line([":---" if column in texts else "---:" for column in columns]),
-    ]
-    for number, row in _ordered(comparison.rows):
-        cells = _cells(comparison, row)
-        lines.append(table_line([f"**{cell}**" for cell in cells] if number in best else cells))
-    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
-    return "\n".join([*lines, "", _legend(), *(["", f"Made with {plain(made_with)}."] if made_with else []), ""])
-
-
-def _protected_lines(comparison: Comparison) -> list[str]:
-    if not comparison.protected:
-        return []
+    best = best_rows(comparison)
+    numbered = [(number, _cells(comparison, row)) for number, row in _ordered(comparison.rows)]
+    rows = ([f"**{cell}**" for cell in cells] if number in best else cells for number, cells in numbered)
     layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
-    return ["", plain(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")]
-
-
-def _legend() -> str:
-    return (
-        "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is "
-        "the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. "
-        "Seconds are those of deciding, and correcting with the evaluation on the way, without the calibration pass. "
-        "Bold: the least loss of its number of experts."
-    )
+    protected = f"Protected experts, in no row merged or dropped: {'; '.join(layers)}."
+    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    lines = [
+        f"# {plain(comparison.model)}: comparison", "",
+        plain(data_line(comparison)), "",
+        *([plain(protected), ""] if layers else []),
+        *markdown_table(_columns(comparison), rows, ("model", "correction", "planned for")), "",
+        LEGEND, "",
+        *([f"Made with {plain(made_with)}.", ""] if made_with else []),
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:

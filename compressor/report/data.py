@@ -7,12 +7,13 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.gates.content import gate_content, gate_from_content, plain_json
+from compressor.gates.found import read_gate_of
 from compressor.gates.verdict import GateResult
 from compressor.plans.layer import LayerPlan, correction_of
 from compressor.plans.plan import CompressionPlan
@@ -221,8 +222,6 @@ def report_data(
 
     `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
     """
-    from compressor.gates.found import read_gate_of
-
     content, plan = read_compression(folder)
     record, measures = read_record(folder), {layer.module: layer for layer in (measured.layers if measured else ())}
     unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)
@@ -265,9 +264,9 @@ def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> LayerReport:
-    corrected = correction_of(layer)
+    corrected, measured = correction_of(layer), {entry.name: getattr(found, entry.name) for entry in fields(found)}
     return LayerReport(
-        module=layer.module,
+        **measured,
         layer=layer.layer,
         experts=layer.experts,
         kept=len(layer.groups),
@@ -275,15 +274,7 @@ def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> Lay
         dropped=layer.dropped,
         protected=tuple(plan.protected.get(layer.module, ())),
         decided_by=layer.decided_by,
-        similarity=found.similarity,
-        similarity_label=found.similarity_label,
-        visits_before=found.visits_before,
-        visits_after=found.visits_after,
-        error=found.error,
-        cosine=found.cosine,
         heldout_error_before=corrected.get("heldout_error_before"),
         heldout_error_after=corrected.get("heldout_error"),
         figures=layer.figures,
-        stream_error=found.stream_error,
-        stream_cosine=found.stream_cosine,
     )

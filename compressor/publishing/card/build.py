@@ -68,24 +68,19 @@ def card_text(
     name = repo_id.rpartition("/")[2]
     again = rebuilt(facts.plan, name)
     lines = [
-        "---",
-        header.to_yaml(),
-        "---",
-        "",
-        f"# {shown(name)}",
-        "",
+        "---", header.to_yaml(), "---", "",
+        f"# {shown(name)}", "",
         *introduction(facts),
         *comparison(facts),
         *(picture(GATE, drawn[GATE][1]) if GATE in drawn else []),
         *making(facts, None if command is None else without_paths(command), again),
-        "## Experts",
-        "",
+        "## Experts", "",
         *picture(GRID, drawn[GRID][1]),
         *layer_details(facts.plan, None if again is None or command is not None else again.protected),
         *(line for path, (_, words) in pictures.items() for line in picture(path, words)),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),
-    ]
+    ]  # fmt: skip
     text = without_tokens("\n".join(lines).rstrip() + "\n")
     return Card(text, {path: content for path, (content, _) in {**drawn, **pictures}.items()})
 

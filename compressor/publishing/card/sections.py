@@ -1,11 +1,9 @@
 """The text of a model card, section by section; every figure in it was measured or is recorded."""
 
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 from compressor.errors import CompressionError
-from compressor.folders import table_line
 from compressor.gates.markdown import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.planning.registry import load_strategy
@@ -15,7 +13,7 @@ from compressor.publishing.card.command import Command, sources_of
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
 from compressor.publishing.card.metadata import base_id
-from compressor.words import counted, fenced, joined, label, named, one_line, shown
+from compressor.words import counted, fenced, joined, label, markdown_table, named, one_line, shown
 
 MOST_ALTERNATIVE = 4_000  # letters that describe a picture
 REFITTED = {
@@ -81,23 +79,16 @@ def comparison(facts: Facts) -> list[str]:
         ["bytes of all tensors", *_numbers(facts.before.bytes, facts.after.bytes), ""],
         *([_task_row(task) for task in gate.tasks] if gate is not None else []),
     ]
-    header = ["", "base", "this model", "change", "verdict"]
-    width = len(header) if gate is not None else len(header) - 1
-    notes = [
-        "Parameters are stored elements, in whatever format.",
-        *(["Active parameters are all but the experts that a token is not sent to."] if active else []),
-    ]
+    header = ["", "base", "this model", "change", "verdict"][: 5 if gate is not None else 4]
+    note = "Parameters are stored elements, in whatever format."
+    if active is not None:
+        note += " Active parameters are all but the experts that a token is not sent to."
     return [
-        "## Before and after",
-        "",
-        table_line(header[:width]),
-        table_line([":---", *["---:"] * (width - 1)]),
-        *(table_line(row[:width]) for row in rows),
-        "",
-        " ".join(notes),
-        "",
+        "## Before and after", "",
+        *markdown_table(header, (row[: len(header)] for row in rows), ("",)), "",
+        note, "",
         *(_gate_notes(gate) if gate is not None else []),
-    ]
+    ]  # fmt: skip
 
 
 def _numbers(before: int, after: int) -> list[str]:
@@ -118,23 +109,18 @@ def _task_row(task: TaskGate) -> list[str]:
 
 
 def _gate_notes(gate: GateResult) -> list[str]:
+    judged = ((gate.base, gate.base_identity), (gate.compressed, gate.compressed_identity))
     base, made = (
-        f"{shown(label(name))}{_commit(identity)}"
-        for name, identity in ((gate.base, gate.base_identity), (gate.compressed, gate.compressed_identity))
+        shown(label(name)) + (f" (commit {shown(identity['commit'])})" if "commit" in identity else "")
+        for name, identity in judged
     )
     perplexity = any(task.kind == "likelihood" for task in gate.tasks)
     rise = ", of a perplexity its relative rise" if perplexity else ""
     return [
-        f"**{named(one_line(verdict_line(gate), None))}**",
-        "",
+        f"**{named(one_line(verdict_line(gate), None))}**", "",
         f"The tasks compare {made} with {base}. A drop is base less compressed{rise}; at most: its one-sided upper "
-        f"bound with confidence {100 * gate.confidence:g}%. {named(method(gate))}",
-        "",
-    ]
-
-
-def _commit(identity: Mapping[str, Any]) -> str:
-    return f" (commit {shown(identity['commit'])})" if "commit" in identity else ""
+        f"bound with confidence {100 * gate.confidence:g}%. {named(method(gate))}", "",
+    ]  # fmt: skip
 
 
 def making(facts: Facts, command: str | None, again: Command | None) -> list[str]:
@@ -145,15 +131,13 @@ def making(facts: Facts, command: str | None, again: Command | None) -> list[str
     elif again is not None:
         told = [
             "This command asks for the same plan. It is rebuilt from the plan, so it says nothing of edits by hand; "
-            "local files and folders stand in it by their names alone.",
-            "",
+            "local files and folders stand in it by their names alone.", "",
             *fenced("\n".join(again.lines), "bash"),
-        ]
+        ]  # fmt: skip
     else:
         told = ["The plan does not record what it was asked for, so there is no command to repeat it.", ""]
     return [
-        "## How it was made",
-        "",
+        "## How it was made", "",
         *told,
         *_data(plan),
         f"- Plan: SHA-256 `{plan.digest()}`",
@@ -161,9 +145,8 @@ def making(facts: Facts, command: str | None, again: Command | None) -> list[str
         f"- Versions: {joined([f'{shown(name)} {shown(version)}' for name, version in facts.versions.items()])}",
         *(["- Each layer was planned on what the compressed earlier layers put out."] if plan.sequential else []),
         "",
-        "`compression.json` holds the whole plan with its coefficients.",
-        "",
-    ]
+        "`compression.json` holds the whole plan with its coefficients.", "",
+    ]  # fmt: skip
 
 
 def _data(plan: CompressionPlan) -> list[str]:
@@ -172,20 +155,14 @@ def _data(plan: CompressionPlan) -> list[str]:
         return ["No text was read to make it.", ""]
     columns = ("source", "weight", "sequences", "tokens", "held out", "SHA-256 of the token ids")
     fields = ("weight", "samples", "tokens", "heldout_samples", "sha256")
-    rows = [
-        [shown(label(str(entry["source"]))), *(_cell(entry.get(name)) for name in fields)]
-        for entry in sources_of(plan.calibration)
-    ]
+    rows = [[shown(label(str(entry["source"]))), *(_cell(entry.get(name)) for name in fields)]
+            for entry in sources_of(plan.calibration)]  # fmt: skip
     only = plan.calibration.get("only")
     return [
-        "Calibration text:",
-        "",
-        table_line(columns),
-        table_line([":---", *["---:"] * 4, ":---"]),
-        *(table_line(row) for row in rows),
-        "",
+        "Calibration text:", "",
+        *markdown_table(columns, rows, (columns[0], columns[-1])), "",
         *([f"Of these sources only {shown(label(str(only)))} decided.", ""] if only is not None else []),
-    ]
+    ]  # fmt: skip
 
 
 def _cell(value: Any) -> str:
@@ -196,13 +173,16 @@ def _cell(value: Any) -> str:
 
 def loading(facts: Facts, repo_id: str) -> list[str]:
     """How to load it, by what is there."""
-    graph = facts.graph
+    lines = ["## How to load it", "", *([] if facts.only_graph else _transformers(facts, repo_id))]
+    if facts.graph is None:
+        return lines
+    folder = f"model/{facts.graph.place}" if facts.graph.place else "model"
     return [
-        "## How to load it",
-        "",
-        *([] if facts.only_graph else _transformers(facts, repo_id)),
-        *(_onnx(repo_id, f"model/{graph.place}" if graph.place else "model") if graph is not None else []),
-    ]
+        *lines,
+        "In ONNX Runtime; or from the terminal, once the repository is downloaded:", "",
+        *fenced(f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"', "bash"),
+        *fenced(f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")', "python"),
+    ]  # fmt: skip
 
 
 def _transformers(facts: Facts, repo_id: str) -> list[str]:
@@ -212,30 +192,17 @@ def _transformers(facts: Facts, repo_id: str) -> list[str]:
     class_name = name or "AutoModelForCausalLM"
     has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     code = [
-        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}",
-        "",
+        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}", "",
         f'model = {class_name}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
         *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
-    ]
-    version = facts.versions.get("transformers", "unknown")
+    ]  # fmt: skip
     return [
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
-        f"{shown(version)}; `device_map` needs the package accelerate):",
-        "",
+        f"{shown(facts.versions.get('transformers', 'unknown'))}; `device_map` needs the package accelerate):", "",
         *fenced("\n".join(code), "python"),
-        "In vLLM, where it supports this architecture (not tested with this checkpoint):",
-        "",
+        "In vLLM, where it supports this architecture (not tested with this checkpoint):", "",
         *fenced(f"vllm serve {repo_id}", "bash"),
-    ]
-
-
-def _onnx(repo_id: str, folder: str) -> list[str]:
-    return [
-        "In ONNX Runtime; or from the terminal, once the repository is downloaded:",
-        "",
-        *fenced(f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"', "bash"),
-        *fenced(f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")', "python"),
-    ]
+    ]  # fmt: skip
 
 
 def picture(path: str, alternative: str) -> list[str]:

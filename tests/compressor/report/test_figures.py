@@ -15,8 +15,8 @@ from PIL import Image
 
 from compressor.report.bars import phases, visit_alt
 from compressor.report.data import ReportData
-from compressor.report.drawing import colours
-from compressor.report.figures import NAMES, Picture, pictures, png
+from compressor.report.drawing import Picture, colours, png
+from compressor.report.figures import NAMES, pictures
 from compressor.report.layers import fates, listed, named, order
 from compressor.report.matrices import LEVELS, limits, matrix_alt
 from tests.gates import gates
