@@ -109,7 +109,7 @@ def _label_axes(axes: "Axes", comparison: Comparison) -> None:
     axes.invert_xaxis()
     axes.set_xlabel(f"experts kept in each MoE layer (the original has {first.experts})")
     title = textwrap.fill(f"{comparison.model}: loss with fewer experts", 64)
-    axes.set_title(title, fontsize=11).set_parse_math(False)
+    axes.set_title(title, fontsize=11, parse_math=False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -87,11 +87,9 @@ def heat_figure(
     body = max(LEAST_BODY, *(sum(_height(panel, row, width) for panel in column) for column in columns))
     across = sum(left) + len(columns) * (width + MARGIN) + BAR_SPACE * len(scales)
     heading = textwrap.wrap(title, max(20, int(across / 0.09)))
-    top = 0.15 + 0.19 * len(heading)
-    figure = Figure(figsize=(across, top + body + 0.1), dpi=DPI)
-    figure.text(0.15 / across, 1 - 0.1 / (top + body + 0.1), "\n".join(heading), va="top", fontsize=10).set_parse_math(
-        False
-    )
+    up = 0.15 + 0.19 * len(heading) + body + 0.1
+    figure = Figure(figsize=(across, up), dpi=DPI)
+    figure.text(0.15 / across, 1 - 0.1 / up, "\n".join(heading), va="top", fontsize=10, parse_math=False)
     x = 0.0
     for column, labels in zip(columns, left, strict=True):
         y = 0.1 + body
@@ -113,7 +111,7 @@ def _empty(title: str) -> "Figure":
 
     figure = Figure(figsize=(5.0, 1.2), dpi=DPI)
     text = "\n".join([*textwrap.wrap(title, 60), "", "nothing to show"])
-    figure.text(0.03, 0.9, text, va="top", fontsize=9).set_parse_math(False)
+    figure.text(0.03, 0.9, text, va="top", fontsize=9, parse_math=False)
     return figure
 
 
@@ -151,12 +149,10 @@ def _label(axes: "Axes", panel: Panel, numbers: Sequence[str], width: float, row
     step = math.ceil((letters + 1) * LETTER / (width / len(numbers)))
     axes.set_xticks(range(0, len(numbers), step), labels=numbers[::step], fontsize=FONT)
     step = math.ceil(LINE / row)
-    axes.set_yticks(range(0, len(panel.rows), step), labels=panel.rows[::step], fontsize=FONT)
+    axes.set_yticks(range(0, len(panel.rows), step), labels=panel.rows[::step], fontsize=FONT, parse_math=False)
     axes.tick_params(length=2, pad=1.5)
-    for text in axes.get_yticklabels():
-        text.set_parse_math(False)
     axes.set_xlabel("layer of the receiving router", fontsize=FONT, labelpad=1)
-    axes.set_title("\n".join(_title(panel, width)), fontsize=8, loc="left", pad=3).set_parse_math(False)
+    axes.set_title("\n".join(_title(panel, width)), fontsize=8, loc="left", pad=3, parse_math=False)
 
 
 def _draw_bar(axes: "Axes", scale: Scale) -> None:

@@ -112,21 +112,12 @@ def push(
             made = standing.head if done is None else done.oid
             hub.asked(repo_id, api.create_tag, repo_id, tag=tag, revision=made)
     return PushSummary(
-        repo_id=repo_id,
-        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
-        commit=None if done is None else done.oid,
-        branch=branch,
-        create_pr=create_pr,
-        pull_request=None if done is None else done.pr_url,
-        tag=tag,
-        uploaded=standing.files,
-        uploaded_bytes=sum(file.nbytes for file in standing.files),
-        unchanged=standing.unchanged,
-        removed=standing.removed,
-        left_out=found.left_out,
-        message=title,
-        dry_run=dry_run,
-    )
+        repo_id=repo_id, url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        commit=None if done is None else done.oid, pull_request=None if done is None else done.pr_url,
+        branch=branch, create_pr=create_pr, tag=tag, message=title, dry_run=dry_run,
+        uploaded=standing.files, uploaded_bytes=sum(file.nbytes for file in standing.files),
+        unchanged=standing.unchanged, removed=standing.removed, left_out=found.left_out,
+    )  # fmt: skip
 
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:

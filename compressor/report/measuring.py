@@ -201,9 +201,9 @@ def _identity(plan: CompressionPlan, record: RunRecord | None) -> Mapping[str, A
     own = plan.calibration
     if own is None:
         return None
-    kept = record.calibration if record else None
-    if kept is not None and kept.get("sha256") == own.get("sha256"):
-        return kept
+    recorded = record.calibration if record else None
+    if recorded is not None and recorded.get("sha256") == own.get("sha256"):
+        return recorded
     stored = own.get("sources")
     names = [entry.get("source") for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
     return own if names and all(name == DEMO_SOURCE or is_file(str(name)) for name in names) else None

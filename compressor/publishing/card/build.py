@@ -1,7 +1,7 @@
 """The model card of a compressed checkpoint, made of what was measured or recorded and of nothing else."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -51,14 +51,7 @@ def card_text(
     `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
     the folder of a local base, whose card gives the licence, and `pictures` are further ones with alternative texts.
     """
-    if not is_hub_id(repo_id):
-        raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
-    for path in pictures:
-        if not path.endswith(".png") or path.startswith("/") or ".." in PurePosixPath(path).parts or path in OWN:
-            raise CompressionError(
-                f"the card cannot take a picture at {path!r}; give it a path of its own that ends in .png, relative to "
-                "the repository"
-            )
+    _check_names(repo_id, pictures)
     facts = read_facts(folder, gate)
     drawn = {GRID: (png_bytes(grid_figure(facts.plan)), grid_text(facts.plan))}
     if facts.gate is not None and facts.gate.tasks:
@@ -83,6 +76,17 @@ def card_text(
     ]  # fmt: skip
     text = without_tokens("\n".join(lines).rstrip() + "\n")
     return Card(text, {path: content for path, (content, _) in {**drawn, **pictures}.items()})
+
+
+def _check_names(repo_id: str, paths: Iterable[str]) -> None:
+    if not is_hub_id(repo_id):
+        raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
+    for path in paths:
+        if not path.endswith(".png") or path.startswith("/") or ".." in PurePosixPath(path).parts or path in OWN:
+            raise CompressionError(
+                f"the card cannot take a picture at {path!r}; give it a path of its own that ends in .png, relative to "
+                "the repository"
+            )
 
 
 def known_here(folder: Path) -> dict[str, Any]:

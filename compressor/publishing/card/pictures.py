@@ -64,6 +64,7 @@ def grid_figure(plan: CompressionPlan) -> "Figure":
     """The grid, not saved yet: a row for each layer, a column for each expert of the original."""
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     rows, columns = len(plan.layers), max(layer.experts for layer in plan.layers)
     cell = max(LEAST_CELL, min(MOST_CELL, WIDTH / columns, HEIGHT / rows))
@@ -73,18 +74,17 @@ def grid_figure(plan: CompressionPlan) -> "Figure":
     axes = axes_at(figure, MARGIN_LEFT, MARGIN_BELOW, cell * columns, height)
     grid = [cells(layer) for layer in plan.layers]
     blank = to_rgb("white")
-    axes.imshow(
-        [[to_rgb(row[column].colour) if column < len(row) else blank for column in range(columns)] for row in grid],
-        aspect="auto", interpolation="nearest",
-    )  # fmt: skip
+    shades = [[*(to_rgb(each.colour) for each in row), *[blank] * (columns - len(row))] for row in grid]
+    axes.imshow(shades, aspect="auto", interpolation="nearest")
     numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
     _draw_marks(axes, grid, cell, numbered)
-    _draw_protected(axes, plan, cell)
+    for row, layer in enumerate(plan.layers):
+        for expert in plan.protected.get(layer.module, ()):
+            axes.add_patch(Rectangle((expert - 0.5, row - 0.5), 1, 1, fill=False, linewidth=max(0.6, 5 * cell)))
     _label(axes, plan, cell)
     title = f"{label(plan.source.model)}: {Fates.of(plan)}"
-    figure.text(
-        0.1 / across, 1 - 0.08 / up, textwrap.fill(title, int(across / 0.085)), va="top", fontsize=9
-    ).set_parse_math(False)
+    title = textwrap.fill(title, int(across / 0.085))
+    figure.text(0.1 / across, 1 - 0.08 / up, title, va="top", fontsize=9, parse_math=False)
     figure.text(0.1 / across, 0.06 / up, textwrap.fill(_key(plan, numbered), int(across / 0.06)), fontsize=FONT)
     return figure
 
@@ -121,14 +121,6 @@ def _ink(background: str) -> str:
 
     red, green, blue = to_rgb(background)
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#333333"
-
-
-def _draw_protected(axes: "Axes", plan: CompressionPlan, cell: float) -> None:
-    from matplotlib.patches import Rectangle
-
-    for row, layer in enumerate(plan.layers):
-        for expert in plan.protected.get(layer.module, ()):
-            axes.add_patch(Rectangle((expert - 0.5, row - 0.5), 1, 1, fill=False, linewidth=max(0.6, 5 * cell)))
 
 
 def _label(axes: "Axes", plan: CompressionPlan, cell: float) -> None:
@@ -177,9 +169,7 @@ def gate_figure(gate: GateResult) -> "Figure":
     axes.set_ylim(max(1, len(gate.tasks)) - 0.5, -0.5)
     kinds = {"score": "", "likelihood": " (perplexity, relative)"}
     names = [f"{one_line(task.task, 40)}{kinds[task.kind]}: {task.verdict}" for task in gate.tasks]
-    axes.set_yticks(range(len(names)), labels=names, fontsize=8)
-    for text in axes.get_yticklabels():
-        text.set_parse_math(False)
+    axes.set_yticks(range(len(names)), labels=names, fontsize=8, parse_math=False)
     axes.set_xlabel(
         f"drop with one-sided bounds (confidence {100 * gate.confidence:g}%); dashed: {gate.max_drop:g} allowed\n"
         "circle: pass, diamond: inconclusive, cross: fail",
