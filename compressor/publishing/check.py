@@ -96,8 +96,7 @@ def _verify_graph(folder: Path) -> frozenset[str]:
 def _check_record(path: Path, record: Mapping[str, Any]) -> None:
     found = entry_of(record, "verification")
     difference, allowed = found.get("largest_difference"), found.get("tolerance")
-    known = isinstance(difference, int | float) and isinstance(allowed, int | float)
-    if not (known and difference <= allowed):
+    if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
         raise CompressionError(
             f"{path} does not say that the graph agrees with the stock model; export the checkpoint again with "
             "moe-compress export"
