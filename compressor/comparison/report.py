@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-from compressor import folders
 from compressor.comparison.plot import plot_comparison
 from compressor.comparison.rows import Comparison, Row, best_rows, data_line, sort_key
-from compressor.folders import plain
+from compressor.folders import plain, whole_folder
 from compressor.words import human_bytes, human_count, markdown_table
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
@@ -70,17 +69,12 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a folder for the reports that cannot be made, or exists and is not to be replaced by a comparison."""
-    folders.check_folder(folder, NAMES, overwrite)
-
-
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
-    with folders.whole_folder(folder, NAMES, overwrite) as made:
+    with whole_folder(folder, NAMES, overwrite) as made:
         content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
         (made / NAMES[1]).write_text(markdown(comparison), encoding="utf-8")

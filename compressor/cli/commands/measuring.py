@@ -73,10 +73,11 @@ def compare(
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
     from compressor.api import measuring
     from compressor.cli.comparison_table import show_comparison
-    from compressor.comparison.report import check_folder, write_reports
+    from compressor.comparison.report import NAMES, write_reports
+    from compressor.folders import check_folder
 
     kept = counts(experts)
-    check_folder(output, overwrite)
+    check_folder(output, NAMES, overwrite)
     with progress_bars(as_json) as progress:
         found = measuring.compare(
             model,
