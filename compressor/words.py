@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +49,12 @@ def _without_paths(line: str) -> str:
 def shown(value: Any) -> str:
     """A name or a sentence in Markdown, also within HTML, that means nothing there but itself."""
     return named(one_line(str(value)))
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> list[str]:
+    """A table's lines: the columns named in `texts` begin at the left, those of numbers end at the right."""
+    rule = [":---" if column in texts else "---:" for column in columns]
+    return [table_line(columns), table_line(rule), *map(table_line, rows)]
 
 
 def fenced(text: str, language: str = "") -> list[str]:

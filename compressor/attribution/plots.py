@@ -20,8 +20,8 @@ from compressor.attribution.summary import (
     sender_labels,
     strongest,
 )
-from compressor.drawing.heatmaps import DPI, FONT, TINIEST, Panel, Scale, heat_figure, log_scale
-from compressor.drawing.palette import COLOURS, MARKERS
+from compressor.drawing.heatmaps import FONT, TINIEST, Panel, Scale, heat_figure, log_scale
+from compressor.drawing.palette import COLOURS, DPI, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,7 @@ from statistics import fmean
 from rich.markup import escape
 
 from compressor.cli.tables import PIPED_WIDTH, console, print_json, print_table
-from compressor.comparison.rows import Comparison
-from compressor.comparison.series import Entry, data_line, ranked
+from compressor.comparison.rows import Comparison, Entry, data_line, ranked
 from compressor.words import human_bytes, human_count
 
 NARROW_COLUMNS = 6  # that a narrower terminal shows

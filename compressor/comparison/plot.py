@@ -3,12 +3,10 @@
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compressor.comparison.rows import Comparison
-from compressor.comparison.series import Entry, ranked, sort_key
+from compressor.comparison.rows import Comparison, Entry, Row, ranked, sort_key
 from compressor.drawing.palette import COLOURS, DPI, MARKERS
 
 if TYPE_CHECKING:
@@ -25,21 +23,12 @@ DECADES = 4  # of the logarithmic scale at the most
 LEAST_GAP = 0.045  # of the x axis between two numbers on it
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of the picture: entries by falling expert count, and what the original's count starts it with."""
-
-    label: str
-    entries: tuple[Entry, ...]
-
-
-def series(comparison: Comparison) -> tuple[Series, ...]:
-    """All lines, the greatest loss at its smallest expert count first, as they lie on the picture's right edge."""
+def _lines(comparison: Comparison) -> list[list[Entry]]:
+    """Entries of one label by falling expert count; the lines as they end on the picture's right edge, from above."""
     lines: dict[str, list[Entry]] = {}
     for entry in ranked(comparison):
         lines.setdefault(entry.label, []).append(entry)
-    found = [Series(label, tuple(members)) for label, members in lines.items()]
-    return tuple(sorted(found, key=lambda line: -sort_key(line.entries[-1].loss)))
+    return sorted(lines.values(), key=lambda line: -sort_key(line[-1].loss))
 
 
 def linear_below(increases: Iterable[float]) -> float | None:
@@ -61,38 +50,28 @@ def spaced(counts: Iterable[int]) -> list[int]:
     return kept if len(ordered) == 1 else [*kept, ordered[-1]]
 
 
-def _draw_line(axes: "Axes", comparison: Comparison, line: Series, number: int, colour: str) -> "Line2D":
-    first = comparison.original
-    increases = [[loss - first.loss for loss in entry.losses] for entry in line.entries]
-    experts = [first.experts, *(entry.experts for entry in line.entries)]
-    means = [0.0, *(entry.loss - first.loss for entry in line.entries)]
-    if line.entries[0].is_random:
-        colour = GREY
+def _draw_line(axes: "Axes", original: Row, line: Sequence[Entry], number: int, colour: str) -> "Line2D":
+    increases = [[loss - original.loss for loss in entry.losses] for entry in line]
+    experts = [original.experts, *(entry.experts for entry in line)]
+    means = [0.0, *(entry.loss - original.loss for entry in line)]
+    if line[0].is_random:
         low, high = ([0.0, *(limit(values) for values in increases)] for limit in (min, max))
         axes.fill_between(experts, low, high, color=colour, alpha=0.2, linewidth=0)
     hollow = number // len(MARKERS) % 2 == 1
-    style = "dashed" if line.entries[0].is_random else STYLES.get(line.entries[0].rows[0].correction, "dashdot")
     (drawn,) = axes.plot(
-        experts,
-        means,
-        color=colour,
-        linestyle=style,
-        linewidth=1.4,
-        marker=MARKERS[number % len(MARKERS)],
-        markersize=6,
-        markerfacecolor="white" if hollow else colour,
-        markeredgecolor=colour if hollow else "white",
-        markeredgewidth=1.2 if hollow else 0.5,
+        experts, means, color=colour, linewidth=1.4,
+        linestyle="dashed" if line[0].is_random else STYLES.get(line[0].rows[0].correction, "dashdot"),
+        marker=MARKERS[number % len(MARKERS)], markersize=6, markerfacecolor="white" if hollow else colour,
+        markeredgecolor=colour if hollow else "white", markeredgewidth=1.2 if hollow else 0.5,
         markevery=slice(1, None),  # the start is the original, which is no choice of this line
-    )
+    )  # fmt: skip
     return drawn
 
 
-def _legend_label(line: Series) -> str:
-    if not line.entries[0].is_random:
-        return textwrap.fill(line.label, LABEL_LENGTH)
-    drops = max(len(entry.rows) for entry in line.entries)
-    return textwrap.fill(f"{line.label} ({f'mean and range of {drops}' if drops > 1 else 'one drop'})", LABEL_LENGTH)
+def _legend_label(line: Sequence[Entry]) -> str:
+    drops = max(len(entry.rows) for entry in line)
+    range_of = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if line[0].is_random else ""
+    return textwrap.fill(f"{line[0].label}{range_of}", LABEL_LENGTH)
 
 
 def _ticks(least: float, most: float, below: float) -> list[float]:
@@ -130,16 +109,10 @@ def _label_axes(axes: "Axes", comparison: Comparison) -> None:
     axes.invert_xaxis()
     axes.set_xlabel(f"experts kept in each MoE layer (the original has {first.experts})")
     title = textwrap.fill(f"{comparison.model}: loss with fewer experts", 64)
-    axes.set_title(title, fontsize=11).set_parse_math(False)
+    axes.set_title(title, fontsize=11, parse_math=False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _size(labels: Sequence[str]) -> tuple[float, float]:
-    """Inches that leave the axes their width beside the legend, and the legend its height."""
-    lines = [line for text in labels for line in text.splitlines()]
-    return AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, lines)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(lines))
 
 
 def comparison_figure(comparison: Comparison) -> "Figure":
@@ -150,32 +123,25 @@ def comparison_figure(comparison: Comparison) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    lines = series(comparison)
     names = list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
     order = list(dict.fromkeys(entry.label for entry in ranked(comparison)))
-    handles: list[tuple[float, str, Line2D]] = []
     figure = Figure(dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    start = axes.axhline(0.0, color="black", linewidth=1.0)
-    handles.append((comparison.original.loss, "original", start))
-    for line in lines:
-        row = line.entries[0].rows[0]
+    handles = [(comparison.original.loss, "original", axes.axhline(0.0, color="black", linewidth=1.0))]
+    for line in _lines(comparison):
+        row = line[0].rows[0]
         colour = GREY if row.is_random else COLOURS[names.index(row.name) % len(COLOURS)]
-        drawn = _draw_line(axes, comparison, line, order.index(line.label), colour)
-        handles.append((sort_key(line.entries[-1].loss), _legend_label(line), drawn))
+        drawn = _draw_line(axes, comparison.original, line, order.index(line[0].label), colour)
+        handles.append((sort_key(line[-1].loss), _legend_label(line), drawn))
     handles.sort(key=lambda handle: -handle[0])
     labels = [text for _, text, _ in handles]
-    legend = figure.legend(
-        [drawn for _, _, drawn in handles],
-        labels,
-        loc="outside right upper",
-        fontsize=8,
-        frameon=False,
-        handlelength=3.2,
-    )
+    style: Any = {"loc": "outside right upper", "fontsize": 8, "frameon": False, "handlelength": 3.2}
+    legend = figure.legend([drawn for _, _, drawn in handles], labels, **style)
     for text in legend.get_texts():
         text.set_parse_math(False)
-    figure.set_size_inches(*_size(labels))
+    texts = [text for label in labels for text in label.splitlines()]  # beside the axes, which keep their width
+    width = AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts))
+    figure.set_size_inches(width, max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts)))
     _scale(axes, comparison)
     _label_axes(axes, comparison)
     return figure

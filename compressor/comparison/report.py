@@ -1,102 +1,72 @@
 """A comparison as files: comparison.json, a table for GitHub in comparison.md, and a picture, comparison.png."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from compressor.comparison.plot import plot_comparison
-from compressor.comparison.rows import Comparison, Row
-from compressor.comparison.series import best_rows, data_line, sort_key
+from compressor.comparison.rows import Comparison, Row, best_rows, data_line, sort_key
 from compressor.files import whole_folder
-from compressor.words import human_bytes, human_count, plain, table_line
+from compressor.words import human_bytes, human_count, markdown_table, plain
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
+LEGEND = (
+    "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is the "
+    "mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. Seconds are those of "
+    "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss of "
+    "its number of experts."
+)
 
 
-def _name(row: Row) -> str:
-    return f"random, seed {row.seed}" if row.is_random and row.seed is not None else row.name
+def _decimals(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
-def _decimals(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _columns(comparison: Comparison) -> list[str]:
-    planned = ["planned for"] if _any_planned_for_one(comparison) else []
-    sources = [f"loss on {plain(name)}" for name in _sources(comparison)]
-    first = ["model", "correction", *planned, "experts", "parameters", "loss", "increase", "perplexity", "KL"]
-    return [*first, *sources, "layer error", "seconds", "peak memory"]
-
-
-def _any_planned_for_one(comparison: Comparison) -> bool:
-    return any(row.source is not None for row in comparison.rows)
-
-
-def _sources(comparison: Comparison) -> list[str]:
-    """Evaluation sets that get a column each: none if there is one alone."""
-    return list(comparison.evaluation) if len(comparison.evaluation) > 1 else []
-
-
-def _cells(comparison: Comparison, row: Row) -> list[str]:
+def _cells(comparison: Comparison, row: Row) -> list[tuple[str, str]]:
+    """A row's columns with what stands in them; sources get columns where there are several, or one was planned for."""
     original = row is comparison.original
-    planned = ["-" if row.source is None else plain(row.source)] if _any_planned_for_one(comparison) else []
+    name = f"random, seed {row.seed}" if row.is_random and row.seed is not None else row.name
+    planned = any(each.source is not None for each in comparison.rows)
+    sources = comparison.evaluation if len(comparison.evaluation) > 1 else ()
     return [
-        plain(_name(row)),
-        "-" if original else row.correction,
-        *planned,
-        str(row.experts),
-        human_count(row.parameters),
-        _decimals(row.loss),
-        "-" if original else f"{comparison.increase(row):+.4f}",
-        f"{row.perplexity:.4g}",
-        _decimals(row.kl),
-        *(_decimals(row.loss_by_source.get(name)) for name in _sources(comparison)),
-        _decimals(row.error),
-        f"{row.seconds:.1f}",
-        human_bytes(row.peak_memory),
+        ("model", plain(name)),
+        ("correction", "-" if original else row.correction),
+        *([("planned for", "-" if row.source is None else plain(row.source))] if planned else []),
+        ("experts", str(row.experts)),
+        ("parameters", human_count(row.parameters)),
+        ("loss", _decimals(row.loss)),
+        ("increase", "-" if original else f"{comparison.increase(row):+.4f}"),
+        ("perplexity", f"{row.perplexity:.4g}"),
+        ("KL", _decimals(row.kl)),
+        *((f"loss on {plain(source)}", _decimals(row.loss_by_source.get(source))) for source in sources),
+        ("layer error", _decimals(row.error)),
+        ("seconds", f"{row.seconds:.1f}"),
+        ("peak memory", human_bytes(row.peak_memory)),
     ]
-
-
-def _ordered(rows: Sequence[Row]) -> list[tuple[int, Row]]:
-    """Rows with their numbers: the original, then many experts first and the least loss first."""
-    first, *others = enumerate(rows)
-    return [first, *sorted(others, key=lambda each: (-each[1].experts, sort_key(each[1].loss)))]
 
 
 def markdown(comparison: Comparison) -> str:
-    """A heading, what was measured on what, and one row a model; the least loss of each expert count is in bold."""
-    columns, best = _columns(comparison), best_rows(comparison)
-    texts = {"model", "correction", "planned for"}
-    lines = [
-        f"# {plain(comparison.model)}: comparison",
-        "",
-        plain(data_line(comparison)),
-        *_protected_lines(comparison),
-        "",
-        table_line(columns),
-        table_line([":---" if column in texts else "---:" for column in columns]),
-    ]
-    for number, row in _ordered(comparison.rows):
-        cells = _cells(comparison, row)
-        lines.append(table_line([f"**{cell}**" for cell in cells] if number in best else cells))
-    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
-    return "\n".join([*lines, "", _legend(), *(["", f"Made with {plain(made_with)}."] if made_with else []), ""])
+    """A heading, what was measured on what, and one row a model; the least loss of each expert count is in bold.
 
-
-def _protected_lines(comparison: Comparison) -> list[str]:
-    if not comparison.protected:
-        return []
+    The original comes first, then models of many experts, and of equally many those of the least loss.
+    """
+    best, columns = best_rows(comparison), [name for name, _ in _cells(comparison, comparison.original)]
+    rows = []
+    first, *others = enumerate(comparison.rows)
+    for number, row in [first, *sorted(others, key=lambda each: (-each[1].experts, sort_key(each[1].loss)))]:
+        cells = [cell for _, cell in _cells(comparison, row)]
+        rows.append([f"**{cell}**" for cell in cells] if number in best else cells)
     layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
-    return ["", plain(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")]
-
-
-def _legend() -> str:
-    return (
-        "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is "
-        "the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. "
-        "Seconds are those of deciding, and correcting with the evaluation on the way, without the calibration pass. "
-        "Bold: the least loss of its number of experts."
-    )
+    protected = f"Protected experts, in no row merged or dropped: {'; '.join(layers)}."
+    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    lines = [
+        f"# {plain(comparison.model)}: comparison", "",
+        plain(data_line(comparison)), "",
+        *([plain(protected), ""] if layers else []),
+        *markdown_table(columns, rows, ("model", "correction", "planned for")), "",
+        LEGEND, "",
+        *([f"Made with {plain(made_with)}.", ""] if made_with else []),
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:

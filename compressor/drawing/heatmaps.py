@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compressor.drawing.palette import DPI, axes_at
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-DPI = 150
 FONT, LETTER, LINE = 7, 0.068, 0.125  # points of a label; inches of a letter and of a line
 WIDTH, LEAST_WIDTH = 4.8, 2.6  # inches of a panel
 LEAST_CELL, MOST_CELL = 0.1, 0.5  # inches
@@ -86,24 +87,22 @@ def heat_figure(
     body = max(LEAST_BODY, *(sum(_height(panel, row, width) for panel in column) for column in columns))
     across = sum(left) + len(columns) * (width + MARGIN) + BAR_SPACE * len(scales)
     heading = textwrap.wrap(title, max(20, int(across / 0.09)))
-    top = 0.15 + 0.19 * len(heading)
-    figure = Figure(figsize=(across, top + body + 0.1), dpi=DPI)
-    figure.text(0.15 / across, 1 - 0.1 / (top + body + 0.1), "\n".join(heading), va="top", fontsize=10).set_parse_math(
-        False
-    )
+    up = 0.15 + 0.19 * len(heading) + body + 0.1
+    figure = Figure(figsize=(across, up), dpi=DPI)
+    figure.text(0.15 / across, 1 - 0.1 / up, "\n".join(heading), va="top", fontsize=10, parse_math=False)
     x = 0.0
     for column, labels in zip(columns, left, strict=True):
         y = 0.1 + body
         x += labels
         for panel in column:
             y -= _height(panel, row, width)
-            axes = _axes(figure, x, y + GAP, width, row * len(panel.rows))
+            axes = axes_at(figure, x, y + GAP, width, row * len(panel.rows))
             _draw(axes, panel, scales[panel.scale], numbers)
             _label(axes, panel, numbers, width, row)
         x += width + MARGIN
     for place, scale in enumerate(scales):
         bar = max(LEAST_BODY, min(body, 4.0)) - TITLE - GAP
-        _draw_bar(_axes(figure, x + BAR_SPACE * place, 0.1 + body - TITLE - bar, BAR, bar), scale)
+        _draw_bar(axes_at(figure, x + BAR_SPACE * place, 0.1 + body - TITLE - bar, BAR, bar), scale)
     return figure
 
 
@@ -112,14 +111,8 @@ def _empty(title: str) -> "Figure":
 
     figure = Figure(figsize=(5.0, 1.2), dpi=DPI)
     text = "\n".join([*textwrap.wrap(title, 60), "", "nothing to show"])
-    figure.text(0.03, 0.9, text, va="top", fontsize=9).set_parse_math(False)
+    figure.text(0.03, 0.9, text, va="top", fontsize=9, parse_math=False)
     return figure
-
-
-def _axes(figure: "Figure", x: float, y: float, width: float, height: float) -> "Axes":
-    """New axes at these inches from the lower left."""
-    across, up = figure.get_size_inches()
-    return figure.add_axes((x / across, y / up, width / across, height / up))
 
 
 def _title(panel: Panel, width: float) -> list[str]:
@@ -156,12 +149,10 @@ def _label(axes: "Axes", panel: Panel, numbers: Sequence[str], width: float, row
     step = math.ceil((letters + 1) * LETTER / (width / len(numbers)))
     axes.set_xticks(range(0, len(numbers), step), labels=numbers[::step], fontsize=FONT)
     step = math.ceil(LINE / row)
-    axes.set_yticks(range(0, len(panel.rows), step), labels=panel.rows[::step], fontsize=FONT)
+    axes.set_yticks(range(0, len(panel.rows), step), labels=panel.rows[::step], fontsize=FONT, parse_math=False)
     axes.tick_params(length=2, pad=1.5)
-    for text in axes.get_yticklabels():
-        text.set_parse_math(False)
     axes.set_xlabel("layer of the receiving router", fontsize=FONT, labelpad=1)
-    axes.set_title("\n".join(_title(panel, width)), fontsize=8, loc="left", pad=3).set_parse_math(False)
+    axes.set_title("\n".join(_title(panel, width)), fontsize=8, loc="left", pad=3, parse_math=False)
 
 
 def _draw_bar(axes: "Axes", scale: Scale) -> None:

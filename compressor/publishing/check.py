@@ -1,7 +1,6 @@
 """Whether a folder may be pushed: its checkpoint or graph is verified anew, and a gate that is required has passed."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from compressor.gates.report import read_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.verification import verify_checkpoint
 from compressor.planning.registry import load_exporter
-from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD
+from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.publishing.files import belonging, left_out
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
@@ -61,8 +60,7 @@ def _recorded_experts(folder: Path) -> int | None:
     """The experts per layer that compression.json says an output of ours has; None for any other checkpoint."""
     if not (folder / COMPRESSION).is_file():
         return None
-    plan = read_object(folder / COMPRESSION).get("plan")
-    experts = plan.get("experts") if isinstance(plan, dict) else None
+    experts = entry_of(read_object(folder / COMPRESSION), "plan").get("experts")
     if isinstance(experts, bool) or not isinstance(experts, int):
         raise CompressionError(
             f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
@@ -97,18 +95,13 @@ def _verify_graph(folder: Path) -> frozenset[str]:
 
 
 def _check_record(path: Path, record: Mapping[str, Any]) -> None:
-    found = record.get("verification")
-    found = found if isinstance(found, dict) else {}
-    difference, allowed = (_number(found.get(name)) for name in ("largest_difference", "tolerance"))
-    if not difference <= allowed:  # nor where one of them is not known
+    found = entry_of(record, "verification")
+    difference, allowed = found.get("largest_difference"), found.get("tolerance")
+    if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
         raise CompressionError(
             f"{path} does not say that the graph agrees with the stock model; export the checkpoint again with "
             "moe-compress export"
         )
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _external_ends(graph: Any) -> dict[str, int]:

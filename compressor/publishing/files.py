@@ -6,9 +6,8 @@ from pathlib import Path
 
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressionError, without_tokens
+from compressor.publishing.hub import Content
 from compressor.surgery.job import CARRIED_FOLDERS
-
-Content = Path | bytes  # of one file: where it lies, or what it holds
 
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")

@@ -1,20 +1,42 @@
-"""A repository on the Hub as it is now, how it differs from what is pushed, and the one commit that brings it there."""
+"""A repository on the Hub as it is now, how it differs from what is pushed, and the one commit that brings it there.
 
+What goes wrong between here and the Hub becomes one sentence with its remedy and without any token.
+"""
+
+import re
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha1
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from compressor.errors import CompressionError
-from compressor.publishing.faults import asked, status_of
-from compressor.publishing.files import Content
+from compressor.errors import CompressionError, reason_of
 from compressor.run_record import versions
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Content = Path | bytes  # of one file: where it lies, or what it holds
 State = Literal["new", "changed", "unchanged", "unknown"]
+
 DEFAULT_BRANCH = "main"
+AGAIN = "then run the same command again, which goes on where it stopped"
+ROOM = re.compile(r"quota|storage|upgrade", re.IGNORECASE)  # how a refusal for want of room reads
+MOST = 160  # letters of what the Hub itself says
+REMEDIES = {  # by status: what it means, and what helps
+    401: ("the Hub does not accept the login", "log in with `hf auth login` and a token that may write"),
+    403: ("you may not write there", "ask its owner for write permission, or log in with a token that has it"),
+    404: ("it is not there or not visible to you", "check the name and who is logged in (`hf auth whoami`)"),
+    409: ("the Hub is busy with another change of it", "wait for that to end"),
+    412: ("somebody else has committed to it meanwhile", "look at their commit"),
+    413: ("the Hub takes no commit of this size", "make the shards smaller"),
+    429: ("the Hub takes no more requests for now", "wait some minutes"),
+}
+NO_ROOM = ("there is no room left on the Hub", "free some storage there or choose a larger plan")
+OWN_TROUBLE = ("the Hub has trouble of its own", "wait a while")
+REFUSED = ("the Hub refuses it", "mend what it names")
+BROKEN = ("the connection to the Hub broke", "check the network")
+OTHER = ("pushing failed", "mend what it names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +56,68 @@ class Remote:
     private: bool | None = None  # None where the Hub does not say
     branches: Mapping[str, str] = field(default_factory=dict)  # to their commits
     tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def asked(repo_id: str, function: Callable[P, R], /, *args: P.args, **named: P.kwargs) -> R:
+    """What the Hub's client answers; its exceptions become a `CompressionError` that does not refer to them.
+
+    A server may echo a token in what it says, and a chained traceback would show it.
+    """
+    try:
+        return function(*args, **named)
+    except CompressionError:
+        raise
+    except Exception as error:
+        fault = hub_fault(repo_id, error)
+    raise fault
+
+
+def hub_fault(repo_id: str, error: BaseException) -> CompressionError:
+    """The sentence for an exception of the Hub's client."""
+    status, said = status_of(error), _reason(error)
+    if status == 403 and ROOM.search(said):
+        what, remedy = NO_ROOM
+    elif status is not None:
+        what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
+    elif _connection(error):
+        what, remedy = BROKEN
+    else:
+        what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
+    shown = f"{status}: {said}" if status is not None else said
+    return CompressionError(f"{repo_id}: {what} ({shown}); {remedy}, {AGAIN}")
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status that the Hub answered; None where it did not come to an answer."""
+    for each in _chain(error):
+        status = getattr(getattr(each, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and what it was raised from: the client wraps the faults of an upload."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _reason(error: BaseException) -> str:
+    """What the Hub says, else what the exception that carries its answer does, else the innermost one."""
+    chain = list(_chain(error))
+    for each in chain:
+        if said := getattr(each, "server_message", None):
+            return reason_of(Exception(said), MOST)
+    answered = [each for each in chain if getattr(each, "response", None) is not None]
+    return reason_of((answered or chain[-1:])[0], MOST)
+
+
+def _connection(error: BaseException) -> bool:
+    """Whether it is a fault of the network rather than an answer."""
+    kinds = {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}
+    return bool(kinds & {"TransportError", "ConnectionError", "TimeoutError"})
 
 
 def open_api() -> Any:
@@ -71,12 +155,9 @@ def list_files(api: Any, repo_id: str, commit: str | None) -> dict[str, RemoteFi
         if status_of(error) != 404:
             raise
         entries = []
-    found = {}
-    for entry in entries:
-        if hasattr(entry, "blob_id"):  # no folder
-            large = entry.lfs is not None
-            found[entry.path] = RemoteFile(entry.size, entry.lfs.sha256 if large else entry.blob_id, large)
-    return found
+    files = [entry for entry in entries if hasattr(entry, "blob_id")]  # no folders
+    large = {entry.path: entry.lfs.sha256 for entry in files if entry.lfs is not None}
+    return {e.path: RemoteFile(e.size, large.get(e.path, e.blob_id), e.path in large) for e in files}
 
 
 def additions(files: Mapping[str, Content]) -> dict[str, Any]:
@@ -92,14 +173,13 @@ def state_of(addition: Any, remote: RemoteFile | None) -> State:
         return "new"
     if remote.nbytes != addition.upload_info.size:
         return "changed"
-    digest = addition.upload_info.sha256.hex() if remote.large else _blob_id(addition.path_or_fileobj)
+    if remote.large:
+        digest = addition.upload_info.sha256.hex()
+    else:  # what git calls it
+        content = addition.path_or_fileobj
+        data = content if isinstance(content, bytes) else Path(content).read_bytes()
+        digest = sha1(b"blob %d\0" % len(data) + data).hexdigest()
     return "unchanged" if digest == remote.digest else "changed"
-
-
-def _blob_id(content: str | bytes) -> str:
-    """What git calls a file."""
-    data = content if isinstance(content, bytes) else Path(content).read_bytes()
-    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def refuse_public(repo_id: str, remote: Remote, private: bool) -> None:
@@ -141,27 +221,19 @@ def commit(
     first and the commit comes last; when it is run again, the client does not send what is stored already.
     """
 
-    def send() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
-            return api.create_commit(
-                repo_id,
-                list(changes),
-                commit_message=message,
-                revision=branch,
-                create_pr=create_pr,
-                parent_commit=head,
-            )
-
-    return asked(repo_id, send)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
+        return asked(
+            repo_id, api.create_commit, repo_id, list(changes), commit_message=message, revision=branch,
+            create_pr=create_pr, parent_commit=head,
+        )  # fmt: skip
 
 
 def check_arrived(api: Any, repo_id: str, commit: str, files: Mapping[str, Any]) -> None:
     """Whether the commit holds every file as it is here: a .gitignore there can keep one out without a word."""
-    there: Mapping[str, RemoteFile] | None = None
-    with suppress(Exception):  # the commit is made; that it cannot be listed yet is no fault of it
+    try:
         there = list_files(api, repo_id, commit)
-    if there is None:
+    except Exception:  # the commit is made; that it cannot be listed yet is no fault of it
         return
     for name, addition in files.items():
         if state_of(addition, there.get(name)) != "unchanged":

@@ -12,27 +12,11 @@ from typing import Any
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.scores import REPORT
 from compressor.gates.verdict import GateResult
+from compressor.publishing import hub
+from compressor.publishing.card.build import card_text, known_here
 from compressor.publishing.card.metadata import is_hub_id
 from compressor.publishing.check import VerifiedFolder, default_message, require_pass, verify_folder
-from compressor.publishing.faults import asked, hub_fault, status_of
-from compressor.publishing.files import CARD, Content, refuse_tokens, superseded
-from compressor.publishing.hub import (
-    DEFAULT_BRANCH,
-    Remote,
-    RemoteFile,
-    State,
-    additions,
-    check_arrived,
-    commit,
-    deletions,
-    list_files,
-    look_up,
-    open_api,
-    open_repository,
-    refuse_public,
-    refuse_tag,
-    state_of,
-)
+from compressor.publishing.files import CARD, refuse_tokens, superseded
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
@@ -47,7 +31,7 @@ class PushedFile:
 
     path: str  # in the repository
     nbytes: int
-    state: State
+    state: hub.State
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +95,29 @@ def push(
     gate = None if require_gate is None else require_pass(found, Path(require_gate))
     files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
     refuse_tokens(files)
-    title, branch = message or default_message(found), revision or DEFAULT_BRANCH
-    api, added = open_api(), additions(files)
+    title, branch = message or default_message(found), revision or hub.DEFAULT_BRANCH
+    api, added = hub.open_api(), hub.additions(files)
     remote = _see(api, repo_id, dry_run)
     standing = _compare(api, repo_id, found, added, remote, branch)
     if remote is not None:
-        refuse_public(repo_id, remote, private)
-        refuse_tag(repo_id, remote, tag, None if standing.differs else standing.head)
+        hub.refuse_public(repo_id, remote, private)
+        hub.refuse_tag(repo_id, remote, tag, None if standing.differs else standing.head)
     done: Any = None
     if not dry_run and remote is not None:
-        fresh = open_repository(api, repo_id, remote, private)
+        fresh = hub.open_repository(api, repo_id, remote, private)
         if not remote.exists:  # a new repository begins with files of the Hub's own
             standing = _compare(api, repo_id, found, added, fresh, branch)
         done = _send(api, repo_id, fresh, added, standing, title, branch, create_pr)
         if tag is not None and tag not in fresh.tags:
             made = standing.head if done is None else done.oid
-            asked(repo_id, api.create_tag, repo_id, tag=tag, revision=made)
+            hub.asked(repo_id, api.create_tag, repo_id, tag=tag, revision=made)
     return PushSummary(
-        repo_id=repo_id,
-        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
-        commit=None if done is None else done.oid,
-        branch=branch,
-        create_pr=create_pr,
-        pull_request=None if done is None else done.pr_url,
-        tag=tag,
-        uploaded=standing.files,
-        uploaded_bytes=sum(file.nbytes for file in standing.files),
-        unchanged=standing.unchanged,
-        removed=standing.removed,
-        left_out=found.left_out,
-        message=title,
-        dry_run=dry_run,
-    )
+        repo_id=repo_id, url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        commit=None if done is None else done.oid, pull_request=None if done is None else done.pr_url,
+        branch=branch, create_pr=create_pr, tag=tag, message=title, dry_run=dry_run,
+        uploaded=standing.files, uploaded_bytes=sum(file.nbytes for file in standing.files),
+        unchanged=standing.unchanged, removed=standing.removed, left_out=found.left_out,
+    )  # fmt: skip
 
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
@@ -166,12 +141,12 @@ def check_access(repo_id: str, private: bool) -> None:
     """
     from huggingface_hub import get_token
 
-    api = open_api()
+    api = hub.open_api()
     if get_token() is not None:
         _check_login(api, repo_id)
     elif api.endpoint == HUGGING_FACE:
         raise CompressionError(f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first")
-    refuse_public(repo_id, asked(repo_id, look_up, api, repo_id), private)
+    hub.refuse_public(repo_id, hub.asked(repo_id, hub.look_up, api, repo_id), private)
 
 
 def _check_login(api: Any, repo_id: str) -> None:
@@ -179,27 +154,24 @@ def _check_login(api: Any, repo_id: str) -> None:
     try:
         api.whoami()
     except Exception as error:
-        if status_of(error) in (401, 403):  # anything else says nothing about the login
-            fault = hub_fault(repo_id, error)
+        if hub.status_of(error) in (401, 403):  # anything else says nothing about the login
+            fault = hub.hub_fault(repo_id, error)
     if fault is not None:
         raise fault  # out here, so that it does not refer to an exception that may hold a token
 
 
 def _staged(
     found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
-) -> dict[str, Content]:
+) -> dict[str, hub.Content]:
     """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required."""
-    staged: dict[str, Content] = {}
+    staged: dict[str, hub.Content] = {}
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
     if CARD in found.files:
         _look_at_card(found)
     elif COMPRESSION in found.files:  # else nothing is known of how it was made
-        from compressor.publishing.card.build import card_text
-        from compressor.report.store import for_card
-
-        card = card_text(found.folder, repo_id, gate, **for_card(found.folder))
+        card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
         staged |= {CARD: card.text.encode(), **card.pictures}
     return staged
 
@@ -220,10 +192,10 @@ def _look_at_card(found: VerifiedFolder) -> None:
         )  # fmt: skip
 
 
-def _see(api: Any, repo_id: str, dry_run: bool) -> Remote | None:
+def _see(api: Any, repo_id: str, dry_run: bool) -> hub.Remote | None:
     """The repository as it is; None where a dry run cannot ask the Hub."""
     try:
-        return asked(repo_id, look_up, api, repo_id)
+        return hub.asked(repo_id, hub.look_up, api, repo_id)
     except CompressionError as error:
         if not dry_run:
             raise
@@ -232,34 +204,27 @@ def _see(api: Any, repo_id: str, dry_run: bool) -> Remote | None:
 
 
 def _compare(
-    api: Any, repo_id: str, found: VerifiedFolder, added: Mapping[str, Any], remote: Remote | None, branch: str
+    api: Any, repo_id: str, found: VerifiedFolder, added: Mapping[str, Any], remote: hub.Remote | None, branch: str
 ) -> _Standing:
     """Which files differ from those of the branch, or of the one that it will begin at; all where nothing is known."""
     head: str | None = None
-    there: Mapping[str, RemoteFile] = {}
+    there: Mapping[str, hub.RemoteFile] = {}
     if remote is not None:
-        head = remote.branches.get(branch, remote.branches.get(DEFAULT_BRANCH))
-        there = asked(repo_id, list_files, api, repo_id, head)
-    states: dict[str, State] = {
-        name: "unknown" if remote is None else state_of(addition, there.get(name)) for name, addition in added.items()
-    }
-    weights_change = any(states[name] != "unchanged" for name in found.weights)
-    return _Standing(
-        head,
-        tuple(
-            PushedFile(name, added[name].upload_info.size, state)
-            for name, state in sorted(states.items())
-            if state != "unchanged"
-        ),
-        tuple(sorted(name for name, state in states.items() if state == "unchanged")),
-        () if found.is_graph else superseded(there, added, weights_change),
-    )
+        head = remote.branches.get(branch, remote.branches.get(hub.DEFAULT_BRANCH))
+        there = hub.asked(repo_id, hub.list_files, api, repo_id, head)
+    files = []
+    for name, addition in sorted(added.items()):
+        state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
+        files.append(PushedFile(name, addition.upload_info.size, state))
+    same = tuple(file.path for file in files if file.state == "unchanged")
+    stale = () if found.is_graph else superseded(there, added, not found.weights <= {*same})
+    return _Standing(head, tuple(file for file in files if file.state != "unchanged"), same, stale)
 
 
 def _send(
     api: Any,
     repo_id: str,
-    remote: Remote,
+    remote: hub.Remote,
     added: Mapping[str, Any],
     standing: _Standing,
     title: str,
@@ -267,11 +232,11 @@ def _send(
     create_pr: bool,
 ) -> Any:
     """Make the branch, and the commit if there is something to commit; its facts, or None."""
-    if branch not in remote.branches and branch != DEFAULT_BRANCH:
-        asked(repo_id, api.create_branch, repo_id, branch=branch, revision=standing.head, exist_ok=True)
+    if branch not in remote.branches and branch != hub.DEFAULT_BRANCH:
+        hub.asked(repo_id, api.create_branch, repo_id, branch=branch, revision=standing.head, exist_ok=True)
     if not standing.differs:
         return None
-    changes = [*(added[file.path] for file in standing.files), *deletions(standing.removed)]
-    done = commit(api, repo_id, changes, title, branch, standing.head, create_pr)
-    check_arrived(api, repo_id, done.oid, added)
+    changes = [*(added[file.path] for file in standing.files), *hub.deletions(standing.removed)]
+    done = hub.commit(api, repo_id, changes, title, branch, standing.head, create_pr)
+    hub.check_arrived(api, repo_id, done.oid, added)
     return done

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour
-from compressor.report.layers import brief_end, counted, fates, layer_names, share, short
-from compressor.words import human_bytes, human_count
+from compressor.report.layers import brief_end, fates, named, share, short
+from compressor.words import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,8 +61,7 @@ def visit_parts(data: ReportData) -> tuple[Part, ...]:
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
     """
-    shown = [(layer, name) for layer, name in zip(data.layers, layer_names(data.layers), strict=True)
-             if layer.visits_before or layer.visits_after]  # fmt: skip
+    shown = [(layer, name) for layer, name in named(data.layers) if layer.visits_before or layer.visits_after]
     if not shown:
         return ()
     highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer, _ in shown) or 1.0
@@ -87,11 +86,8 @@ def _kinds(layer: LayerReport) -> list[str]:
 
 def visit_alt(layer: LayerReport) -> str:
     """What a layer's bars show, in numbers."""
-    sides = [
-        _side("Before", "expert", layer.visits_before, layer.load_before),
-        _side("After", "slot", layer.visits_after, layer.load_after),
-    ]
-    return " ".join(sides)
+    before = _side("Before", "expert", layer.visits_before, layer.load_before)
+    return f"{before} {_side('After', 'slot', layer.visits_after, layer.load_after)}"
 
 
 def _side(when: str, unit: str, visits: Sequence[float] | None, load: Load | None) -> str:
@@ -119,9 +115,8 @@ def _draw_visits(sheet: Sheet, layer: LayerReport, name: str, highest: float) ->
         kinds = _kinds(layer) if label == "before" else ["after"] * len(visits)
         for kind in dict.fromkeys(kinds):
             _bars(axes, [value if own == kind else math.nan for value, own in zip(visits, kinds, strict=True)], kind)
-        axes.hlines(
-            1 / len(visits), -0.5, len(visits) - 0.5, color=colour("muted"), linewidth=0.7, linestyles=(0, (3, 2))
-        )
+        even, right = 1 / len(visits), len(visits) - 0.5
+        axes.hlines(even, -0.5, right, color=colour("muted"), linewidth=0.7, linestyles=(0, (3, 2)))
         axes.set_xticks(sorted({0, len(visits) - 1}))
 
 
@@ -154,9 +149,8 @@ def _draw_legend(sheet: Sheet, kinds: Sequence[str]) -> None:
 
 def phases(data: ReportData) -> list[tuple[str, float]]:
     """Phases of the run and their seconds, those that took any, without a sum of the others."""
-    return [
-        (name, value) for name, value in data.seconds.items() if name != "total" and math.isfinite(value) and value >= 0
-    ]
+    taken = ((name, value) for name, value in data.seconds.items() if name != "total")
+    return [(name, value) for name, value in taken if math.isfinite(value) and value >= 0]
 
 
 def time_parts(data: ReportData) -> tuple[Part, ...]:
@@ -174,8 +168,7 @@ def _draw_times(sheet: Sheet, found: Sequence[tuple[str, float]], total: float) 
     axes = sheet.axes(0.05, 0.3, TIMES[0] - 0.1, 0.3)
     axes.set(xlim=(0, total), ylim=(0, 1), xticks=[0, total], yticks=[])
     axes.set_xticklabels(["0", f"{total:.1f} s"])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     first, last = axes.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
@@ -183,13 +176,6 @@ def _draw_times(sheet: Sheet, found: Sequence[tuple[str, float]], total: float) 
     for number, (_, value) in enumerate(found, 1):
         axes.barh(0.5, value, 1.0, left=start, facecolor=colour("after" if number % 2 else "before"), edgecolor="none")
         if value / total >= LEAST_LABELLED:
-            axes.text(
-                start + value / 2,
-                0.5,
-                str(number),
-                ha="center",
-                va="center_baseline",
-                color=colour("paper"),
-                fontweight="bold",
-            )
+            style: Any = {"ha": "center", "va": "center_baseline", "fontweight": "bold"}
+            axes.text(start + value / 2, 0.5, str(number), color=colour("paper"), **style)
         start += value

@@ -7,7 +7,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -212,39 +212,25 @@ def report_data(
 
     `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
     """
-    content, plan = read_compression(folder)
-    record, measures = read_record(folder), {layer.module: layer for layer in (measured.layers if measured else ())}
+    (content, plan), record, measured = read_compression(folder), read_record(folder), measured or Measured(())
+    measures = {layer.module: layer for layer in measured.layers}
     unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)
     layers = [_layer(layer, plan, measures.get(layer.module, LayerMeasures(layer.module))) for layer in plan.layers]
     try:
         return ReportData(
-            title=Path(folder).resolve().name,
-            source=plan.source.model,
-            revision=plan.source.revision,
-            strategy=plan.strategy,
-            options=plan.options,
-            correction=plan.correction,
-            sequential=plan.sequential,
+            title=Path(folder).resolve().name, source=plan.source.model, revision=plan.source.revision,
+            strategy=plan.strategy, options=plan.options, correction=plan.correction, sequential=plan.sequential,
             experts_before=max((layer.experts for layer in plan.layers), default=plan.experts),
             experts_after=plan.experts,
             top_k=max((layer.top_k for layer in plan.layers), default=0),
-            parameters=_before_after(content["parameters"]),
-            nbytes=_before_after(content["bytes"]),
-            calibration=plan.calibration,
-            versions=dict(content["versions"]),
-            plan_digest=str(content["plan_digest"]),
-            layers=tuple(layers),
-            seconds=record.seconds if record else {},
-            peak_memory=record.peak_memory if record else None,
-            command=record.command if record else None,
-            gate=read_gate_of(folder, gate),
-            hubs=read_hubs(hubs),
-            missing=(*(measured.missing if measured else ()), *unknown),
-            left_out=tuple(content.get("left_out") or ()),
-            zeroed_fields=tuple(content.get("zeroed_fields") or ()),
-            measured_tokens=measured.tokens if measured else 0,
-            measured_text=measured.text if measured else None,
-        )
+            parameters=_before_after(content["parameters"]), nbytes=_before_after(content["bytes"]),
+            calibration=plan.calibration, versions=dict(content["versions"]), layers=tuple(layers),
+            plan_digest=str(content["plan_digest"]), gate=read_gate_of(folder, gate), hubs=read_hubs(hubs),
+            seconds=record.seconds if record else {}, peak_memory=record.peak_memory if record else None,
+            command=record.command if record else None, missing=(*measured.missing, *unknown),
+            left_out=tuple(content.get("left_out") or ()), zeroed_fields=tuple(content.get("zeroed_fields") or ()),
+            measured_tokens=measured.tokens, measured_text=measured.text,
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
@@ -254,9 +240,9 @@ def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> LayerReport:
-    corrected = correction_of(layer)
+    corrected, measured = correction_of(layer), {entry.name: getattr(found, entry.name) for entry in fields(found)}
     return LayerReport(
-        module=layer.module,
+        **measured,
         layer=layer.layer,
         experts=layer.experts,
         kept=len(layer.groups),
@@ -264,15 +250,7 @@ def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> Lay
         dropped=layer.dropped,
         protected=tuple(plan.protected.get(layer.module, ())),
         decided_by=layer.decided_by,
-        similarity=found.similarity,
-        similarity_label=found.similarity_label,
-        visits_before=found.visits_before,
-        visits_after=found.visits_after,
-        error=found.error,
-        cosine=found.cosine,
         heldout_error_before=corrected.get("heldout_error_before"),
         heldout_error_after=corrected.get("heldout_error"),
         figures=layer.figures,
-        stream_error=found.stream_error,
-        stream_cosine=found.stream_cosine,
     )

@@ -1,15 +1,15 @@
 """The dots of a report: reconstruction errors by layer, and the gate's drops with their bounds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compressor.gates.markdown import change, margin, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
-from compressor.report.data import LayerReport, ReportData
+from compressor.report.data import ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour, readable
-from compressor.report.layers import brief, brief_end, layer_names, short
+from compressor.report.layers import brief, brief_end, named, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,43 +19,37 @@ LEGEND, BELOW = 0.3, 0.42
 MOST_ROW, LEAST_ROW, TALLEST = 0.26, 0.13, 7.0
 TASK_ROW = 0.46
 FARTHEST = 10.0  # drops beyond it are drawn there
-ERRORS = (
-    ("error", "of the MoE block", "o", "after", True),
-    ("heldout_error_before", "held-out, before correction", "D", "before", False),
-    ("heldout_error_after", "held-out, after correction", "D", "merged", True),
-)
+HELDOUT = ("heldout_error_before", "heldout_error_after")
+ERRORS = {  # by field: what it is, and marker, colour and whether the marker is filled
+    "error": ("of the MoE block", "o", "after", True),
+    HELDOUT[0]: ("held-out, before correction", "D", "before", False),
+    HELDOUT[1]: ("held-out, after correction", "D", "merged", True),
+}
 MARKS = {"pass": ("o", "good", "✓"), "fail": ("X", "bad", "✗"), "inconclusive": ("D", "unsure", "?")}
-
-
-def errors_of(layer: LayerReport) -> list[float | None]:
-    """The layer's errors in the order of `ERRORS`; None for what is not known or not finite."""
-    values: list[float | None] = [getattr(layer, name) for name, *_ in ERRORS]
-    return [None if value is None or not math.isfinite(value) else value for value in values]
+Row = tuple[str, Mapping[str, float]]  # a layer's name, and its errors by field, those that are known and finite
 
 
 def error_parts(data: ReportData) -> tuple[Part, ...]:
     """Dots of each layer's errors; none where no error is known."""
-    rows = [(name, errors_of(layer)) for name, layer in zip(layer_names(data.layers), data.layers, strict=True)]
-    rows = [(name, values) for name, values in rows if any(value is not None for value in values)]
+    rows: list[Row] = []
+    for layer, name in named(data.layers):
+        found = {field: getattr(layer, field) for field in ERRORS}
+        if known := {field: value for field, value in found.items() if value is not None and math.isfinite(value)}:
+            rows.append((name, known))
     if not rows:
         return ()
     row = min(max(TALLEST / len(rows), LEAST_ROW), MOST_ROW)
-    size = (WIDTH, LEGEND * _kinds(rows) + row * len(rows) + BELOW + 0.05)
+    kinds = len({field for _, values in rows for field in values})
+    size = (WIDTH, LEGEND * kinds + row * len(rows) + BELOW + 0.05)
     return (Part("Reconstruction error by layer", error_alt(rows), size, partial(_draw_errors, rows=rows, row=row)),)
 
 
-def _kinds(rows: Sequence[tuple[str, list[float | None]]]) -> int:
-    return sum(any(values[kind] is not None for _, values in rows) for kind in range(len(ERRORS)))
-
-
-def error_alt(rows: Sequence[tuple[str, list[float | None]]]) -> str:
+def error_alt(rows: Sequence[Row]) -> str:
     """The least and the greatest error of each kind."""
     said = []
-    for kind, (_, label, *_) in enumerate(ERRORS):
-        found = [(values[kind], name) for name, values in rows]
-        known = [(value, name) for value, name in found if value is not None]
-        if known:
-            (least, first), (most, last) = min(known, key=lambda each: each[0]), max(known, key=lambda each: each[0])
+    for field, (label, *_) in ERRORS.items():
+        if known := [(values[field], name) for name, values in rows if field in values]:
+            (least, first), (most, last) = (choose(known, key=lambda each: each[0]) for choose in (min, max))
             said.append(f"Error {label}: from {short(least)} ({first}) to {short(most)} ({last}).")
     return " ".join(said)
 
@@ -65,12 +59,12 @@ def is_logarithmic(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) > 10 * min(values)
 
 
-def _draw_errors(sheet: Sheet, rows: Sequence[tuple[str, list[float | None]]], row: float) -> None:
+def _draw_errors(sheet: Sheet, rows: Sequence[Row], row: float) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     left = 0.2 + 0.072 * max(len(brief_end(name)) for name, _ in rows)
     axes = sheet.axes(left, BELOW, WIDTH - left - 0.15, row * len(rows))
-    values = [value for _, row_values in rows for value in row_values if value is not None]
+    values = [value for _, known in rows for value in known.values()]
     if is_logarithmic(values):
         axes.set_xscale("log")
         axes.set_xlim(min(values) / 1.4, max(values) * 1.4)
@@ -93,32 +87,24 @@ def _draw_errors(sheet: Sheet, rows: Sequence[tuple[str, list[float | None]]], r
     _draw_key(sheet, rows, left, BELOW + row * len(rows))
 
 
-def _draw_dots(axes: "Axes", rows: Sequence[tuple[str, list[float | None]]]) -> None:
-    for place, (_, (_, before, after)) in enumerate(rows):
-        if before is not None and after is not None:
-            axes.plot([before, after], [place, place], color=colour("muted"), linewidth=0.8, zorder=1)
-    for kind, (_, _, marker, role, is_filled) in enumerate(ERRORS):
-        found = [(values[kind], place) for place, (_, values) in enumerate(rows)]
-        known = [(value, place) for value, place in found if value is not None]
-        if known:
-            axes.plot([value for value, _ in known], [place for _, place in known], marker=marker,
-                      **_face(role, is_filled))  # fmt: skip
+def _draw_dots(axes: "Axes", rows: Sequence[Row]) -> None:
+    for place, (_, values) in enumerate(rows):
+        if all(field in values for field in HELDOUT):
+            both = [values[field] for field in HELDOUT]
+            axes.plot(both, [place, place], color=colour("muted"), linewidth=0.8, zorder=1)
+    for field, (_, marker, role, is_filled) in ERRORS.items():
+        if known := [(values[field], place) for place, (_, values) in enumerate(rows) if field in values]:
+            axes.plot(*zip(*known, strict=True), marker=marker, **_face(role, is_filled))
 
 
 def _face(role: str, is_filled: bool) -> dict[str, Any]:
-    face = colour(role) if is_filled else colour("paper")
-    return {
-        "linestyle": "none",
-        "markersize": 4.6,
-        "markerfacecolor": face,
-        "markeredgecolor": colour(role),
-        "markeredgewidth": 1.1,
-    }
+    colours = {"markerfacecolor": colour(role if is_filled else "paper"), "markeredgecolor": colour(role)}
+    return {**colours, "linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.1}
 
 
-def _draw_key(sheet: Sheet, rows: Sequence[tuple[str, list[float | None]]], x: float, y: float) -> None:
-    for kind, (_, label, marker, role, is_filled) in reversed([*enumerate(ERRORS)]):
-        if all(values[kind] is None for _, values in rows):
+def _draw_key(sheet: Sheet, rows: Sequence[Row], x: float, y: float) -> None:
+    for field, (label, marker, role, is_filled) in reversed(ERRORS.items()):
+        if not any(field in values for _, values in rows):
             continue
         axes = sheet.axes(x, y + 0.08, 0.16, 0.16)
         axes.set_axis_off()
@@ -165,25 +151,17 @@ def _draw_gate(sheet: Sheet, gate: GateResult) -> None:
     axes.vlines([limit] * len(tops), tops, ends_below, color=colour("ink"), linewidth=1.1, linestyles=(0, (3, 1.5)))
     for place, task in enumerate(gate.tasks):
         _draw_task(axes, task, place)
-    axes.set_xlabel("drop, worse to the right" + _rises(gate), labelpad=2)
-    axes.set_title(
-        f"dashed: the drop allowed, {margin(gate)}", fontsize=FONT, loc="right", color=colour("muted"), pad=4
-    )
-
-
-def _rises(gate: GateResult) -> str:
-    return "; of a perplexity its rise" if any(task.kind == "likelihood" for task in gate.tasks) else ""
+    rises = "; of a perplexity its rise" if any(task.kind == "likelihood" for task in gate.tasks) else ""
+    axes.set_xlabel("drop, worse to the right" + rises, labelpad=2)
+    allowed = f"dashed: the drop allowed, {margin(gate)}"
+    axes.set_title(allowed, fontsize=FONT, loc="right", color=colour("muted"), pad=4)
 
 
 def _draw_task(axes: "Axes", task: TaskGate, place: int) -> None:
     marker, role, sign = MARKS[task.verdict]
     axes.plot([placed(task.lower), placed(task.upper)], [place + 0.18] * 2, color=colour(role), linewidth=1.8,
               solid_capstyle="butt", marker="|", markersize=7, markeredgewidth=1.4)  # fmt: skip
-    axes.plot(
-        [placed(task.drop)],
-        [place + 0.18],
-        marker=marker,
-        **{**_face(role, task.verdict != "inconclusive"), "markersize": 8 if marker == "X" else 6},
-    )
+    face = {**_face(role, task.verdict != "inconclusive"), "markersize": 8 if marker == "X" else 6}
+    axes.plot([placed(task.drop)], [place + 0.18], marker=marker, **face)
     name = readable(f"{sign} {brief(task.task)}: {task.verdict}")
     axes.text(0.0, place - 0.14, name, transform=axes.get_yaxis_transform(), va="bottom", clip_on=False)

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compressor.gates.markdown import COLUMNS, TEXTS, advice, cells, method, verdict_line
-from compressor.gates.verdict import GateResult
 from compressor.report.bars import left, phases, size_rows
 from compressor.report.data import ReportData
 from compressor.report.dots import MARKS
 from compressor.report.html import Html, bullets, command, facts, folded, joined, paragraph, table, tag
-from compressor.report.layers import counted
-from compressor.words import human_bytes
+from compressor.words import counted, human_bytes
 
 
 def shown(value: object) -> str:
@@ -31,6 +29,7 @@ def _inner(value: object) -> str:
 
 def done(data: ReportData) -> Html:
     """What was done, with what, and what this page cannot show."""
+    measured = counted(data.measured_tokens, "token") + (f" of {data.measured_text}" if data.measured_text else "")
     rows: list[tuple[str, object]] = [
         ("Source", data.source + (f", revision {data.revision}" if data.revision else "")),
         ("Strategy", data.strategy),
@@ -40,52 +39,35 @@ def done(data: ReportData) -> Html:
         ("Correction", shown(data.correction) if data.correction else "none"),
         ("Sequential", "each layer on what the compressed earlier ones put out" if data.sequential else "no"),
         *_calibration(data.calibration),
-        *([("Measured for this report", _measured(data))] if data.measured_tokens else []),
+        *([("Measured for this report", measured)] if data.measured_tokens else []),
         *([("Left out of the output", shown(data.left_out))] if data.left_out else []),
         *([("Fields set to zero", shown(data.zeroed_fields))] if data.zeroed_fields else []),
         ("Versions", shown(data.versions)),
         ("Plan digest", tag("code", data.plan_digest)),
     ]
     told = command(shlex.join(data.command)) if data.command else paragraph("The command was not recorded.")
-    return joined([facts(rows), tag("h3", "Command"), told, *_missing(data.missing)])
-
-
-def _measured(data: ReportData) -> str:
-    return counted(data.measured_tokens, "token") + (f" of {data.measured_text}" if data.measured_text else "")
+    missing = [tag("aside", tag("h3", "What is missing here"), bullets(data.missing))] if data.missing else []
+    return joined([facts(rows), tag("h3", "Command"), told, *missing])
 
 
 def _calibration(identity: Mapping[str, Any] | None) -> list[tuple[str, object]]:
     if identity is None:
         return [("Calibration", "none; no text was read")]
-    skipped = ("source", "sources", "sha256", "asked")
-    rows: list[tuple[str, object]] = [
+    skipped, sources = ("source", "sources", "sha256", "asked"), identity.get("sources")
+    sizes = {str(name).replace("_", " "): value for name, value in identity.items() if name not in skipped}
+    several = isinstance(sources, Sequence) and len(sources) > 1
+    return [
         ("Calibration", identity.get("source", "unnamed text")),
-        (
-            "Calibration's size",
-            shown({str(name).replace("_", " "): value for name, value in identity.items() if name not in skipped}),
-        ),
+        ("Calibration's size", shown(sizes)),
+        *([("Calibration's parts", bullets(map(shown, sources or ())))] if several else []),
+        *([("Calibration's digest", tag("code", identity["sha256"]))] if "sha256" in identity else []),
     ]
-    sources = identity.get("sources")
-    if isinstance(sources, Sequence) and len(sources) > 1:
-        rows.append(("Calibration's parts", bullets(map(shown, sources))))
-    if "sha256" in identity:
-        rows.append(("Calibration's digest", tag("code", identity["sha256"])))
-    return rows
-
-
-def _missing(sentences: Sequence[str]) -> list[Html]:
-    if not sentences:
-        return []
-    return [tag("aside", tag("h3", "What is missing here"), bullets(sentences))]
 
 
 def sizes(data: ReportData) -> Html:
     """Experts, parameters and bytes, exactly."""
-    exact = {"parameters": data.parameters, "size on disk": data.nbytes}
-    rows = []
-    for name, before, after, first, second in size_rows(data):
-        precise = [f"{value:,}" for value in exact[name]] if name in exact else ["", ""]
-        rows.append((name, first, second, left(before, after), *precise))
+    experts, *others = [(name, *said, left(a, b), f"{a:,}", f"{b:,}") for name, a, b, *said in size_rows(data)]
+    rows = [(*experts[:-2], "", ""), *others]  # whose number is exact already
     return table("Sizes before and after", ("", "before", "after", "left", "before, exactly", "after, exactly"), rows)
 
 
@@ -101,13 +83,16 @@ def gate(data: ReportData) -> Html:
             paragraph(f"Then make this report again with --gate {name}.gate."),
         ])  # fmt: skip
     result = data.gate
-    rows = [[verdict(task.verdict) if name == "verdict" else cell for name, cell in cells(task).items()]
-            for task in result.tasks]  # fmt: skip
+    rows = [{**cells(task), "verdict": verdict(task.verdict)}.values() for task in result.tasks]
+    tested = {
+        "Tasks": {task.task: f"version {task.version}" for task in result.tasks},
+        "Options": result.options, "Versions": result.versions, "Seconds": result.seconds,
+    }  # fmt: skip
     return joined([
         tag("p", sign(result.verdict), " ", verdict_line(result), class_=f"verdict {result.verdict}"),
         *([tag("h3", "What would decide it"), bullets(advice(result))] if advice(result) else []),
         table(f"The gate's tasks, {result.base} and {result.compressed}", COLUMNS, rows, frozenset(TEXTS)),
-        folded("How it was tested", paragraph(method(result)), facts(_tested(result))),
+        folded("How it was tested", paragraph(method(result)), facts((name, shown(of)) for name, of in tested.items())),
     ])  # fmt: skip
 
 
@@ -119,15 +104,6 @@ def sign(name: str) -> Html:
 def verdict(name: str) -> Html:
     """A verdict as sign and word."""
     return tag("span", sign(name), " ", name, class_=f"verdict {name}")
-
-
-def _tested(result: GateResult) -> list[tuple[str, object]]:
-    return [
-        ("Tasks", shown({task.task: f"version {task.version}" for task in result.tasks})),
-        ("Options", shown(result.options)),
-        ("Versions", shown(result.versions)),
-        ("Seconds", shown(result.seconds)),
-    ]
 
 
 def cost(data: ReportData) -> Html:

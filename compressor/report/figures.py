@@ -5,42 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 from compressor.report.bars import size_parts, time_parts, visit_parts
 from compressor.report.data import ReportData
 from compressor.report.dots import error_parts, gate_parts
-from compressor.report.drawing import Part
-from compressor.report.drawing import Picture as Picture
-from compressor.report.drawing import png as png
-from compressor.report.layers import counted
+from compressor.report.drawing import Part, Picture, inline_svg
 from compressor.report.matrices import similarity_parts
-from compressor.report.svg import inline_svg
+from compressor.words import counted
 
 SIZES, SIMILARITY, VISITS, ERRORS, GATE, TIMES = NAMES = ("sizes", "similarity", "visits", "errors", "gate", "times")
-TITLES = {
-    SIZES: "What is left of experts, parameters and bytes",
-    SIMILARITY: "Similarity of the experts, with the chosen groups",
-    VISITS: "Visits of the experts before, and of the slots after",
-    ERRORS: "Reconstruction error of each layer",
-    GATE: "Drops of the gate's tasks with their bounds",
-    TIMES: "Time by phase",
-}
-
-
-PARTS: Mapping[str, Callable[[ReportData], tuple[Part, ...]]] = {
-    SIZES: size_parts,
-    SIMILARITY: similarity_parts,
-    VISITS: visit_parts,
-    ERRORS: error_parts,
-    GATE: gate_parts,
-    TIMES: time_parts,
+FIGURES: Mapping[str, tuple[str, Callable[[ReportData], tuple[Part, ...]]]] = {  # title, and what draws it
+    SIZES: ("What is left of experts, parameters and bytes", size_parts),
+    SIMILARITY: ("Similarity of the experts, with the chosen groups", similarity_parts),
+    VISITS: ("Visits of the experts before, and of the slots after", visit_parts),
+    ERRORS: ("Reconstruction error of each layer", error_parts),
+    GATE: ("Drops of the gate's tasks with their bounds", gate_parts),
+    TIMES: ("Time by phase", time_parts),
 }
 
 
 def pictures(data: ReportData, names: Sequence[str] = NAMES) -> tuple[Picture, ...]:
     """The figures of these names that the data gives, by default all in the order of the page."""
-    return tuple(_picture(name, parts, data) for name in names if (parts := PARTS[name](data)))
-
-
-def _picture(name: str, parts: Sequence[Part], data: ReportData) -> Picture:
-    svg = "\n".join(inline_svg(part, f"{name}-{number}") for number, part in enumerate(parts))
-    return Picture(name, TITLES[name], _alt(parts), captions(data)[name], svg, tuple(parts))
+    found, said = [], captions(data)
+    for name in names:
+        title, drawn = FIGURES[name]
+        if parts := drawn(data):
+            svg = "\n".join(inline_svg(part, f"{name}-{number}") for number, part in enumerate(parts))
+            found.append(Picture(name, title, _alt(parts), said[name], svg, parts))
+    return tuple(found)
 
 
 def _alt(parts: Sequence[Part]) -> str:
@@ -55,6 +43,7 @@ def captions(data: ReportData) -> dict[str, str]:
     measured = f" ({labels})" if labels else ""
     text = f" of {data.measured_text}" if data.measured_text else ""
     tokens = f" on {counted(data.measured_tokens, 'token')}{text}" if data.measured_tokens else ""
+    corrected = any(layer.heldout_error_after is not None for layer in data.layers)
     return {
         SIZES: "The whole bar is the source, the filled part what the compressed model has of it.",
         SIMILARITY: f"A square for each layer shows how alike the source's experts are{measured}. "
@@ -63,12 +52,8 @@ def captions(data: ReportData) -> dict[str, str]:
         "each model with its own routing; the dashed line is an even share.",
         ERRORS: f"Squared error of the compressed MoE block's output over the squared output of the source's{tokens}, "
         "on the source's own inputs; 0 is no change."
-        + (" Held-out errors are those of the correction, on tokens that it did not see." if _corrected(data) else ""),
+        + (" Held-out errors are those of the correction, on tokens that it did not see." if corrected else ""),
         GATE: "Each line runs from the lower to the upper confidence bound of a task's drop. Left of the dashed line "
         "is a pass (circle), right of it a fail (cross), across it inconclusive (hollow diamond).",
         TIMES: "The numbers are those of the table's rows.",
     }
-
-
-def _corrected(data: ReportData) -> bool:
-    return any(layer.heldout_error_after is not None for layer in data.layers)

@@ -34,27 +34,23 @@ def paragraph(*contents: object) -> Html:
 
 
 def table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], texts: Set[str] = frozenset()
+    caption: str, columns: Sequence[str], rows: Iterable[Iterable[object]], texts: Set[str] = frozenset()
 ) -> Html:
     """A table in a region of its own, which scrolls by keyboard too; columns in `texts` and the first hold words."""
     words = {0} | {place for place, column in enumerate(columns) if column in texts}
-    head = [tag("th", column, scope="col", **_word(place in words)) for place, column in enumerate(columns)]
+    head = [_cell(column, "col", place in words) for place, column in enumerate(columns)]
+    scopes = ("row", *[""] * len(columns))
     lines = [
-        tag(
-            "tr",
-            *(
-                tag("td" if place else "th", cell, **({} if place else {"scope": "row"}), **_word(place in words))
-                for place, cell in enumerate(row)
-            ),
-        )
-        for row in rows
+        tag("tr", *(_cell(content, scopes[place], place in words) for place, content in enumerate(row))) for row in rows
     ]
     made = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", joined(lines)))
     return tag("div", made, class_="scroll", role="region", tabindex="0", aria_label=f"Table: {caption}")
 
 
-def _word(is_word: bool) -> dict[str, str]:
-    return {"class": "word"} if is_word else {}
+def _cell(content: object, scope: str, is_word: bool) -> Html:
+    """A cell of words or numbers, which heads its column or row if it has a scope."""
+    attributes = {"scope": scope, "class": "word" if is_word else ""}
+    return tag("th" if scope else "td", content, **{name: value for name, value in attributes.items() if value})
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Html:

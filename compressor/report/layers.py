@@ -6,14 +6,13 @@ from itertools import chain
 from statistics import fmean
 
 from compressor.report.data import LayerReport
-from compressor.words import counted as counted
 from compressor.words import runs
 
 
-def layer_names(layers: Sequence[LayerReport]) -> list[str]:
-    """'Layer 3', or the module's name where two have the same number."""
+def named(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, str]]:
+    """Each layer with its name: 'Layer 3', or the module's where two have the same number."""
     often = Counter(layer.layer for layer in layers)
-    return [f"Layer {layer.layer}" if often[layer.layer] == 1 else layer.module for layer in layers]
+    return [(layer, f"Layer {layer.layer}" if often[layer.layer] == 1 else layer.module) for layer in layers]
 
 
 def merged(layer: LayerReport) -> tuple[tuple[int, ...], ...]:
@@ -29,16 +28,10 @@ def order(layer: LayerReport) -> tuple[int, ...]:
 
 def fates(layer: LayerReport) -> Mapping[int, str]:
     """What became of each expert, in words."""
-    slots = {expert: slot for slot, group in enumerate(layer.groups) for expert in group}
-    together = {expert: len(group) for group in layer.groups for expert in group}
-    found = {}
-    for expert in range(layer.experts):
-        if expert not in slots:
-            found[expert] = "dropped"
-        elif together[expert] > 1:
-            found[expert] = f"merged into slot {slots[expert]}"
-        else:
-            found[expert] = f"{'protected' if expert in layer.protected else 'kept'} as slot {slots[expert]}"
+    found = dict.fromkeys(range(layer.experts), "dropped")
+    for slot, group in enumerate(layer.groups):
+        alone = f"{'protected' if group[0] in layer.protected else 'kept'} as slot {slot}"
+        found.update(dict.fromkeys(group, f"merged into slot {slot}" if len(group) > 1 else alone))
     return found
 
 

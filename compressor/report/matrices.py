@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.drawing import FONT, Part, Sheet, colour
-from compressor.report.layers import brief_end, counted, layer_names, listed, mean, merged, order, short, within
+from compressor.report.layers import brief_end, listed, mean, merged, named, order, short, within
+from compressor.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +30,7 @@ COLOURS = "viridis"  # as in all heatmaps here; grows lighter for colour-blind r
 
 def similarity_parts(data: ReportData) -> tuple[Part, ...]:
     """The scale and a matrix for each layer that has one; none if no layer has."""
-    shown = [(layer, name) for layer, name in zip(data.layers, layer_names(data.layers), strict=True)
-             if layer.similarity is not None]  # fmt: skip
+    shown = [(layer, name) for layer, name in named(data.layers) if layer.similarity is not None]
     if not shown:
         return ()
     low, high = limits(layer for layer, _ in shown)
@@ -77,17 +77,10 @@ def matrix_alt(layer: LayerReport) -> str:
         + (f", within merged groups {short(mean(inside))}." if inside else "."),
     ]
     if pairs:
-        first, second = closest(layer)
-        said.append(f"The most alike are {first} and {second} with {short(max(pairs))}.")
+        places = ((row, column) for row in range(layer.experts) for column in range(row))
+        (second, first), most = max(zip(places, pairs, strict=False), key=lambda pair: pair[1])
+        said.append(f"The most alike are {first} and {second} with {short(most)}.")
     return " ".join(said)
-
-
-def closest(layer: LayerReport) -> tuple[int, int]:
-    """The two most similar experts, of several pairs the first."""
-    matrix = layer.similarity or ()
-    places = ((row, column) for row in range(len(matrix)) for column in range(row))
-    row, column = max(places, key=lambda place: matrix[place[0]][place[1]])
-    return column, row
 
 
 def _colours() -> "Colormap":
@@ -125,9 +118,8 @@ def _number(axes: "Axes", layer: LayerReport, placed: Sequence[int]) -> None:
         mark = "✕" if expert in layer.dropped else "★" if expert in layer.protected else ""
         role = colour("dropped" if expert in layer.dropped else "ink")
         axes.text(-0.75, place, f"{mark}{expert}", ha="right", va="center_baseline", fontsize=size, color=role)
-        axes.text(
-            place, len(placed) - 0.2, str(expert), ha="center", va="top", fontsize=size, color=role, rotation=turned
-        )
+        below: Any = {"ha": "center", "va": "top", "rotation": turned}
+        axes.text(place, len(placed) - 0.2, str(expert), fontsize=size, color=role, **below)
 
 
 def _outline(axes: "Axes", experts: int, blocks: Sequence[tuple[int, int]], style: Any) -> None:
@@ -143,18 +135,9 @@ def _outline(axes: "Axes", experts: int, blocks: Sequence[tuple[int, int]], styl
     ]
     path = Path.make_compound_path(*squares)
     thin = min(1.0, max(0.4, MOST_NUMBERED / experts))  # so that small groups are still to be seen inside
+    whole: Any = {"fill": False, "clip_on": False, "joinstyle": "miter"}
     for (shade, width), dashes in ((CASING, "solid"), (LINE, style)):
-        axes.add_patch(
-            PathPatch(
-                path,
-                fill=False,
-                edgecolor=shade,
-                linewidth=thin * width,
-                linestyle=dashes,
-                clip_on=False,
-                joinstyle="miter",
-            )
-        )
+        axes.add_patch(PathPatch(path, edgecolor=shade, linewidth=thin * width, linestyle=dashes, **whole))
 
 
 def _draw_legend(sheet: Sheet, low: float, high: float, has_merged: bool, has_dropped: bool) -> None:

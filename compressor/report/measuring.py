@@ -5,7 +5,6 @@ record of the run, unless they are named; what cannot be had is left out, with a
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from compressor.progress import Progress, Silent
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
 from compressor.report.measuring_experts import Likeness, compared_by_weights, likeness_of, sample_size, wanted_keys
 from compressor.report.measuring_pass import measure_layers
-from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
+from compressor.report.store import keep, kept
+from compressor.run_record import RunRecord, digest_of, read_record, versions
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ def measure(
     if output is None:
         missing.append(f"{folder.name} holds no weights that can be run, so neither visits nor errors are measured.")
     key = _key(folder, source, output, text)
-    if (known := _stored(key)) is not None:
+    if (known := kept(key)) is not None:
         return replace(known, text=text.name if text else None, missing=tuple(missing))
     found = _measured(plan, source, output, text, listener)
-    write_cached(_path(key), {"key": key, "measured": found.to_dict()})
+    keep(key, found)
     return replace(found, missing=tuple(missing))
 
 
@@ -200,9 +200,9 @@ def _identity(plan: CompressionPlan, record: RunRecord | None) -> Mapping[str, A
     own = plan.calibration
     if own is None:
         return None
-    kept = record.calibration if record else None
-    if kept is not None and kept.get("sha256") == own.get("sha256"):
-        return kept
+    recorded = record.calibration if record else None
+    if recorded is not None and recorded.get("sha256") == own.get("sha256"):
+        return recorded
     stored = own.get("sources")
     names = [entry.get("source") for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
     return own if names and all(name == DEMO_SOURCE or is_file(str(name)) for name in names) else None
@@ -234,7 +234,8 @@ def _without_source(plan: CompressionPlan) -> str:
 
 def _without_text(plan: CompressionPlan) -> str:
     if plan.calibration is None:
-        return "The plan was made without any text, so neither visits nor errors are measured; name one with " + (
+        return (
+            "The plan was made without any text, so neither visits nor errors are measured; name one with "
             "--calibration."
         )
     return (
@@ -245,11 +246,9 @@ def _without_text(plan: CompressionPlan) -> str:
 
 def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text: _Text | None) -> dict[str, Any]:
     """Everything that the measures depend on."""
-    parts = [] if text is None else [[list(batch.shape), _sha256(batch)] for batch in text.batches]
+    batches = () if text is None else text.batches
     models = [
-        None
-        if model is None
-        else [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
+        model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
         for model in (source, output)
     ]
     return {
@@ -257,7 +256,7 @@ def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text:
         "compression": digest_of(folder),
         "source": models[0],
         "output": models[1],
-        "text": parts,
+        "text": [[list(batch.shape), _sha256(batch)] for batch in batches],
         "sample": None if source is None else sample_size(source.architecture.experts),
         "versions": versions(),
     }
@@ -265,20 +264,3 @@ def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text:
 
 def _sha256(batch: Tensor) -> str:
     return hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _path(key: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder("reports") / f"{digest}.json"
-
-
-def _stored(key: Mapping[str, Any]) -> Measured | None:
-    """What an earlier report measured of the same; None if there is none, or none that can be read."""
-    content = read_cached(_path(key))
-    try:
-        if content is None or content["key"] != json.loads(json.dumps(key)):
-            return None
-        return Measured.from_dict(content["measured"])
-    except (KeyError, CompressionError) as error:
-        logger.debug("stored measures are ignored: %s", error)
-        return None

@@ -1,21 +1,26 @@
 """A report as one HTML page that needs nothing beside it: no network, no script, no font of its own.
 
 Its text alternatives and tables say in numbers what its figures show, and it follows the reader's light or dark mode.
+The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
+import os
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from pathlib import Path
 
+from compressor.errors import CompressionError
+from compressor.files import check_folder, whole_folder, write_whole
 from compressor.report import facts as report_facts
 from compressor.report import sections as report_sections
 from compressor.report.bars import left
 from compressor.report.data import ReportData
-from compressor.report.drawing import Picture, stylesheet
-from compressor.report.figures import ERRORS, GATE, SIMILARITY, SIZES, TIMES, VISITS
+from compressor.report.drawing import Picture, png, stylesheet
+from compressor.report.figures import ERRORS, GATE, NAMES, SIMILARITY, SIZES, TIMES, VISITS, pictures
 from compressor.report.html import Html, figure, joined, tag
-from compressor.report.layers import counted, short
-from compressor.words import human_bytes, human_count
+from compressor.report.layers import mean, short
+from compressor.words import counted, human_bytes, human_count
 
+FIGURES = tuple(f"{name}.png" for name in NAMES)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 Body = Callable[[ReportData], Html]
 SECTIONS: Sequence[tuple[str, str, str | None, Body]] = (  # id, heading, figure, and what it says beside it
@@ -80,7 +85,7 @@ def _tiles(data: ReportData) -> list[tuple[str, object, str]]:
         ("Experts per layer", f"{data.experts_before} → {data.experts_after}", f"top {data.top_k}"),
         ("Parameters", human_count(b), f"{left(a, b)} of {human_count(a)}"),
         ("Size on disk", human_bytes(d), f"{left(c, d)} of {human_bytes(c)}"),
-        ("Layer error", short(fmean(errors)) if errors else "-", "mean over layers" if errors else "not measured"),
+        ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", verdict, counted(len(data.gate.tasks), "task") if data.gate else "see below"),
     ]
 
@@ -96,3 +101,31 @@ def _section(
         "plain" if picture is None else "wide" if len(picture.parts) > 1 else "around" if drawn == GATE else "beside"
     )
     return tag("section", joined(contents), id=name, class_=shape, aria_labelledby=f"{name}-heading")
+
+
+def check_report(page_file: Path, figures: Path | None, overwrite: bool) -> None:
+    """Refuse places that cannot be written, or exist and are not to be replaced."""
+    parent = Path(os.path.abspath(page_file)).parent
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise CompressionError(f"{parent} is not a folder that can be written to; name another place for the report")
+    if page_file.is_dir():
+        raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")
+    if page_file.exists() and not overwrite:
+        raise CompressionError(f"{page_file} exists already; name another file or pass --overwrite")
+    if figures is not None:
+        check_folder(figures, FIGURES, overwrite)
+
+
+def write_report(data: ReportData, page_file: Path, figures: Path | None = None, overwrite: bool = False) -> list[Path]:
+    """Write the page and, into a new folder, its figures; returns the figures' files."""
+    drawn = pictures(data)
+    text = page(data, drawn)
+    check_report(page_file, figures, overwrite)  # measuring takes a while
+    written = []
+    if figures is not None:
+        with whole_folder(figures, FIGURES, overwrite) as made:
+            for picture in drawn:
+                (made / f"{picture.name}.png").write_bytes(png(picture))
+                written.append(figures / f"{picture.name}.png")
+    write_whole(Path(os.path.abspath(page_file)), text, 0o644, "backslashreplace")
+    return written

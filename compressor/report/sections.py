@@ -1,29 +1,37 @@
 """A report's sections about layers and experts: similarity and groups, visits, errors, hubs and protected experts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from compressor.attribution.report import number, percent
 from compressor.attribution.summary import expert_label
-from compressor.report.data import LayerReport, Load, ReportData
+from compressor.report.data import LayerReport, ReportData
 from compressor.report.facts import shown
 from compressor.report.html import Html, facts, folded, joined, paragraph, table, tag
-from compressor.report.layers import counted, fates, layer_names, listed, mean, merged, share, short, within
+from compressor.report.layers import fates, listed, mean, merged, named, share, short, within
+from compressor.words import counted
 
 MOST_CELLS = 20_000  # of all layers' matrices as tables
 MOST_OPEN = 8  # layers whose tables are not folded away together
 HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
+ERROR_COLUMNS = {
+    "error": "error of the block", "cosine": "cosine", "stream_error": "error of the stream",
+    "stream_cosine": "cosine of the stream", "heldout_error_before": "held-out, before correction",
+    "heldout_error_after": "held-out, after correction",
+}  # fmt: skip
 
 
 def similarity(data: ReportData) -> Html:
     """The groups of each layer, with the similarities in and between them."""
     with_matrices = sum(layer.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
-    folds = [
-        folded(
-            _headed(name, _group_summary(layer)), _groups(layer, name), *(_matrix(layer, name) if with_matrices else ())
+    folds = []
+    for layer, name in named(data.layers):
+        said = (
+            f"{layer.experts} experts in {counted(layer.kept, 'slot')}, {counted(len(merged(layer)), 'merged group')}, "
+            f"{len(layer.dropped)} dropped"
         )
-        for layer, name in _named(data)
-    ]
+        matrix = _matrix(layer, name) if with_matrices else []
+        folds.append(folded(_headed(name, said), _groups(layer, name), *matrix))
     too_large = "The matrices have too many numbers for tables; those of the groups are below."
     is_told = with_matrices or not any(layer.similarity for layer in data.layers)
     note = [] if is_told else [tag("p", too_large, class_="note")]
@@ -31,10 +39,6 @@ def similarity(data: ReportData) -> Html:
         *_unseen(data, "similarity", "similarity of experts"), *note,
         *_together(folds, "groups of each layer"),
     ])  # fmt: skip
-
-
-def _named(data: ReportData) -> list[tuple[LayerReport, str]]:
-    return list(zip(data.layers, layer_names(data.layers), strict=True))
 
 
 def _headed(name: str, said: str) -> Html:
@@ -50,7 +54,7 @@ def _together(folds: Sequence[Html], what: str) -> list[Html]:
 
 def _unseen(data: ReportData, field: str, what: str) -> list[Html]:
     """A sentence where layers were not measured."""
-    lacking = [name for layer, name in _named(data) if not getattr(layer, field)]
+    lacking = [name for layer, name in named(data.layers) if not getattr(layer, field)]
     if not lacking:
         return []
     if len(lacking) == len(data.layers):
@@ -59,26 +63,17 @@ def _unseen(data: ReportData, field: str, what: str) -> list[Html]:
 
 
 def _remedy(data: ReportData) -> Html:
-    return (
-        joined(["; ", tag("a", "what is missing", href="#done"), " says what it takes."], "")
-        if data.missing
-        else Html(".")
-    )
-
-
-def _group_summary(layer: LayerReport) -> str:
-    return (
-        f"{layer.experts} experts in {counted(layer.kept, 'slot')}, {counted(len(merged(layer)), 'merged group')}, "
-        f"{len(layer.dropped)} dropped"
-    )
+    if not data.missing:
+        return Html(".")
+    return joined(["; ", tag("a", "what is missing", href="#done"), " says what it takes."], "")
 
 
 def _groups(layer: LayerReport, name: str) -> Html:
-    rows: list[Sequence[object]] = [
-        (f"merged, slot {slot}", listed(group), short(mean(within(layer, group))), short(_least(within(layer, group))))
-        for slot, group in enumerate(layer.groups)
-        if len(group) > 1
-    ]
+    rows: list[Sequence[object]] = []
+    for slot, group in enumerate(layer.groups):
+        if len(group) > 1:
+            found = within(layer, group)
+            rows.append((f"merged, slot {slot}", listed(group), short(mean(found)), short(min(found, default=None))))
     alone = [group[0] for group in layer.groups if len(group) == 1]
     others = {
         "protected": [expert for expert in alone if expert in layer.protected],
@@ -87,16 +82,9 @@ def _groups(layer: LayerReport, name: str) -> Html:
     }
     rows += [(what, listed(experts), "-", "-") for what, experts in others.items() if experts]
     columns = ("", "experts", "mean similarity", "least similarity")
-    told = [("Module", tag("code", layer.module)), ("Decided by", layer.decided_by), *_figures(layer)]
+    figures = [(str(name).replace("_", " ").capitalize(), shown(value)) for name, value in layer.figures.items()]
+    told = [("Module", tag("code", layer.module)), ("Decided by", layer.decided_by), *figures]
     return joined([facts(told), table(f"{name}: groups", columns, rows, frozenset({"experts"}))])
-
-
-def _figures(layer: LayerReport) -> list[tuple[str, Any]]:
-    return [(str(name).replace("_", " ").capitalize(), shown(value)) for name, value in layer.figures.items()]
-
-
-def _least(values: Sequence[float]) -> float | None:
-    return min(values, default=None)
 
 
 def _matrix(layer: LayerReport, name: str) -> list[Html]:
@@ -109,26 +97,23 @@ def _matrix(layer: LayerReport, name: str) -> list[Html]:
 
 def visits(data: ReportData) -> Html:
     """How evenly tokens spread, and each expert's share."""
-    counted_layers = [(layer, name) for layer, name in _named(data) if layer.visits_before or layer.visits_after]
+    counted_layers = [each for each in named(data.layers) if each[0].visits_before or each[0].visits_after]
     if not counted_layers:
         return joined(_unseen(data, "visits_before", "share of tokens"))
     columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
-    rows = [(name, *_loads(layer.load_before, layer.load_after)) for layer, name in counted_layers]
-    folds = [
-        folded(_headed(name, "shares of experts and slots"), _shares(layer, name)) for layer, name in counted_layers
-    ]
+    rows = [
+        (name, *(short(getattr(load, field, None)) for field in ("maximum_to_mean", "entropy")
+                 for load in (layer.load_before, layer.load_after)))
+        for layer, name in counted_layers
+    ]  # fmt: skip
+    what = "shares of experts and slots"
+    folds = [folded(_headed(name, what), _shares(layer, name)) for layer, name in counted_layers]
     spread = "Maximum to mean is 1 where all are visited alike; so is the entropy, which is 0 where one takes all."
     return joined([
         *_unseen(data, "visits_before", "share of tokens"),
         table("How evenly the visits spread", columns, rows), tag("p", spread, class_="note"),
-        *_together(folds, "shares of experts and slots"),
+        *_together(folds, what),
     ])  # fmt: skip
-
-
-def _loads(before: Load | None, after: Load | None) -> Iterable[str]:
-    for field in ("maximum_to_mean", "entropy"):
-        for load in (before, after):
-            yield short(getattr(load, field, None))
 
 
 def _shares(layer: LayerReport, name: str) -> Html:
@@ -148,39 +133,23 @@ def _at(shares: Sequence[float], place: int | None) -> str:
 
 def errors(data: ReportData) -> Html:
     """Each layer's errors as numbers."""
-    known = ("error", "cosine", "stream_error", "stream_cosine", "heldout_error_before", "heldout_error_after")
-    heads = ("error of the block", "cosine", "error of the stream", "cosine of the stream",
-             "held-out, before correction", "held-out, after correction")  # fmt: skip
-    shown_columns = [
-        (field, head)
-        for field, head in zip(known, heads, strict=True)
-        if any(getattr(layer, field) is not None for layer in data.layers)
-    ]
-    if not shown_columns:
+    heads = {field: head for field, head in ERROR_COLUMNS.items()
+             if any(getattr(layer, field) is not None for layer in data.layers)}  # fmt: skip
+    if not heads:
         return paragraph("The reconstruction error was not measured", _remedy(data))
-    rows = [(name, *(short(getattr(layer, field), 4) for field, _ in shown_columns)) for layer, name in _named(data)]
-    stream = (
-        "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
-    )
-    note = [tag("p", stream, class_="note")] if any(field == "stream_error" for field, _ in shown_columns) else []
-    made = table("Errors by layer", ("", *(head for _, head in shown_columns)), rows)
-    return joined([*(_unseen_errors(data)), made, *note])
-
-
-def _unseen_errors(data: ReportData) -> list[Html]:
-    """A sentence where only the correction's own errors are known."""
-    if any(layer.error is not None for layer in data.layers):
-        return []
-    return [
-        paragraph(
-            "Only the held-out errors of the correction are known; the block's error was not measured", _remedy(data)
-        )
-    ]
+    rows = [(name, *(short(getattr(layer, field), 4) for field in heads)) for layer, name in named(data.layers)]
+    alone = "Only the held-out errors of the correction are known; the block's error was not measured"
+    own = "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
+    return joined([
+        *([] if "error" in heads else [paragraph(alone, _remedy(data))]),
+        table("Errors by layer", ("", *heads.values()), rows),
+        *([tag("p", own, class_="note")] if "stream_error" in heads else []),
+    ])  # fmt: skip
 
 
 def hubs(data: ReportData) -> Html:
     """Named hubs with what became of them, and protected experts by layer."""
-    protected = [(name, listed(layer.protected)) for layer, name in _named(data) if layer.protected]
+    protected = [(name, listed(layer.protected)) for layer, name in named(data.layers) if layer.protected]
     layers = {layer.module: layer for layer in data.layers}
     rows = [_hub(hub, layers.get(str(hub.get("module")))) for hub in data.hubs]
     return joined([

@@ -11,7 +11,7 @@ import typer
 
 from compressor.cli.options import AsJson
 from compressor.errors import CompressionError
-from compressor.publishing.faults import AGAIN
+from compressor.publishing.hub import AGAIN
 
 if TYPE_CHECKING:
     from compressor.publishing.push import PushSummary

@@ -35,8 +35,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: what was done, sizes, similarities, visits, errors, hubs, gate, timings."""
     from compressor.report.data import report_data
-    from compressor.report.files import check_report, write_report
     from compressor.report.measuring import measure
+    from compressor.report.page import check_report, write_report
     from compressor.report.store import keep_measures
 
     if not checkpoint.is_dir():

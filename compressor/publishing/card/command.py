@@ -32,18 +32,22 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     if data is None:
         return None
     base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
+    refit = {"method": "none"} if plan.correction is None else plan.correction  # said, for strategies differ in theirs
+    dtype = refit.get("dtype")
+    correct = ["--correct", str(refit.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
     shared = [
         *base,
         *("--experts", str(plan.experts), "--strategy", plan.strategy),
         *(argument for name, value in plan.options.items() for argument in ("--option", option_text(name, value))),
         *data,
         *("--seed", str(plan.seed)),
-        *_correction_arguments(plan.correction),
+        *correct,
         *(["--sequential"] if plan.sequential else []),
         *(["--protect", PROTECTED] if plan.protected else []),
     ]
     protected = protected_list(plan) if plan.protected else None
-    only, model = (plan.calibration or {}).get("only"), _model_argument(plan)
+    only = (plan.calibration or {}).get("only")
+    model = plan.source.model if base else f"./{label(plan.source.model)}"  # which cannot be taken for an option
     if only is None:
         return Command((_line("compress", model, "-o", out, *shared),), protected)
     planned = _line("plan", model, "-o", "plan.json", *shared, "--per-source")
@@ -53,11 +57,6 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
 
 def _line(*arguments: str) -> str:
     return shlex.join(["moe-compress", *map(one_line, arguments)])
-
-
-def _model_argument(plan: CompressionPlan) -> str:
-    """A Hub id, or a folder written so that it cannot be taken for an option."""
-    return plan.source.model if plan.source.revision is not None else f"./{label(plan.source.model)}"
 
 
 def option_text(name: str, value: Any) -> str:
@@ -102,14 +101,6 @@ def _looks_weighted(name: str) -> bool:
     except ValueError:
         return False
     return "=" in name
-
-
-def _correction_arguments(correction: Mapping[str, Any] | None) -> list[str]:
-    """Always said, since strategies differ in what they do by default."""
-    if correction is None:
-        return ["--correct", "none"]
-    dtype = correction.get("dtype")
-    return ["--correct", str(correction.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
 
 
 def protected_list(plan: CompressionPlan) -> str:

@@ -1,21 +1,26 @@
 """What is known of a compressed checkpoint: its record, its headers, its gate and its ONNX graph, each checked."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from compressor.checkpoint.headers import Size
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.gates.report import belonging, find_gate
 from compressor.gates.verdict import GateResult
+from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
 GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
 ONNX_FOLDER = "onnx"
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,18 @@ class Facts:
     @property
     def quantization(self) -> Mapping[str, Any]:
         """The config's entry on quantised weights; empty where they are plain numbers."""
-        entry = self.config.get("quantization_config")
-        return entry if isinstance(entry, Mapping) else {}
+        return entry_of(self.config, "quantization_config")
+
+    @property
+    def versions(self) -> Mapping[str, Any]:
+        """Of the packages that made it."""
+        return entry_of(self.record, "versions", self.plan.versions)
+
+
+def entry_of(content: Mapping[str, Any], name: str, otherwise: Mapping[str, Any] = EMPTY) -> Mapping[str, Any]:
+    """An object within JSON of a file that anybody may have edited."""
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else otherwise
 
 
 def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
@@ -74,12 +89,9 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
     if record.get("plan_digest") != plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
     before, after = (_size(record, when, folder) for when in ("before", "after"))
-    graph, has_weights = find_graph(folder), any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    graph, has_weights = _find_graph(folder), any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if not has_weights and (graph is None or graph.place):
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
-    dtypes: dict[str, int] = {}
-    if has_weights:
-        dtypes = _check_weights(folder, after)
     return Facts(
         folder=folder,
         record=record,
@@ -87,8 +99,8 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
         config=read_object(folder / "config.json"),
         before=before,
         after=after,
-        active=active_parameters(folder, plan, before, after) if has_weights else None,
-        dtypes=dtypes,
+        active=_active_parameters(folder, plan, before, after) if has_weights else None,
+        dtypes=_check_weights(folder, after) if has_weights else {},
         gate=find_gate(folder) if gate is None else belonging(folder, gate),
         graph=graph,
     )
@@ -117,17 +129,14 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
             f"the weights in {folder} hold {counted.parameters} parameters in {counted.bytes} bytes, its "
             f"{COMPRESSION} says {recorded.parameters} in {recorded.bytes}; they do not belong together, compress again"
         )
-    dtypes: dict[str, int] = {}
+    dtypes = Counter[str]()
     for tensor in tensors:
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.parameters
+        dtypes[tensor.dtype] += tensor.parameters
     return dict(sorted(dtypes.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def active_parameters(folder: Path, plan: CompressionPlan, before: Size, after: Size) -> Active | None:
+def _active_parameters(folder: Path, plan: CompressionPlan, before: Size, after: Size) -> Active | None:
     """Counted from headers by the stock model's layout; None where stored elements are not parameters of one expert."""
-    from compressor.checkpoint.source import ModelSource
-    from compressor.model.opened import open_model
-
     try:
         model = open_model(ModelSource(str(folder), None, folder), device="cpu")
     except CompressionError:
@@ -135,23 +144,23 @@ def active_parameters(folder: Path, plan: CompressionPlan, before: Size, after: 
     layout, towers = model.layout, {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
-    expert, row = dict[str, int](), dict[str, int]()  # by layer: elements of one expert, and of its router row
+    expert, row = Counter[str](), Counter[str]()  # by layer: elements of one expert, and of its router row
     for name, role in layout.roles.items():
         info, found = model.checkpoint.tensors[name], row if role.is_router else expert
         if role.kind == "fused":
-            found[role.layer] = found.get(role.layer, 0) + info.parameters // info.shape[role.dim]
+            found[role.layer] += info.parameters // info.shape[role.dim]
         elif role.kind == "expert" and role.expert == 0:
-            found[role.layer] = found.get(role.layer, 0) + info.parameters
+            found[role.layer] += info.parameters
     if set(expert) != {layer.module for layer in plan.layers}:
         return None  # layers that share their experts
     idle = sum((plan.experts - layer.top_k) * expert[layer.module] for layer in plan.layers)
     gone = sum((layer.experts - plan.experts) * expert[layer.module] for layer in plan.layers)
-    rows = sum((layer.experts - plan.experts) * row.get(layer.module, 0) for layer in plan.layers)
+    rows = sum((layer.experts - plan.experts) * row[layer.module] for layer in plan.layers)
     same = before.parameters - after.parameters == gone + rows
     return Active(before.parameters - gone - idle if same else None, after.parameters - idle)
 
 
-def find_graph(folder: Path) -> Graph | None:
+def _find_graph(folder: Path) -> Graph | None:
     """The ONNX graph in the folder itself or in its `onnx`; None if there is none."""
     for place in ("", ONNX_FOLDER):
         where = folder / place
@@ -159,13 +168,3 @@ def find_graph(folder: Path) -> Graph | None:
             files = [where / GRAPH, where / f"{GRAPH}.data"]
             return Graph(place, read_object(where / ONNX_RECORD), sum(f.stat().st_size for f in files if f.is_file()))
     return None
-
-
-
-
-
-
-
-
-
-

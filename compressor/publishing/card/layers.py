@@ -1,12 +1,12 @@
 """What became of each expert, layer by layer, as a table that folds away."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from compressor.plans.layer import LayerPlan, correction_of
 from compressor.plans.plan import CompressionPlan
-from compressor.words import counted, fenced, joined, ranges, shown, table_line
+from compressor.words import counted, fenced, joined, markdown_table, ranges, shown
 
 MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
 
@@ -69,8 +69,6 @@ def decided_by(layer: LayerPlan) -> str:
     return f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by or "-"
 
 
-
-
 def error_change(layer: LayerPlan) -> str:
     """The held-out reconstruction error before and after the correction."""
     figures = correction_of(layer)
@@ -87,7 +85,7 @@ def layer_table(plan: CompressionPlan) -> list[str]:
     numbers = [layer.layer for layer in plan.layers]
     has_errors = any(correction_of(layer) for layer in plan.layers)
     columns = {
-        "layer": lambda layer: str(layer.layer) + _module(layer, numbers),
+        "layer": lambda each: str(each.layer) + (f" ({shown(each.module)})" if numbers.count(each.layer) > 1 else ""),
         "kept": kept,
         "merged": merged,
         "dropped": lambda layer: ranges(layer.dropped),
@@ -95,12 +93,8 @@ def layer_table(plan: CompressionPlan) -> list[str]:
         "decided by": lambda layer: shown(decided_by(layer)),
         **({"held-out error": lambda layer: shown(error_change(layer))} if has_errors else {}),
     }
-    rows = [table_line([cell(layer) for cell in columns.values()]) for layer in plan.layers]
-    return [table_line(list(columns)), table_line([":---"] * len(columns)), *rows]
-
-
-def _module(layer: LayerPlan, numbers: Sequence[int]) -> str:
-    return f" ({shown(layer.module)})" if numbers.count(layer.layer) > 1 else ""
+    rows = ([cell(layer) for cell in columns.values()] for layer in plan.layers)
+    return markdown_table(list(columns), rows, columns)
 
 
 def layer_details(plan: CompressionPlan, protected: str | None) -> list[str]:
@@ -131,4 +125,4 @@ def _fold(summary: str, lines: Sequence[str]) -> list[str]:
 def winners(plan: CompressionPlan) -> dict[str, int]:
     """Strategies that decided layers in the plan's place, with how many each; empty unless several were tried."""
     names = sorted(str(layer.figures["won"]) for layer in plan.layers if isinstance(layer.figures.get("won"), str))
-    return {name: len(list(found)) for name, found in groupby(names)}
+    return dict(Counter(names))

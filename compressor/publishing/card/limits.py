@@ -6,7 +6,7 @@ from typing import Any
 from compressor.gates.verdict import GateResult
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.command import sources_of
-from compressor.publishing.card.facts import Facts, Graph
+from compressor.publishing.card.facts import Facts, Graph, entry_of
 from compressor.publishing.card.metadata import base_id
 from compressor.words import counted, human_bytes, joined, label, shown
 
@@ -15,6 +15,7 @@ MOST_NAMED = 8  # of a list of tensors
 
 def limits(facts: Facts, has_licence: bool) -> list[str]:
     """The last section; `has_licence` if the card inherits one."""
+    is_local = base_id(facts.plan) is None
     told = [
         _accuracy(facts.gate),
         _text(facts.plan),
@@ -22,7 +23,8 @@ def limits(facts: Facts, has_licence: bool) -> list[str]:
         _format(facts),
         *_missing(facts.record),
         *([_graph(facts.graph)] if facts.graph is not None else []),
-        *_origin(facts.plan, has_licence),
+        *(["The base was a local folder; which repository it came from is not recorded."] if is_local else []),
+        *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
     ]
     return ["## Limits", "", *(f"- {line}" for line in told), ""]
 
@@ -85,40 +87,23 @@ def _missing(record: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _origin(plan: CompressionPlan, has_licence: bool) -> list[str]:
-    """What is not known of base and licence."""
-    local = base_id(plan) is None
-    return [
-        *(["The base was a local folder; which repository it came from is not recorded."] if local else []),
-        *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
-    ]
-
-
 def _names(value: Any) -> list[str]:
     return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
 def _graph(graph: Graph) -> str:
     """How the ONNX graph was verified, as its record has it."""
-    options, checks = _object(graph.record, "options"), _object(graph.record, "verification")
+    options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
     quantize = options.get("quantize")
-    kind = f"{shown(options.get('dtype'))}, " + (
-        f"experts {shown(quantize)}" if quantize != "none" else "not quantised"
-    )
-    told = f"The ONNX graph ({kind}, {human_bytes(graph.nbytes)})"
+    experts = f"experts {shown(quantize)}" if quantize != "none" else "not quantised"
+    told = f"The ONNX graph ({shown(options.get('dtype'))}, {experts}, {human_bytes(graph.nbytes)})"
     difference, compared = checks.get("largest_difference"), checks.get("tokens_compared")
     if isinstance(difference, float | int):
         other = shown(checks.get("reference", "the stock model"))
         told += f" was compared with {other}: logits differ by at most {difference:.2g}"
         if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
             told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
-    rounding = _object(graph.record, "rounding")
     cost = rounding.get("largest_difference")
     if isinstance(cost, float | int):
         told += f"; rounding alone moved logits by up to {cost:.2g}"
     return told + "."
-
-
-def _object(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = content.get(name)
-    return found if isinstance(found, Mapping) else {}

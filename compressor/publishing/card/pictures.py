@@ -1,14 +1,13 @@
 """Pictures of a model card: what became of each expert, and what the gate found. Colour is never the only sign."""
 
-import io
 import math
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compressor.drawing.palette import COLOURS, DPI
+from compressor.drawing.palette import COLOURS, DPI, axes_at
 from compressor.gates.markdown import change
-from compressor.gates.verdict import GateResult, TaskGate
+from compressor.gates.verdict import GateResult
 from compressor.plans.layer import LayerPlan
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.layers import Fates, experts_before
@@ -65,27 +64,27 @@ def grid_figure(plan: CompressionPlan) -> "Figure":
     """The grid, not saved yet: a row for each layer, a column for each expert of the original."""
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     rows, columns = len(plan.layers), max(layer.experts for layer in plan.layers)
     cell = max(LEAST_CELL, min(MOST_CELL, WIDTH / columns, HEIGHT / rows))
     width, height = max(cell * columns, 3.2), cell * rows
     across, up = width + MARGIN_LEFT + MARGIN_RIGHT, height + MARGIN_TOP + MARGIN_BELOW
     figure = Figure(figsize=(across, up), dpi=DPI)
-    axes = figure.add_axes((MARGIN_LEFT / across, MARGIN_BELOW / up, cell * columns / across, height / up))
+    axes = axes_at(figure, MARGIN_LEFT, MARGIN_BELOW, cell * columns, height)
     grid = [cells(layer) for layer in plan.layers]
     blank = to_rgb("white")
-    axes.imshow(
-        [[to_rgb(row[column].colour) if column < len(row) else blank for column in range(columns)] for row in grid],
-        aspect="auto", interpolation="nearest",
-    )  # fmt: skip
+    shades = [[*(to_rgb(each.colour) for each in row), *[blank] * (columns - len(row))] for row in grid]
+    axes.imshow(shades, aspect="auto", interpolation="nearest")
     numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
     _draw_marks(axes, grid, cell, numbered)
-    _draw_protected(axes, plan, cell)
+    for row, layer in enumerate(plan.layers):
+        for expert in plan.protected.get(layer.module, ()):
+            axes.add_patch(Rectangle((expert - 0.5, row - 0.5), 1, 1, fill=False, linewidth=max(0.6, 5 * cell)))
     _label(axes, plan, cell)
     title = f"{label(plan.source.model)}: {Fates.of(plan)}"
-    figure.text(
-        0.1 / across, 1 - 0.08 / up, textwrap.fill(title, int(across / 0.085)), va="top", fontsize=9
-    ).set_parse_math(False)
+    title = textwrap.fill(title, int(across / 0.085))
+    figure.text(0.1 / across, 1 - 0.08 / up, title, va="top", fontsize=9, parse_math=False)
     figure.text(0.1 / across, 0.06 / up, textwrap.fill(_key(plan, numbered), int(across / 0.06)), fontsize=FONT)
     return figure
 
@@ -95,14 +94,10 @@ def _key(plan: CompressionPlan, numbered: bool) -> str:
     parts = ["grey: kept", *(["white with a cross: dropped"] if fates.dropped else [])]
     if fates.merged or fates.rescaled:
         sign = "number (its least member)" if numbered else "mark"
-        repeat = " (signs repeat)" if not numbered and _most_groups(plan) > len(MARKS) * len(COLOURS) else ""
+        most = max(sum(not group.untouched for group in layer.groups) for layer in plan.layers)  # in a row
+        repeat = " (signs repeat)" if not numbered and most > len(MARKS) * len(COLOURS) else ""
         parts.append(f"same colour and {sign} within a row: merged into one expert{repeat}")
     return "; ".join([*parts, *(["black frame: protected"] if plan.protected else [])])
-
-
-def _most_groups(plan: CompressionPlan) -> int:
-    """The largest number of merged or rescaled groups in a row."""
-    return max(sum(not group.untouched for group in layer.groups) for layer in plan.layers)
 
 
 def _draw_marks(axes: "Axes", grid: list[list[Cell]], cell: float, numbered: bool) -> None:
@@ -126,14 +121,6 @@ def _ink(background: str) -> str:
 
     red, green, blue = to_rgb(background)
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#333333"
-
-
-def _draw_protected(axes: "Axes", plan: CompressionPlan, cell: float) -> None:
-    from matplotlib.patches import Rectangle
-
-    for row, layer in enumerate(plan.layers):
-        for expert in plan.protected.get(layer.module, ()):
-            axes.add_patch(Rectangle((expert - 0.5, row - 0.5), 1, 1, fill=False, linewidth=max(0.6, 5 * cell)))
 
 
 def _label(axes: "Axes", plan: CompressionPlan, cell: float) -> None:
@@ -168,21 +155,21 @@ def gate_figure(gate: GateResult) -> "Figure":
 
     figure = Figure(figsize=(GATE_WIDTH, 1.2 + ROW * max(1, len(gate.tasks))), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    reach = _reach(gate)
+    low, high = _reach(gate)
     for row, task in enumerate(gate.tasks):
         colour, mark = VERDICTS[task.verdict]
-        lower, drop, upper = (_within(value, *reach) for value in (task.lower, task.drop, task.upper))
+        drawn = (0.0 if math.isnan(value) else value for value in (task.lower, task.drop, task.upper))
+        lower, drop, upper = (max(low, min(high, value)) for value in drawn)
         axes.plot([lower, upper], [row, row], color=colour, linewidth=2, solid_capstyle="butt")
         axes.plot([lower, upper], [row, row], color=colour, linestyle="none", marker="|", markersize=9)
         axes.plot([drop], [row], color=colour, marker=mark, markersize=7, markeredgecolor="black", markeredgewidth=0.6)
     axes.axvline(gate.max_drop, color="black", linestyle="dashed", linewidth=1)
     axes.axvline(0, color="#999999", linewidth=0.8)
-    axes.set_xlim(*reach)
+    axes.set_xlim(low, high)
     axes.set_ylim(max(1, len(gate.tasks)) - 0.5, -0.5)
-    names = [f"{one_line(task.task, 40)}{_kind(task)}: {task.verdict}" for task in gate.tasks]
-    axes.set_yticks(range(len(names)), labels=names, fontsize=8)
-    for text in axes.get_yticklabels():
-        text.set_parse_math(False)
+    kinds = {"score": "", "likelihood": " (perplexity, relative)"}
+    names = [f"{one_line(task.task, 40)}{kinds[task.kind]}: {task.verdict}" for task in gate.tasks]
+    axes.set_yticks(range(len(names)), labels=names, fontsize=8, parse_math=False)
     axes.set_xlabel(
         f"drop with one-sided bounds (confidence {100 * gate.confidence:g}%); dashed: {gate.max_drop:g} allowed\n"
         "circle: pass, diamond: inconclusive, cross: fail",
@@ -193,24 +180,9 @@ def gate_figure(gate: GateResult) -> "Figure":
     return figure
 
 
-def _kind(task: TaskGate) -> str:
-    return " (perplexity, relative)" if task.kind == "likelihood" else ""
-
-
 def _reach(gate: GateResult) -> tuple[float, float]:
     """How far the axis goes to both sides: beyond 0, the drop allowed and all finite bounds."""
     values = [value for task in gate.tasks for value in (task.lower, task.drop, task.upper) if abs(value) < 1e9]
     low, high = min([0.0, *values]), max([gate.max_drop, 0.0, *values])
     beyond = 0.08 * (high - low) or 1.0
     return low - beyond, high + beyond
-
-
-def _within(value: float, low: float, high: float) -> float:
-    return 0.0 if math.isnan(value) else max(low, min(high, value))
-
-
-def png(figure: "Figure") -> bytes:
-    """The picture's bytes, the same for the same picture."""
-    stream = io.BytesIO()
-    figure.savefig(stream, dpi=DPI, format="png", metadata={"Software": None})
-    return stream.getvalue()

@@ -1,6 +1,5 @@
 """The text of a model card, section by section; every figure in it was measured or is recorded."""
 
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -14,7 +13,7 @@ from compressor.publishing.card.command import Command, sources_of
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
 from compressor.publishing.card.metadata import base_id
-from compressor.words import counted, fenced, joined, label, named, one_line, shown, table_line
+from compressor.words import counted, fenced, joined, label, markdown_table, named, one_line, shown
 
 MOST_ALTERNATIVE = 4_000  # letters that describe a picture
 REFITTED = {
@@ -42,23 +41,19 @@ def base_name(plan: CompressionPlan) -> str:
 
 
 def introduction(facts: Facts) -> list[str]:
-    """What it is, in one paragraph."""
+    """What it is, in one paragraph, with the strategies that won layers where several were tried."""
     plan = facts.plan
     before, layers = experts_before(plan), counted(len(plan.layers), "MoE layer")
+    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
+    decided = f"; decided by {joined(won)}" if won else ""
     sentences = [
         f"This is {base_name(plan)} with {plan.experts} instead of {before} experts in each of its {layers}: "
         f"{Fates.of(plan)}.",
-        f"Strategy: {cited(plan.strategy)}{_decided(plan)}.",
+        f"Strategy: {cited(plan.strategy)}{decided}.",
         _corrected(plan),
         "It was made with moe-compressor and is an ordinary checkpoint of its architecture, with fewer experts.",
     ]
     return [" ".join(sentences), ""]
-
-
-def _decided(plan: CompressionPlan) -> str:
-    """Which strategies won how many layers, with their papers, where several were tried."""
-    told = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
-    return f"; decided by {joined(told)}" if told else ""
 
 
 def _corrected(plan: CompressionPlan) -> str:
@@ -76,31 +71,24 @@ def _corrected(plan: CompressionPlan) -> str:
 
 def comparison(facts: Facts) -> list[str]:
     """Base and compressed model, side by side."""
-    gate = facts.gate
+    gate, active = facts.gate, facts.active
     rows = [
         ["experts in each MoE layer", experts_before(facts.plan), str(facts.plan.experts), "", ""],
         ["parameters", *_numbers(facts.before.parameters, facts.after.parameters), ""],
-        *([_active_row(facts.active)] if facts.active is not None else []),
+        *([_active_row(active)] if active is not None else []),
         ["bytes of all tensors", *_numbers(facts.before.bytes, facts.after.bytes), ""],
         *([_task_row(task) for task in gate.tasks] if gate is not None else []),
     ]
-    header = ["", "base", "this model", "change", "verdict"]
-    width = len(header) if gate is not None else len(header) - 1
-    notes = [
-        "Parameters are stored elements, in whatever format.",
-        *(["Active parameters are all but the experts that a token is not sent to."] if facts.active else []),
-    ]
+    header = ["", "base", "this model", "change", "verdict"][: 5 if gate is not None else 4]
+    note = "Parameters are stored elements, in whatever format."
+    if active is not None:
+        note += " Active parameters are all but the experts that a token is not sent to."
     return [
-        "## Before and after",
-        "",
-        table_line(header[:width]),
-        table_line([":---", *["---:"] * (width - 1)]),
-        *(table_line(row[:width]) for row in rows),
-        "",
-        " ".join(notes),
-        "",
+        "## Before and after", "",
+        *markdown_table(header, (row[: len(header)] for row in rows), ("",)), "",
+        note, "",
         *(_gate_notes(gate) if gate is not None else []),
-    ]
+    ]  # fmt: skip
 
 
 def _numbers(before: int, after: int) -> list[str]:
@@ -121,23 +109,18 @@ def _task_row(task: TaskGate) -> list[str]:
 
 
 def _gate_notes(gate: GateResult) -> list[str]:
+    judged = ((gate.base, gate.base_identity), (gate.compressed, gate.compressed_identity))
     base, made = (
-        f"{shown(label(name))}{_commit(identity)}"
-        for name, identity in ((gate.base, gate.base_identity), (gate.compressed, gate.compressed_identity))
+        shown(label(name)) + (f" (commit {shown(identity['commit'])})" if "commit" in identity else "")
+        for name, identity in judged
     )
     perplexity = any(task.kind == "likelihood" for task in gate.tasks)
     rise = ", of a perplexity its relative rise" if perplexity else ""
     return [
-        f"**{named(one_line(verdict_line(gate), None))}**",
-        "",
+        f"**{named(one_line(verdict_line(gate), None))}**", "",
         f"The tasks compare {made} with {base}. A drop is base less compressed{rise}; at most: its one-sided upper "
-        f"bound with confidence {100 * gate.confidence:g}%. {named(method(gate))}",
-        "",
-    ]
-
-
-def _commit(identity: Mapping[str, Any]) -> str:
-    return f" (commit {shown(identity['commit'])})" if "commit" in identity else ""
+        f"bound with confidence {100 * gate.confidence:g}%. {named(method(gate))}", "",
+    ]  # fmt: skip
 
 
 def making(facts: Facts, command: str | None, again: Command | None) -> list[str]:
@@ -148,31 +131,22 @@ def making(facts: Facts, command: str | None, again: Command | None) -> list[str
     elif again is not None:
         told = [
             "This command asks for the same plan. It is rebuilt from the plan, so it says nothing of edits by hand; "
-            "local files and folders stand in it by their names alone.",
-            "",
+            "local files and folders stand in it by their names alone.", "",
             *fenced("\n".join(again.lines), "bash"),
-        ]
+        ]  # fmt: skip
     else:
         told = ["The plan does not record what it was asked for, so there is no command to repeat it.", ""]
-    packages = _versions(facts)
     return [
-        "## How it was made",
-        "",
+        "## How it was made", "",
         *told,
         *_data(plan),
         f"- Plan: SHA-256 `{plan.digest()}`",
         f"- Source: {base_name(plan)}, fingerprint {shown(plan.source.fingerprint)}",
-        f"- Versions: {joined([f'{shown(name)} {shown(version)}' for name, version in packages.items()])}",
+        f"- Versions: {joined([f'{shown(name)} {shown(version)}' for name, version in facts.versions.items()])}",
         *(["- Each layer was planned on what the compressed earlier layers put out."] if plan.sequential else []),
         "",
-        "`compression.json` holds the whole plan with its coefficients.",
-        "",
-    ]
-
-
-def _versions(facts: Facts) -> Mapping[str, Any]:
-    found = facts.record.get("versions")
-    return found if isinstance(found, Mapping) else facts.plan.versions
+        "`compression.json` holds the whole plan with its coefficients.", "",
+    ]  # fmt: skip
 
 
 def _data(plan: CompressionPlan) -> list[str]:
@@ -181,20 +155,14 @@ def _data(plan: CompressionPlan) -> list[str]:
         return ["No text was read to make it.", ""]
     columns = ("source", "weight", "sequences", "tokens", "held out", "SHA-256 of the token ids")
     fields = ("weight", "samples", "tokens", "heldout_samples", "sha256")
-    rows = [
-        [shown(label(str(entry["source"]))), *(_cell(entry.get(name)) for name in fields)]
-        for entry in sources_of(plan.calibration)
-    ]
+    rows = [[shown(label(str(entry["source"]))), *(_cell(entry.get(name)) for name in fields)]
+            for entry in sources_of(plan.calibration)]  # fmt: skip
     only = plan.calibration.get("only")
     return [
-        "Calibration text:",
-        "",
-        table_line(columns),
-        table_line([":---", *["---:"] * 4, ":---"]),
-        *(table_line(row) for row in rows),
-        "",
+        "Calibration text:", "",
+        *markdown_table(columns, rows, (columns[0], columns[-1])), "",
         *([f"Of these sources only {shown(label(str(only)))} decided.", ""] if only is not None else []),
-    ]
+    ]  # fmt: skip
 
 
 def _cell(value: Any) -> str:
@@ -205,8 +173,16 @@ def _cell(value: Any) -> str:
 
 def loading(facts: Facts, repo_id: str) -> list[str]:
     """How to load it, by what is there."""
-    safetensors = [] if facts.only_graph else [*_transformers(facts, repo_id), *_vllm(repo_id)]
-    return ["## How to load it", "", *safetensors, *(_onnx(facts, repo_id) if facts.graph is not None else [])]
+    lines = ["## How to load it", "", *([] if facts.only_graph else _transformers(facts, repo_id))]
+    if facts.graph is None:
+        return lines
+    folder = f"model/{facts.graph.place}" if facts.graph.place else "model"
+    return [
+        *lines,
+        "In ONNX Runtime; or from the terminal, once the repository is downloaded:", "",
+        *fenced(f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"', "bash"),
+        *fenced(f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")', "python"),
+    ]  # fmt: skip
 
 
 def _transformers(facts: Facts, repo_id: str) -> list[str]:
@@ -216,38 +192,17 @@ def _transformers(facts: Facts, repo_id: str) -> list[str]:
     class_name = name or "AutoModelForCausalLM"
     has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     code = [
-        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}",
-        "",
+        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}", "",
         f'model = {class_name}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
         *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
-    ]
-    version = _versions(facts).get("transformers", "unknown")
+    ]  # fmt: skip
     return [
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
-        f"{shown(version)}; `device_map` needs the package accelerate):",
-        "",
+        f"{shown(facts.versions.get('transformers', 'unknown'))}; `device_map` needs the package accelerate):", "",
         *fenced("\n".join(code), "python"),
-    ]
-
-
-def _vllm(repo_id: str) -> list[str]:
-    return [
-        "In vLLM, where it supports this architecture (not tested with this checkpoint):",
-        "",
+        "In vLLM, where it supports this architecture (not tested with this checkpoint):", "",
         *fenced(f"vllm serve {repo_id}", "bash"),
-    ]
-
-
-def _onnx(facts: Facts, repo_id: str) -> list[str]:
-    graph = facts.graph
-    assert graph is not None
-    folder = "model" + (f"/{graph.place}" if graph.place else "")
-    return [
-        "In ONNX Runtime; or from the terminal, once the repository is downloaded:",
-        "",
-        *fenced(f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"', "bash"),
-        *fenced(f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")', "python"),
-    ]
+    ]  # fmt: skip
 
 
 def picture(path: str, alternative: str) -> list[str]:

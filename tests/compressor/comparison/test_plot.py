@@ -17,8 +17,7 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from compressor.comparison.plot import comparison_figure, linear_below, plot_comparison, spaced
-from compressor.comparison.rows import Comparison
-from compressor.comparison.series import label
+from compressor.comparison.rows import Comparison, label
 from compressor.drawing.palette import DPI
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
 

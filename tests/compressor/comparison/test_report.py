@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from compressor.cli.comparison_table import show_comparison
 from compressor.comparison import report as comparison_report
 from compressor.comparison.report import markdown, write_reports
-from compressor.comparison.rows import Comparison, Row
-from compressor.comparison.series import entries, label
+from compressor.comparison.rows import Comparison, Row, entries, label
 from compressor.errors import CompressionError
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
 

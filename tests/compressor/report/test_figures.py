@@ -15,9 +15,9 @@ from PIL import Image
 
 from compressor.report.bars import phases, visit_alt
 from compressor.report.data import ReportData
-from compressor.report.drawing import colours
-from compressor.report.figures import NAMES, Picture, pictures, png
-from compressor.report.layers import fates, layer_names, listed, order
+from compressor.report.drawing import Picture, colours, png
+from compressor.report.figures import NAMES, pictures
+from compressor.report.layers import fates, listed, named, order
 from compressor.report.matrices import LEVELS, limits, matrix_alt
 from tests.gates import gates
 from tests.reported import HOSTILE, bare, hostile, layer, report
@@ -154,7 +154,7 @@ def test_lists_of_numbers_can_be_read_back(chosen: set[int]) -> None:
 
 
 def test_layers_of_equal_number_are_told_apart_by_module() -> None:
-    names = layer_names([layer(0), layer(0, module="vision.0"), layer(1)])
+    names = [name for _, name in named([layer(0), layer(0, module="vision.0"), layer(1)])]
     assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
 
 
