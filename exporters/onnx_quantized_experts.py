@@ -19,7 +19,7 @@ from compressor.model.experts import parameter_names
 from exporters.onnx_activation import Activation, supported
 from exporters.onnx_experts import PLAIN, MoeNode, WeightFormat, first_rows, moe_node, node_tensors
 from exporters.onnx_quantize import SCHEMES, Scheme, codes, pack, rounded
-from exporters.onnx_verify import Reference
+from exporters.onnx_reference import Reference
 
 SCALES = "onnx_scales"  # an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
 
