@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from compressor.attribution.figures import Attribution, Output, Sender
+from compressor.attribution.figures import Attribution, Sender
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
 LEAST_SHARE = 1e-3  # of the variance of the later routers' logits, that a hub has
@@ -86,10 +86,15 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
         influence = outlier_scores([sender.total_influence for sender in experts])
         aarv = outlier_scores([sender.total_rank_change for sender in experts])
         for sender, first, second in zip(experts, influence, aarv, strict=True):
-            if min(first, second) > threshold and sender.total_influence >= LEAST_SHARE * _variance(
-                attribution, sender
-            ):
-                found.append(_hub(sender, first, second))
+            least = LEAST_SHARE * _variance(attribution, sender)
+            if min(first, second) > threshold and sender.total_influence >= least:
+                assert sender.layer is not None and sender.number is not None
+                found.append(
+                    Hub(
+                        sender.module, sender.layer, sender.number, sender.total_influence, sender.total_rank_change,
+                        first, second, sender.share,
+                    )
+                )  # fmt: skip
     return tuple(sorted(found, key=lambda hub: (-hub.influence, hub.layer, hub.module, hub.expert)))
 
 
@@ -97,14 +102,6 @@ def _variance(attribution: Attribution, sender: Sender) -> float:
     """Variance of the logits of the routers that come after the sender, summed over them."""
     reached = zip(attribution.receivers, sender.influence, strict=True)
     return sum(receiver.variance for receiver, influence in reached if influence is not None)
-
-
-def _hub(sender: Sender, influence_score: float, aarv_score: float) -> Hub:
-    assert sender.layer is not None and sender.number is not None
-    return Hub(
-        sender.module, sender.layer, sender.number, sender.total_influence, sender.total_rank_change,
-        influence_score, aarv_score, sender.share,
-    )  # fmt: skip
 
 
 def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
@@ -128,13 +125,10 @@ def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
         if score > THRESHOLD and output.max_entry >= least and output.max_entry > SUPER_SHARE * max(entries)
     ]
     found.sort(key=lambda output: (-output.max_entry, output.layer, output.module, output.expert))
-    return tuple(_super_expert(output) for output in found)
-
-
-def _super_expert(output: Output) -> SuperExpert:
-    return SuperExpert(
-        output.module, output.layer, output.expert, output.max_entry, output.max_norm, output.mean_norm
-    )  # fmt: skip
+    return tuple(
+        SuperExpert(each.module, each.layer, each.expert, each.max_entry, each.max_norm, each.mean_norm)
+        for each in found
+    )
 
 
 def overlap(hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> Overlap:

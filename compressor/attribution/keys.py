@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.attribution.figures import KeyInfluence, Sender
 from compressor.attribution.linear_maps import pull_sum
-from compressor.attribution.stream_maps import Routers, leaf_map, observe_routers, router_rows, run_traced
+from compressor.attribution.stream_maps import ObservedRouters, leaf_map, observe_routers, router_rows, run_traced
 from compressor.attribution.unit_trace import UnitTrace
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
@@ -100,7 +100,7 @@ def key_influence(
 
 
 def _split(
-    routers: Routers, unit: str, batch: int, trace: UnitTrace, head: Sender, products: Sequence[Any]
+    routers: ObservedRouters, unit: str, batch: int, trace: UnitTrace, head: Sender, products: Sequence[Any]
 ) -> Tensor | None:
     """[L, L] influence by query and key, summed over the routers; None if no product is what the projection got."""
     heads, number = trace.heads[head.module], head.number or 0
@@ -118,7 +118,7 @@ def _split(
 
 
 def _carried(
-    routers: Routers, unit: str, batch: int, trace: UnitTrace, head: Sender, values: Tensor, own: slice
+    routers: ObservedRouters, unit: str, batch: int, trace: UnitTrace, head: Sender, values: Tensor, own: slice
 ) -> tuple[Tensor, Tensor]:
     """[L, R] variance over the experts of what each key's value would give every router, and the factors [L, R]."""
     projection = trace.heads[head.module].weight[:, own].float()

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from compressor.attribution.figures import KINDS, Attribution, Receiver, Sender
-from compressor.attribution.hubs import Hub, Overlap, SuperExpert, overlap
+from compressor.attribution.figures import KINDS, Attribution, Sender
+from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.calibration.sources import without_folders
 
 COMPONENTS = ("token", "attention", "mlp", "moe", "other")  # whose sub-scores add up to the logits
@@ -94,11 +94,6 @@ def rank_correlation(found: Sequence[Pair]) -> float | None:
     return float(spearmanr(influence, change).statistic)
 
 
-def largest_unexplained(attribution: Attribution) -> Receiver | None:
-    """The receiver whose logits the sub-scores miss by most; None without receivers."""
-    return max(attribution.receivers, key=lambda receiver: receiver.unexplained, default=None)
-
-
 def rounded(content: Any) -> Any:
     """Numbers to 6 significant digits, None for what JSON cannot write, dataclasses and mappings as plain objects."""
     if isinstance(content, float):
@@ -116,24 +111,20 @@ def _experts(found: Iterable[Hub | SuperExpert]) -> list[dict[str, Any]]:
     return [{"module": each.module, "layer": each.layer, "expert": each.expert} for each in found]
 
 
-def overlap_content(shared: Overlap) -> dict[str, Any]:
-    """The experts of each part, and the Jaccard index."""
-    return {
-        "both": _experts(shared.both),
-        "only_hubs": _experts(shared.only_hubs),
-        "only_super_experts": _experts(shared.only_supers),
-        "jaccard": rounded(shared.jaccard),
-    }
-
-
 def brief_content(attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> dict[str, Any]:
     """What can be read at a glance, as plain JSON types."""
+    shared = overlap(hubs, supers)
     return {
         "model": attribution.model,
         "tokens": attribution.tokens,
         "hubs": rounded(tuple(hubs)),
         "super_experts": rounded(tuple(supers)),
-        "overlap": overlap_content(overlap(hubs, supers)),
+        "overlap": {
+            "both": _experts(shared.both),
+            "only_hubs": _experts(shared.only_hubs),
+            "only_super_experts": _experts(shared.only_supers),
+            "jaccard": rounded(shared.jaccard),
+        },
         "receivers": rounded(attribution.receivers),
         "kinds": rounded(kind_shares(attribution)),
         "seconds": rounded(attribution.seconds),
