@@ -36,15 +36,11 @@ class Work:
         self.finished: set[str] = set()
 
     def open(self) -> None:
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no journal, or a broken one
             state = json.loads((self.folder / MARKER).read_text())
-            same = state["digest"] == self.digest and state["boot"] == _boot() and self.content.is_dir()
-            finished = set(state["finished"]) if same else None
-        except (OSError, ValueError, KeyError, TypeError):  # no journal, or a broken one
-            finished = None
-        if finished is not None:
-            self.finished = finished
-            return
+            if state["digest"] == self.digest and state["boot"] == _boot() and self.content.is_dir():
+                self.finished = set(state["finished"])
+                return
         shutil.rmtree(self.content, ignore_errors=True)
         self.content.mkdir(parents=True)
         self.save()

@@ -6,6 +6,7 @@ one part is (A[q, k] * factor[q])^2 * Var(rows v_k). L tokens of a sequence, h s
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,36 +38,25 @@ class _Products(TorchFunctionMode):
 
 
 @contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """Stock eager attention, which multiplies weights with values in the open."""
+def _listening(model: Any, modules: Sequence[str]) -> Iterator[dict[str, _Products]]:
+    """Remember the last products of each of these attention modules: stock eager attention makes them in the open."""
+    heard: dict[str, _Products] = {}
+
+    def forward(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        heard[name] = _Products()
+        with heard[name]:
+            return own(*args, **kwargs)
+
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-@contextmanager
-def _listening(model: Any, modules: Sequence[str]) -> Iterator[dict[str, _Products]]:
-    """Remember the last products of each of these attention modules."""
-    heard: dict[str, _Products] = {}
-
-    def listen(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            heard[name] = _Products()
-            with heard[name]:
-                return own(*args, **kwargs)
-
-        return forward
-
-    for name in modules:
-        model.get_submodule(name).forward = listen(name, model.get_submodule(name).forward)
-    try:
+        for name in modules:
+            model.get_submodule(name).forward = partial(forward, name, model.get_submodule(name).forward)
         yield heard
     finally:
         for name in modules:
             model.get_submodule(name).__dict__.pop("forward", None)
+        model.set_attn_implementation(before)
 
 
 def key_influence(
@@ -83,7 +73,7 @@ def key_influence(
     modules = sorted({head.module for head in heads})
     tokens = [tuple(sequence[0].tolist()) for sequence in sequences]
     found: list[KeyInfluence] = []
-    with _eager(model.partial.model), _listening(model.partial.model, modules) as heard:
+    with _listening(model.partial.model, modules) as heard:
         routers = observe_routers(model, sequences, progress)
 
         def visit(unit: str, batch: int, trace: UnitTrace) -> None:

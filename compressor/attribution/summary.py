@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from compressor.attribution.figures import KINDS, Attribution, Sender
+from compressor.attribution.figures import Attribution, Sender
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.calibration.sources import without_folders
 
@@ -65,9 +65,7 @@ def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
 
 def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
     """Which kinds of component shape routing; heads, experts and shared experts are parts of others."""
-    totals = {
-        kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in KINDS if kind in COMPONENTS
-    }
+    totals = {kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in COMPONENTS}
     whole = math.fsum(value for found in totals.values() for value in found)
     return tuple(
         KindShare(kind, len(found), math.fsum(found), math.fsum(found) / whole if whole else None)
