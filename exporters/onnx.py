@@ -8,14 +8,13 @@ import gc
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from compressor.checkpoint.source import locate
@@ -27,14 +26,15 @@ from compressor.progress import Progress, Silent
 from compressor.run_record import versions
 from compressor.surgery.job import carried_files
 from exporters import safetensors as publishing
-from exporters.onnx_experts import FALLBACKS, LayerRoute, WeightFormat, use_nodes
+from exporters.onnx_experts import FALLBACKS, LayerRoute, use_nodes
 from exporters.onnx_graph import export_graph, trace_inputs
 from exporters.onnx_quantized_experts import FORMATS, RoundingCost, rounding_cost
-from exporters.onnx_verify import EXACT, HALF, TOKENS, Reference, Verification, compare, observe
+from exporters.onnx_reference import TOKENS, Reference, observe
+from exporters.onnx_verify import EXACT, HALF, STOCK, Verification, compare
 
 GRAPH, WEIGHTS, RECORD = "model.onnx", "model.onnx.data", "onnx_export.json"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnx-ir", "torch", "transformers", "moe-compressor")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+DTYPES = {"fp32": "float32", "fp16": "float16"}
 OPSETS = range(18, 24)
 EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
@@ -63,6 +63,9 @@ class ExportOptions:
                 raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
         if self.opset not in OPSETS:
             raise CompressionError(f"--opset {self.opset} is not supported; give one from {OPSETS[0]} to {OPSETS[-1]}")
+
+
+Options = ExportOptions  # under this name the registry finds an exporter's options
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +109,34 @@ def export(
     require_packages()
     out = Path(out).absolute()
     publishing.check_target(out, options.overwrite)
-    opened = open_model(locate(str(folder)), {"fp32": "float32", "fp16": "float16"}[options.dtype], "cpu")
-    publishing.check_space(out, _needed_bytes(opened.partial))
+    opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
+    publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with _workplace(out) as (content, publish):
-        reference, original, routes, nodes = _write_graph(opened, content, options, progress)
+        reference, original, made = _write_graph(opened, content, options, progress)
         _check_graph(content / GRAPH)
         progress.start("verifying", 1)
-        weight_format = FORMATS[options.quantize]
         bounds = HALF if options.dtype == "fp16" else EXACT
-        verification = compare(content / GRAPH, reference, bounds, _label(options, weight_format))
+        verification = compare(content / GRAPH, reference, bounds, _label(options))
         progress.advance("logits and greedy tokens")
-        cost = None if original is None else rounding_cost(original, reference)
-        summary = replace(_summary(out, content, reference.model, routes, nodes, verification), rounding=cost)
+        files = [path for path in (content / GRAPH, content / WEIGHTS) if path.exists()]
+        summary = ExportSummary(
+            folder=out,
+            model=reference.model,
+            nbytes=sum(path.stat().st_size for path in files),
+            external=len(files) > 1,
+            verification=verification,
+            rounding=None if original is None else rounding_cost(original, reference),
+            **made,
+        )
         _write_files(opened, content, options, summary)
         publish()
     return summary
 
 
-def _needed_bytes(partial: PartialModel) -> int:
-    return sum(value.numel() * value.element_size() for value in partial.empty.values())
-
-
-def _label(options: ExportOptions, weight_format: WeightFormat) -> str:
-    rounded = [] if options.dtype == "fp32" else ["weights rounded to float16"]
-    rounded += [weight_format.label] if weight_format.label else []
-    return "the stock model in float32" + (f" with {' and '.join(rounded)}" if rounded else "")
+def _label(options: ExportOptions) -> str:
+    changed = ["weights rounded to float16"] if options.dtype == "fp16" else []
+    changed += [FORMATS[options.quantize].label] if FORMATS[options.quantize].label else []
+    return STOCK + (f" with {' and '.join(changed)}" if changed else "")
 
 
 def _load(partial: PartialModel, units: tuple[str, ...], progress: Progress) -> Any:
@@ -146,8 +152,11 @@ def _load(partial: PartialModel, units: tuple[str, ...], progress: Progress) -> 
 
 def _write_graph(
     opened: OpenModel, content: Path, options: ExportOptions, progress: Progress
-) -> tuple[Reference, Reference | None, tuple[LayerRoute, ...], int]:
-    """Load, observe, trace and save; the model is let go at the end."""
+) -> tuple[Reference, Reference | None, dict[str, Any]]:
+    """Load, observe, trace and save; the model is let go at the end.
+
+    Returns what the stock model says, what it said before its experts were rounded, and the graph's facts.
+    """
     import onnx_ir
 
     model, weight_format = _load(opened.partial, opened.architecture.units, progress), FORMATS[options.quantize]
@@ -172,16 +181,17 @@ def _write_graph(
     sizes = [value.const_value.nbytes for value in program.graph.initializers.values()]
     external = WEIGHTS if sum(sizes) > options.external_bytes else None
     onnx_ir.save(program, content / GRAPH, external_data=external, size_threshold_bytes=INLINE_BYTES)
-    nodes = sum(1 for _ in program.graph.all_nodes())
-    del program, inputs
-    _empty(model)
+    graph = program.graph
+    facts = {
+        "nodes": sum(1 for _ in graph.all_nodes()),
+        "inputs": tuple(value.name for value in graph.inputs),
+        "outputs": tuple(value.name for value in graph.outputs),
+        "routes": routes,
+    }
+    del program, graph, inputs
+    model.to_empty(device="meta")  # its weights go, whoever still holds the model
     gc.collect()
-    return reference, original, routes, nodes
-
-
-def _empty(model: nn.Module) -> None:
-    """Let the weights go, whoever still holds the model."""
-    model.to_empty(device="meta")
+    return reference, original, facts
 
 
 @contextmanager
@@ -206,30 +216,10 @@ def _check_graph(path: Path) -> None:
         raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
 
 
-def _summary(
-    out: Path, content: Path, model: str, routes: tuple[LayerRoute, ...], nodes: int, verification: Verification
-) -> ExportSummary:
-    import onnx
-
-    graph = onnx.load(str(content / GRAPH), load_external_data=False).graph
-    files = [path for path in (content / GRAPH, content / WEIGHTS) if path.exists()]
-    return ExportSummary(
-        folder=out,
-        model=model,
-        nbytes=sum(path.stat().st_size for path in files),
-        external=(content / WEIGHTS).exists(),
-        nodes=nodes,
-        inputs=tuple(value.name for value in graph.input),
-        outputs=tuple(value.name for value in graph.output),
-        routes=routes,
-        verification=verification,
-    )
-
-
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
     """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
     config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
-    (content / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write_json(content / "config.json", config)
     files = carried_files(opened.source.folder)
     compression = opened.source.folder / "compression.json"
     if compression.is_file():
@@ -252,7 +242,11 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "verification": asdict(summary.verification),
         "rounding": None if summary.rounding is None else asdict(summary.rounding),
     }
-    (content / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write_json(content / RECORD, record)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -65,14 +65,11 @@ UNGATED: MappingProxyType[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def _fused(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Gate [T, I] and up [T, I] as the module's own first projection would give them, [T, 2I]."""
-    return torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-
-
 def _probe(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """The module's own gate on gate [T, I] and up [T, I], fused as its first projection would give them, [T, 2I]."""
+    fused = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
     with torch.no_grad():
-        value: Tensor = experts._apply_gate(_fused(experts, gate, up))
+        value: Tensor = experts._apply_gate(fused)
     return value
 
 

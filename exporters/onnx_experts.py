@@ -20,7 +20,6 @@ from exporters.onnx_activation import Activation, activation, supported
 IMPLEMENTATION = "moe_compressor_onnx"  # the name under which transformers knows `experts_forward`
 ROUTE = "onnx_route"  # an experts module's attribute: its `MoeNode`, or the name of a stock implementation
 FALLBACKS = ("batched_mm", "grouped_mm")
-NODE_NAMES = ("MoE", "QMoE")
 SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16 too
 
 

@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import inspect
 import io
 import logging
 import re
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.model.loading import quiet_transformers
-from exporters.onnx_norms import divide_by_roots
+from exporters.onnx_reference import model_inputs
 
 CACHE = "past_key_values"
 SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shapes are compared; none is 0 or 1
@@ -71,27 +70,9 @@ def fresh_cache(model: Any) -> Any:
     return cache
 
 
-def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Tokens [B, S] after `past` others with mask [B, past + S] and positions, as far as the model takes them."""
-    rows, length = tokens.shape
-    mask = torch.ones(rows, past + length, dtype=torch.long) if mask is None else mask
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:].contiguous()
-    found = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-    taken = inspect.signature(type(model).forward).parameters
-    return {name: value for name, value in found.items() if name in taken}
-
-
-def _leaves(cache: Any) -> dict[str, Tensor]:
-    from transformers.exporters.utils import get_leaf_tensors
-
-    found: dict[str, Tensor] = get_leaf_tensors({CACHE: cache})
-    return found
-
-
 def graph_name(path: str) -> str:
     """past_key_values.layers.3.keys -> past_key_values.3.key; other states keep their own names."""
-    parts = [RENAMED.get(part, part) for part in path.split(".") if part != "layers"]
-    return ".".join(parts)
+    return ".".join(RENAMED.get(part, part) for part in path.split(".") if part != "layers")
 
 
 def _axes(path: str, one: Tensor, two: Tensor) -> tuple[tuple[int, str], ...]:
@@ -131,6 +112,8 @@ def trace_inputs(model: Any, past: bool) -> TraceInputs:
 
     Must be called while the model still computes, that is before its experts are brought into a node's layout.
     """
+    from transformers.exporters.utils import get_leaf_tensors
+
     new = sample_length(model.config)
     if not past:
         return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), ())
@@ -146,7 +129,7 @@ def trace_inputs(model: Any, past: bool) -> TraceInputs:
             ) from error
         caches.append(cache)
         samples.append(model_inputs(model, tokens[:, length:], length))
-    one, two = _leaves(caches[0]), _leaves(caches[1])
+    one, two = (get_leaf_tensors({CACHE: cache}) for cache in caches)
     if set(one) != set(two) or not one:
         raise CompressionError(
             f"the cache of {type(model).__name__} does not consist of tensors that can be graph inputs; "
@@ -223,6 +206,32 @@ def export_reason(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return reason_of(type(error)(lines[0])) if lines and isinstance(error, Exception) else type(error).__name__
+
+
+def divide_by_roots(program: Any) -> int:
+    """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place; returns how many there were.
+
+    Both are plain ONNX. A trace writes RMS norms the first way; ONNX Runtime 1.31 fuses the second into one operator.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    found = 0
+    for node in program.graph.all_nodes():
+        for place, value in enumerate(node.inputs if _is(node, "Mul") else ()):
+            inverse = value.producer()
+            if _is(inverse, "Reciprocal") and _is(inverse.inputs[0].producer(), "Sqrt"):
+                other, root = node.inputs[1 - place], inverse.inputs[0]
+                node.op_type = "Div"
+                node.replace_input_with(0, other)
+                node.replace_input_with(1, root)
+                found += 1
+                break
+    RemoveUnusedNodesPass()(program)
+    return found
+
+
+def _is(node: Any, kind: str) -> bool:
+    return node is not None and node.domain == "" and node.op_type == kind
 
 
 def _rename(program: Any, inputs: TraceInputs) -> None:

@@ -93,9 +93,3 @@ def pack(found: Tensor, scheme: Scheme) -> Tensor:
     """Codes int8 [..., K] as unsigned bytes: [..., K], or [..., K / 2] for pairs of 4 bits, the first one low."""
     unsigned = (found.to(torch.int16) - scheme.lowest).to(torch.uint8)
     return unsigned if scheme.bits == 8 else unsigned[..., 0::2] | unsigned[..., 1::2] << 4
-
-
-def unpack(packed: Tensor, scheme: Scheme) -> Tensor:
-    """The codes int8 [..., K] in bytes made by `pack`."""
-    unsigned = packed if scheme.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    return (unsigned.to(torch.int16) + scheme.lowest).to(torch.int8)

@@ -4,10 +4,9 @@ The activations stay what they are: the node dequantises 8 bits per row itself, 
 blocks too. So the stock model with its rounded weights computes what the node does, and is what the graph is held to.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from compressor.model.experts import parameter_names
 from exporters.onnx_activation import Activation, supported
 from exporters.onnx_experts import PLAIN, MoeNode, WeightFormat, first_rows, moe_node, node_tensors
 from exporters.onnx_quantize import SCHEMES, Scheme, codes, pack, rounded
-from exporters.onnx_verify import Reference
+from exporters.onnx_reference import Reference
 
 SCALES = "onnx_scales"  # an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
 
@@ -94,15 +93,17 @@ def qmoe_node(experts: Any, kind: Activation, scheme: Scheme) -> tuple[MoeNode, 
     return node, qmoe_tensors(experts, scheme)
 
 
-def _format(name: str) -> WeightFormat:
-    scheme = SCHEMES[name]
-    node: Callable[[Any, Activation], tuple[MoeNode, dict[str, Tensor]]] = partial(qmoe_node, scheme=scheme)
-    return WeightFormat(node, partial(round_experts, scheme=scheme), f"experts rounded to {scheme.describe()}")
-
-
-FORMATS: MappingProxyType[str, WeightFormat] = MappingProxyType(
-    {"none": PLAIN, **{name: _format(name) for name in SCHEMES}}
-)
+FORMATS: Mapping[str, WeightFormat] = {
+    "none": PLAIN,
+    **{
+        name: WeightFormat(
+            partial(qmoe_node, scheme=scheme),
+            partial(round_experts, scheme=scheme),
+            f"experts rounded to {scheme.describe()}",
+        )
+        for name, scheme in SCHEMES.items()
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)

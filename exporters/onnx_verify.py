@@ -1,29 +1,18 @@
-"""Whether an ONNX graph computes what the stock model does: many shapes, chunks, padding, cached decoding.
+"""Whether an ONNX graph computes what the stock model does: it is asked everything that was asked of that."""
 
-The stock model is asked first, and what it said is kept; the graph is asked afterwards. So the two need not be in
-memory together.
-"""
-
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError
-from exporters.onnx_graph import model_inputs
-from exporters.onnx_session import Session
+from compressor.errors import CompressionError, reason_of
+from compressor.generation.decoders import DecoderGraph
+from exporters.onnx_reference import PREFILL, Case, Reference
 
-TRACED = (2, 3)  # batch and sequence of the example that a graph is traced with
-SHAPES = (TRACED, (1, 1), (1, 7), (3, 5), (2, 33), (4, 16), (1, 300))  # with an empty past
-PREFILL = "prefill"
-CHUNKS = (1, 9, 1, 14)  # of 25 tokens, two sequences: prefill, chunks and single tokens in turn
-PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 places
-PADDED_LENGTH = 12
-PROMPT = 8
-TOKENS = 64
+STOCK = "the stock model in float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +41,6 @@ HALF = Tolerance(1e-2, 1e-2, share=0.02)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Some tokens [B, S] with their mask [B, S], cut into chunks, and the stock model's logits [B, S, V]."""
-
-    name: str
-    tokens: Tensor
-    mask: Tensor
-    chunks: tuple[int, ...]
-    logits: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What the stock model said: the cases, and one greedy continuation with its logits (none without a cache)."""
-
-    model: str
-    cases: tuple[Case, ...]
-    prompt: Tensor  # [1, P]
-    greedy: Tensor  # [N]
-    greedy_logits: Tensor  # [N, V]: what each greedy token was chosen from
-
-    @property
-    def largest(self) -> float:
-        """The largest absolute logit of the real tokens."""
-        sizes = [float(case.logits[case.mask.bool()].abs().max()) for case in self.cases]
-        return max([*sizes, *(float(row.abs().max()) for row in self.greedy_logits)])
-
-
-@dataclass(frozen=True, slots=True)
 class Verification:
     """How well a graph agreed with the stock model."""
 
@@ -90,77 +51,42 @@ class Verification:
     cases: tuple[tuple[str, float], ...]  # the largest difference of each case
     tokens_compared: int
     tokens_equal: int
-    reference: str = "the stock model in float32"
+    reference: str = STOCK
     ties: int = 0  # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
     tokens: int = 0  # whose logits were compared
 
 
-def special_tokens(config: Any) -> frozenset[int]:
-    """Token ids that the config gives a meaning: padding, images and so on."""
-    found: set[Any] = set()
-    for node in (config, config.get_text_config(decoder=True)):
-        for name, value in vars(node).items():
-            if name.endswith(("_token_id", "_token_index")):
-                found.update(value if isinstance(value, list | tuple) else [value])
-    return frozenset(value for value in found if isinstance(value, int))
+def runtime_reason(error: Exception) -> str:
+    """What ONNX Runtime says about a node that failed, without its codes and source files."""
+    text = " ".join(str(error).split())
+    node = re.search(r"running (\w+) node\b", text)
+    plain = re.split(r"Status Message: | : [A-Z_]+ : |\w\([^()]*\) (?=\S)", text)[-1]
+    return reason_of(type(error)(f"{node[1]}: {plain}" if node else plain))
 
 
-def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
-    """Ordinary token ids [rows, length], the same ones for the same seed."""
-    text = config.get_text_config(decoder=True)
-    vocabulary = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
-    ordinary = torch.tensor(sorted(set(range(vocabulary)) - special_tokens(config)))
-    return ordinary[torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))]
+class Session(DecoderGraph):
+    """An exported graph in ONNX Runtime on the CPU, whose faults are told."""
 
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
 
-@torch.no_grad()
-def _case(model: Any, name: str, tokens: Tensor, mask: Tensor, chunks: Sequence[int]) -> Case:
-    output = model(**model_inputs(model, tokens, 0, mask), use_cache=False)
-    if output.logits.shape[:2] != tokens.shape:
-        raise CompressionError(
-            f"{type(model).__name__} does not give one row of logits for each token; only language models that "
-            "do can be exported"
-        )
-    return Case(name, tokens, mask, tuple(chunks), output.logits.float().clone())
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 4  # what fails is told by the exception
+        settings.intra_op_num_threads = torch.get_num_threads()
+        try:
+            inner = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the runtime raises classes of its own
+            raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
+        super().__init__(inner)
 
-
-@torch.no_grad()
-def _greedy(model: Any, prompt: Tensor, count: int, past: bool) -> tuple[Tensor, Tensor]:
-    """The stock model's greedy continuation, [N] and [N, V] logits: with its own cache, or from the start each time."""
-    tokens, logits, cache, fed = prompt, [], None, 0
-    for _ in range(count):
-        output = model(**model_inputs(model, tokens[:, fed:], fed), use_cache=past, past_key_values=cache)
-        if past:
-            cache, fed = output.past_key_values, tokens.shape[1]
-        logits.append(output.logits[0, -1].float().clone())
-        tokens = torch.cat([tokens, logits[-1].argmax().view(1, 1)], dim=1)
-    return tokens[0, prompt.shape[1] :], torch.stack(logits)
-
-
-def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
-    """Everything that a graph of this model is compared with."""
-    config = model.config
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
-    cases = []
-    for number, (rows, wanted) in enumerate(SHAPES):
-        length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
-        drawn = random_tokens(config, rows, length, number)
-        cases.append(_case(model, f"{PREFILL} {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
-    drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
-    mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
-    cases.append(_case(model, "left padding", drawn, mask, (PADDED_LENGTH,)))
-    prompt = random_tokens(config, 1, PROMPT, 13)
-    if past:
-        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
-        cases.append(_case(model, "chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
-        drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
-        decoded = (PADDED_LENGTH - 4, 1, 1, 1, 1)
-        cases.append(_case(model, "left padding, cached decode", drawn, mask, decoded))
-    count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
-    greedy, logits = (
-        _greedy(model, prompt, count, past) if count else (torch.zeros(0, dtype=torch.long), torch.zeros(0, 1))
-    )
-    return Reference(type(model).__name__, tuple(cases), prompt, greedy, logits)
+    def step(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Logits [B, S, V] of new tokens [B, S] in float32; the mask [B, past + S] covers the earlier ones too."""
+        try:
+            return self.run(tokens, mask).float()
+        except Exception as error:
+            raise CompressionError(
+                f"ONNX Runtime fails on {list(tokens.shape)} tokens after {self.past}: {runtime_reason(error)}"
+            ) from error
 
 
 def run_case(session: Session, case: Case) -> Tensor:
@@ -223,7 +149,7 @@ def _where_right(case: Case, right: Sequence[_Agreement], failed: bool) -> str:
     return f" (it is right for {shapes}{fixed})"
 
 
-def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str | None = None) -> Verification:
+def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str = STOCK) -> Verification:
     """Ask the graph everything that the stock model was asked; raises `CompressionError` at the first disagreement.
 
     A greedy token that differs is a fault unless the stock model itself was undecided by less than the tolerance.
@@ -250,7 +176,7 @@ def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str |
             found.append(_agreement("greedy", gaps, tolerance, bound, reference.model, "greedy generation"))
         except CompressionError as error:
             raise CompressionError(f"{error}; nothing was written") from error
-    verified = Verification(
+    return Verification(
         largest_difference=max(entry.largest for entry in found),
         tolerance=bound,
         largest_logit=reference.largest,
@@ -258,10 +184,10 @@ def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str |
         cases=tuple((entry.name, entry.largest) for entry in found),
         tokens_compared=len(reference.greedy),
         tokens_equal=equal,
+        reference=label,
         ties=sum(entry.ties for entry in found),
         tokens=sum(entry.tokens for entry in found),
     )
-    return verified if label is None else replace(verified, reference=label)
 
 
 def _equal_tokens(logits: Tensor, reference: Reference, bound: float, ties: int = 0) -> int:

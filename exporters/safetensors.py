@@ -18,51 +18,12 @@ from pathlib import Path
 
 from compressor.errors import CompressionError
 from compressor.files import replace_folder, replacing
-from compressor.surgery.tensors import FileRange, OutputJob, Piece
-from exporters.shards import Shard, index_json, lay_out
+from compressor.surgery.tensors import OutputJob, Piece
+from exporters.shards import begin_shard, index_json, lay_out, put
 
-COPY_BYTES = 64 * 2**20
 WRITERS = 2  # tensors in work at once
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 MARKER = "moe-compressor-work.json"
-
-
-def _copy_range(piece: FileRange, target: int, offset: int) -> None:
-    source = os.open(piece.path, os.O_RDONLY)
-    try:
-        done = 0
-        while done < piece.length:
-            size = min(piece.length - done, COPY_BYTES)
-            done += _copy_some(source, piece.offset + done, target, offset + done, size, piece.path)
-    finally:
-        os.close(source)
-
-
-def _copy_some(source: int, begin: int, target: int, offset: int, size: int, path: Path) -> int:
-    copy_in_kernel = getattr(os, "copy_file_range", None)
-    if copy_in_kernel is not None:
-        try:
-            copied = int(copy_in_kernel(source, target, size, begin, offset))
-            if copied:
-                return copied
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    chunk = os.pread(source, min(size, 8 * 2**20), begin)
-    if not chunk:
-        raise CompressionError(f"{path} ended while it was copied; it was changed or cut off meanwhile")
-    return os.pwrite(target, chunk, offset)
-
-
-def _put(piece: Piece, target: int, offset: int) -> int:
-    if isinstance(piece, FileRange):
-        _copy_range(piece, target, offset)
-        return piece.length
-    view = memoryview(piece)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
-    return len(view)
 
 
 class Work:
@@ -75,15 +36,11 @@ class Work:
         self.finished: set[str] = set()
 
     def open(self) -> None:
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no journal, or a broken one
             state = json.loads((self.folder / MARKER).read_text())
-            same = state["digest"] == self.digest and state["boot"] == _boot() and self.content.is_dir()
-            finished = set(state["finished"]) if same else None
-        except (OSError, ValueError, KeyError, TypeError):  # no journal, or a broken one
-            finished = None
-        if finished is not None:
-            self.finished = finished
-            return
+            if state["digest"] == self.digest and state["boot"] == _boot() and self.content.is_dir():
+                self.finished = set(state["finished"])
+                return
         shutil.rmtree(self.content, ignore_errors=True)
         self.content.mkdir(parents=True)
         self.save()
@@ -212,7 +169,7 @@ def _fill(job: OutputJob, work: Work, progress: Callable[[str, int], None]) -> N
     try:
         for shard in shards:
             files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
-            _begin_shard(files[shard.name], shard)
+            begin_shard(files[shard.name], shard)
         flushes: list[Future[None]] = []
         for unit in job.units:
             expected = {output.name: output.nbytes for output in job.outputs if output.unit == unit}
@@ -261,23 +218,10 @@ def _write_unit(job: OutputJob, unit: str, sizes: dict[str, int], place: dict[st
         raise CompressionError(f"tensor {min(missing)!r} of the output was not made; please report this model")
 
 
-def _begin_shard(file: int, shard: Shard) -> None:
-    """Give a shard's file its full size and its header; what a resumed run finds in place stays."""
-    if os.fstat(file).st_size != shard.nbytes:
-        os.ftruncate(file, 0)
-        try:
-            os.posix_fallocate(file, 0, shard.nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-            os.ftruncate(file, shard.nbytes)
-    os.pwrite(file, shard.header, 0)
-
-
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
     written = 0
     for piece in content:
-        written += _put(piece, file, offset + written)
+        written += put(piece, file, offset + written)
     if written != nbytes:
         raise CompressionError(
             f"tensor {name!r} came out with {written} bytes instead of {nbytes}; please report this model"

@@ -1,11 +1,17 @@
-"""Which tensor goes into which file of a sharded safetensors checkpoint, and where in it."""
+"""Which tensor goes into which file of a sharded safetensors checkpoint, and where in it; and its bytes there."""
 
+import errno
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from compressor.checkpoint.headers import DTYPE_BITS
-from compressor.surgery.tensors import OutputJob, OutputTensor
+from compressor.errors import CompressionError
+from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
+
+COPY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,55 @@ def index_json(job: OutputJob, shards: list[Shard]) -> bytes:
     return (
         json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
     ).encode()
+
+
+def begin_shard(file: int, shard: Shard) -> None:
+    """Give a shard's file its full size and its header; what a resumed run finds in place stays."""
+    if os.fstat(file).st_size != shard.nbytes:
+        os.ftruncate(file, 0)
+        try:
+            os.posix_fallocate(file, 0, shard.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(file, shard.nbytes)
+    os.pwrite(file, shard.header, 0)
+
+
+def _copy_range(piece: FileRange, target: int, offset: int) -> None:
+    source = os.open(piece.path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < piece.length:
+            size = min(piece.length - done, COPY_BYTES)
+            done += _copy_some(source, piece.offset + done, target, offset + done, size, piece.path)
+    finally:
+        os.close(source)
+
+
+def _copy_some(source: int, begin: int, target: int, offset: int, size: int, path: Path) -> int:
+    copy_in_kernel = getattr(os, "copy_file_range", None)
+    if copy_in_kernel is not None:
+        try:
+            copied = int(copy_in_kernel(source, target, size, begin, offset))
+            if copied:
+                return copied
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    chunk = os.pread(source, min(size, 8 * 2**20), begin)
+    if not chunk:
+        raise CompressionError(f"{path} ended while it was copied; it was changed or cut off meanwhile")
+    return os.pwrite(target, chunk, offset)
+
+
+def put(piece: Piece, target: int, offset: int) -> int:
+    """Write bytes, or a range of another file, at an offset of an open file; returns how many bytes they are."""
+    if isinstance(piece, FileRange):
+        _copy_range(piece, target, offset)
+        return piece.length
+    view = memoryview(piece)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
+    return len(view)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+import torch
+
 from compressor.attribution.figures import Attribution, Output, Sender
 from compressor.ties import exceeds, rounded
 
@@ -89,15 +91,19 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
         for sender, first, second in zip(experts, influence, aarv, strict=True):
             least = LEAST_SHARE * _variance(attribution, sender)
             if exceeds(min(first, second), threshold) and not exceeds(least, sender.total_influence):
-                found.append(_hub(sender, first, second))
+                assert sender.layer is not None and sender.number is not None
+                found.append(
+                    Hub(
+                        sender.module, sender.layer, sender.number, sender.total_influence, sender.total_rank_change,
+                        first, second, sender.share,
+                    )
+                )  # fmt: skip
     strength = _equal_where_tied([hub.influence for hub in found])
     order = sorted(zip(strength, found, strict=True), key=lambda pair: (-pair[0], *_place(pair[1])))
     return tuple(hub for _, hub in order)
 
 
 def _equal_where_tied(values: Sequence[float]) -> list[float]:
-    import torch
-
     found: list[float] = rounded(torch.tensor(values, dtype=torch.float64)).tolist()
     return found
 
@@ -110,14 +116,6 @@ def _variance(attribution: Attribution, sender: Sender) -> float:
     """Variance of the logits of the routers that come after the sender, summed over them."""
     reached = zip(attribution.receivers, sender.influence, strict=True)
     return sum(receiver.variance for receiver, influence in reached if influence is not None)
-
-
-def _hub(sender: Sender, influence_score: float, aarv_score: float) -> Hub:
-    assert sender.layer is not None and sender.number is not None
-    return Hub(
-        sender.module, sender.layer, sender.number, sender.total_influence, sender.total_rank_change,
-        influence_score, aarv_score, sender.share,
-    )  # fmt: skip
 
 
 def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
@@ -140,13 +138,10 @@ def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
         for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True)
         if exceeds(score, THRESHOLD) and entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
     ]
-    return tuple(_super_expert(output) for *_, output in sorted(found, key=lambda each: each[:4]))
-
-
-def _super_expert(output: Output) -> SuperExpert:
-    return SuperExpert(
-        output.module, output.layer, output.expert, output.max_entry, output.max_norm, output.mean_norm
-    )  # fmt: skip
+    return tuple(
+        SuperExpert(each.module, each.layer, each.expert, each.max_entry, each.max_norm, each.mean_norm)
+        for *_, each in sorted(found, key=lambda entry: entry[:4])
+    )
 
 
 def overlap(hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> Overlap:

@@ -6,6 +6,7 @@ one part is (A[q, k] * factor[q])^2 * Var(rows v_k). L tokens of a sequence, h s
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.attribution.figures import KeyInfluence, Sender
 from compressor.attribution.linear_maps import pull_sum
-from compressor.attribution.stream_maps import Routers, leaf_map, observe_routers, router_rows, run_traced
+from compressor.attribution.stream_maps import ObservedRouters, leaf_map, observe_routers, router_rows, run_traced
 from compressor.attribution.unit_trace import UnitTrace
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
@@ -37,36 +38,25 @@ class _Products(TorchFunctionMode):
 
 
 @contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """Stock eager attention, which multiplies weights with values in the open."""
+def _listening(model: Any, modules: Sequence[str]) -> Iterator[dict[str, _Products]]:
+    """Remember the last products of each of these attention modules: stock eager attention makes them in the open."""
+    heard: dict[str, _Products] = {}
+
+    def forward(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        heard[name] = _Products()
+        with heard[name]:
+            return own(*args, **kwargs)
+
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-@contextmanager
-def _listening(model: Any, modules: Sequence[str]) -> Iterator[dict[str, _Products]]:
-    """Remember the last products of each of these attention modules."""
-    heard: dict[str, _Products] = {}
-
-    def listen(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            heard[name] = _Products()
-            with heard[name]:
-                return own(*args, **kwargs)
-
-        return forward
-
-    for name in modules:
-        model.get_submodule(name).forward = listen(name, model.get_submodule(name).forward)
-    try:
+        for name in modules:
+            model.get_submodule(name).forward = partial(forward, name, model.get_submodule(name).forward)
         yield heard
     finally:
         for name in modules:
             model.get_submodule(name).__dict__.pop("forward", None)
+        model.set_attn_implementation(before)
 
 
 def key_influence(
@@ -83,7 +73,7 @@ def key_influence(
     modules = sorted({head.module for head in heads})
     tokens = [tuple(sequence[0].tolist()) for sequence in sequences]
     found: list[KeyInfluence] = []
-    with _eager(model.partial.model), _listening(model.partial.model, modules) as heard:
+    with _listening(model.partial.model, modules) as heard:
         routers = observe_routers(model, sequences, progress)
 
         def visit(unit: str, batch: int, trace: UnitTrace) -> None:
@@ -100,7 +90,7 @@ def key_influence(
 
 
 def _split(
-    routers: Routers, unit: str, batch: int, trace: UnitTrace, head: Sender, products: Sequence[Any]
+    routers: ObservedRouters, unit: str, batch: int, trace: UnitTrace, head: Sender, products: Sequence[Any]
 ) -> Tensor | None:
     """[L, L] influence by query and key, summed over the routers; None if no product is what the projection got."""
     heads, number = trace.heads[head.module], head.number or 0
@@ -118,7 +108,7 @@ def _split(
 
 
 def _carried(
-    routers: Routers, unit: str, batch: int, trace: UnitTrace, head: Sender, values: Tensor, own: slice
+    routers: ObservedRouters, unit: str, batch: int, trace: UnitTrace, head: Sender, values: Tensor, own: slice
 ) -> tuple[Tensor, Tensor]:
     """[L, R] variance over the experts of what each key's value would give every router, and the factors [L, R]."""
     projection = trace.heads[head.module].weight[:, own].float()

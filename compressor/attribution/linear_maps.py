@@ -1,4 +1,4 @@
-"""Linear maps that act on each token alone, as chains of steps: pushed onto vectors or pulled back onto rows.
+"""Linear maps that act on each token alone, as chains of steps, and rows pulled back through them.
 
 H width before, H' width after a chain. Everything is computed in float32.
 """
@@ -11,35 +11,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Factor:
     """Multiplication by a number or, entry by entry, by a vector [H]."""
 
     by: float | Tensor
 
-    def push(self, vectors: Tensor) -> Tensor:
-        return vectors * self.by
-
-    pull = push
+    def pull(self, rows: Tensor) -> Tensor:
+        return rows * self.by
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
     """The mean of the entries, in every entry."""
 
-    def push(self, vectors: Tensor) -> Tensor:
-        return vectors.mean(-1, keepdim=True).expand_as(vectors)
-
-    pull = push
+    def pull(self, rows: Tensor) -> Tensor:
+        return rows.mean(-1, keepdim=True).expand_as(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Centre:
     """Subtraction of the mean of the entries."""
 
-    def push(self, vectors: Tensor) -> Tensor:
-        return vectors - vectors.mean(-1, keepdim=True)
-
-    pull = push
+    def pull(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(-1, keepdim=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +42,11 @@ class Matrix:
 
     weight: Tensor
 
-    def push(self, vectors: Tensor) -> Tensor:
-        return vectors @ self.weight.float().T
-
     def pull(self, rows: Tensor) -> Tensor:
         return rows @ self.weight.float()
 
 
-Step = Scale | Mean | Centre | Matrix
+Step = Factor | Mean | Centre | Matrix
 Chain = tuple[Step, ...]
 
 
@@ -75,7 +66,7 @@ def same_step(first: Step, second: Step) -> bool:
     """Whether two steps do the same."""
     if type(first) is not type(second):
         return False
-    if isinstance(first, Scale) and isinstance(second, Scale):
+    if isinstance(first, Factor) and isinstance(second, Factor):
         return torch.equal(torch.as_tensor(first.by).cpu(), torch.as_tensor(second.by).cpu())
     if isinstance(first, Matrix) and isinstance(second, Matrix):
         return first.weight is second.weight or torch.equal(first.weight, second.weight)
@@ -92,6 +83,6 @@ def same_chains(first: Sequence[Chain], second: Sequence[Chain]) -> bool:
 def kept(chain: Chain) -> Chain:
     """A copy of the chain's small tensors in float32 that outlives the layer's weights."""
     return tuple(
-        Scale(step.by.detach().float().clone()) if isinstance(step, Scale) and isinstance(step.by, Tensor) else step
+        Factor(step.by.detach().float().clone()) if isinstance(step, Factor) and isinstance(step.by, Tensor) else step
         for step in chain
     )

@@ -14,7 +14,7 @@ import torch
 from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Output, Receiver, Sender
 from compressor.attribution.keys import key_influence
 from compressor.attribution.projecting import Projection, Tally
-from compressor.attribution.stream_maps import Routers, observe_routers, run_traced
+from compressor.attribution.stream_maps import ObservedRouters, observe_routers, run_traced
 from compressor.attribution.unit_trace import parts_of
 from compressor.calibration.batches import Calibration, load_tokenizer
 from compressor.errors import CompressionError
@@ -63,7 +63,7 @@ def attribute(
         model=model.source.label,
         receivers=receivers,
         senders=senders,
-        outputs=tuple(_outputs(model, projection.tallies)),
+        outputs=tuple(_output(tally) for tally in projection.tallies.values() if tally.kind == "expert"),
         tokens=calibration.tokens,
         calibration=calibration.identity,
         versions=versions(),
@@ -93,7 +93,7 @@ def _texts(model: OpenModel) -> Callable[[Sequence[int]], tuple[str, ...]]:
     return lambda tokens: tuple(str(tokenizer.decode([token])) for token in tokens)
 
 
-def _refuse_not_finite(routers: Routers) -> None:
+def _refuse_not_finite(routers: ObservedRouters) -> None:
     for number, layer in enumerate(routers.layers):
         if not all(bool(torch.isfinite(logits[:, number]).all()) for logits in routers.logits):
             raise CompressionError(
@@ -101,7 +101,7 @@ def _refuse_not_finite(routers: Routers) -> None:
             )
 
 
-def _receivers(model: OpenModel, routers: Routers, projection: Projection) -> tuple[Receiver, ...]:
+def _receivers(model: OpenModel, routers: ObservedRouters, projection: Projection) -> tuple[Receiver, ...]:
     """The routers with what their sums leave unexplained; raises if that is more than rounding."""
     tolerance = FLOAT32_TOLERANCE if model.partial.dtype == torch.float32 else HALF_TOLERANCE
     tokens = sum(len(logits) for logits in routers.logits)
@@ -122,13 +122,11 @@ def _receivers(model: OpenModel, routers: Routers, projection: Projection) -> tu
 def _senders(model: OpenModel, tallies: Mapping[str, Tally], tokens: int) -> list[Sender]:
     order = {unit: number for number, unit in enumerate(model.architecture.units)}
 
-    def place(item: tuple[str, Tally]) -> tuple[int, int, int, str, int]:
-        tally = item[1]
-        first = tally.kind != "token"
-        return int(first), order[tally.unit], KINDS.index(tally.kind), tally.module, tally.number or 0
+    def place(tally: Tally) -> tuple[bool, int, int, str, int]:
+        return tally.kind != "token", order[tally.unit], KINDS.index(tally.kind), tally.module, tally.number or 0
 
     found = []
-    for name, tally in sorted(tallies.items(), key=place):
+    for name, tally in sorted(tallies.items(), key=lambda item: place(item[1])):
         reached = tally.reaches.tolist()
         rows = [
             tuple(value if reaches else None for value, reaches in zip(row, reached, strict=True))
@@ -142,17 +140,8 @@ def _senders(model: OpenModel, tallies: Mapping[str, Tally], tokens: int) -> lis
     return found
 
 
-def _outputs(model: OpenModel, tallies: Mapping[str, Tally]) -> list[Output]:
-    found = [tally for tally in tallies.values() if tally.kind == "expert"]
-    return [
-        Output(
-            module=tally.module,
-            layer=layer_number(tally.unit),
-            expert=tally.number or 0,
-            tokens=tally.tokens,
-            mean_norm=tally.norm / max(1, tally.tokens),
-            max_norm=tally.max_norm,
-            max_entry=tally.max_entry,
-        )
-        for tally in found
-    ]
+def _output(tally: Tally) -> Output:
+    mean = tally.norm / max(1, tally.tokens)
+    return Output(
+        tally.module, layer_number(tally.unit), tally.number or 0, tally.tokens, mean, tally.max_norm, tally.max_entry
+    )

@@ -35,6 +35,7 @@ HUBS_NAMED = 8  # in a legend
 AXIS_DECADES = 10  # of a logarithmic axis at the most
 
 Rows = Sequence[float | None]
+Group = tuple[str, list[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
 
 
 def _panel(title: str, senders: Iterable[Sender], row: Callable[[Sender], Rows], scale: int = 0) -> list[Panel]:
@@ -142,7 +143,7 @@ def _limit_axis(axes: "Axes", which: str, values: Sequence[float]) -> None:
     getattr(axes, f"set_{which}ticks")([], minor=True)
 
 
-def _scatter(axes: "Axes", title: str, groups: Sequence[tuple[str, list[Pair], dict[str, Any]]]) -> None:
+def _scatter(axes: "Axes", title: str, groups: Sequence[Group]) -> None:
     """AARV over influence, one colour for each group; later groups on top."""
     found = [pair for _, members, _ in groups for pair in members]
     for label, members, style in groups:
@@ -167,6 +168,10 @@ def _scatter(axes: "Axes", title: str, groups: Sequence[tuple[str, list[Pair], d
             text.set_parse_math(False)
 
 
+def _style(place: int) -> dict[str, Any]:
+    return {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5, "markeredgecolor": "white"}
+
+
 def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> "Figure":
     """Whether a greater variance goes with a greater change of the chosen experts: components, and single experts."""
     from matplotlib.figure import Figure
@@ -175,17 +180,16 @@ def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> "Figure":
     title = textwrap.fill(f"{attribution.model}: influence and causal effect", 90)
     figure.suptitle(title, fontsize=11).set_parse_math(False)
     components, experts = figure.subplots(1, 2)
-    groups: list[tuple[str, list[Pair], dict[str, Any]]] = []
+    groups: list[Group] = []
     for place, (kind, title) in enumerate(GROUPS.items()):
         if members := list(pairs(attribution, kind)):
-            style = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5, "markeredgecolor": "white"}
-            groups.append((title, members, style))
+            groups.append((title, members, _style(place)))
     _scatter(components, "components on each router", groups)
     _scatter(experts, "routed experts on each router", _expert_groups(attribution, hubs))
     return figure
 
 
-def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[tuple[str, list[Pair], dict[str, Any]]]:
+def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]:
     found: dict[tuple[str, int | None], list[Pair]] = {}
     for pair in pairs(attribution, "expert"):
         found.setdefault((pair.sender.module, pair.sender.number), []).append(pair)
@@ -193,14 +197,13 @@ def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[tuple[
     plain = [pair for members in found.values() for pair in members]
     size = 5.0 if len(plain) < 2000 else 3.0 if len(plain) < 20000 else 1.5
     crowd = {"color": "#aaaaaa", "marker": ".", "markersize": size}
-    groups: list[tuple[str, list[Pair], dict[str, Any]]] = [("no hub", plain, crowd)] if plain else []
+    groups: list[Group] = [("no hub", plain, crowd)] if plain else []
     more = [pair for _, members in named[HUBS_NAMED:] for pair in members]
     if more:
         groups.append(("more hubs", more, {"color": "black", "marker": ".", "markersize": 5}))
     for place, (label, members) in enumerate(named[:HUBS_NAMED]):
         if members:
-            style = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5, "markeredgecolor": "white"}
-            groups.append((f"hub {label}", members, style))
+            groups.append((f"hub {label}", members, _style(place)))
     return groups
 
 

@@ -3,7 +3,7 @@
 T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from compressor.attribution.influence import rank_change, signs, spread
 from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
-from compressor.attribution.stream_maps import LeafMap, Routers, leaf_map, refuse, router_rows
-from compressor.attribution.unit_trace import STREAM, Heads, Part, UnitTrace
+from compressor.attribution.stream_maps import LeafMap, ObservedRouters, leaf_map, refuse, router_rows
+from compressor.attribution.tracing import Term
+from compressor.attribution.unit_trace import STREAM, Component, Heads, UnitTrace
 from compressor.model.opened import OpenModel
 
 OUTPUT = "output"  # of the layer, where later routers' rows are kept
@@ -54,8 +55,8 @@ class Projection:
     """Projects what a layer's trace shows onto the routers, and adds up what that does to them."""
 
     model: OpenModel
-    routers: Routers
-    parts: Mapping[str, tuple[Part, ...]]  # by decoder layer
+    routers: ObservedRouters
+    parts: Mapping[str, tuple[Component, ...]]  # by decoder layer
     tallies: dict[str, Tally] = field(default_factory=dict)
     remainder: Tensor = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
     _unit: str = ""
@@ -111,50 +112,40 @@ class Projection:
             chosen = numbers[start : start + size]
             yield slice(chosen[0], chosen[-1] + 1)
 
-    def _senders(self, unit: str, trace: UnitTrace) -> Iterator[tuple[str, Part]]:
+    def _senders(self, unit: str, trace: UnitTrace) -> Iterator[tuple[str, Component]]:
         """Leaf names of this layer that are components, with what they are."""
         known = {part.name: part for part in self.parts[unit]}
         for name in trace.context.leaves:
             if name == STREAM:
                 if unit == self.model.architecture.units[0]:
-                    yield name, Part("token", "token")
+                    yield name, Component("token", "token")
             else:
-                yield name, known.get(name, Part(f"{unit} {name}", "other"))
+                yield name, known.get(name, Component(f"{unit} {name}", "other"))
 
     def _measure_later(self, unit: str, batch: int, trace: UnitTrace, span: slice) -> None:
         """Sub-scores for routers of later layers, through what lies between."""
-        routers, tokens = self.routers, trace.context.tokens
-        numbers = range(span.start, span.stop)
+        routers, numbers = self.routers, range(span.start, span.stop)
+        place = span.start, span.stop  # batches of other sizes have other spans
+        if (OUTPUT, *place) not in self._rows:
+            self._rows[OUTPUT, *place] = torch.cat([routers.rows_after(unit, number) for number in numbers])
         passing = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
+        end = View(span, self._rows[OUTPUT, *place], passing)
         together: Tensor | None = None
-        for name, part in self._senders(unit, trace):
-            found = leaf_map(trace.terms, name)
-            if found is None:
-                continue
-            place = span.start, span.stop  # batches of other sizes have other spans
-            if (OUTPUT, *place) not in self._rows:
-                self._rows[OUTPUT, *place] = torch.cat([routers.rows_after(unit, number) for number in numbers])
-            base = self._rows[OUTPUT, *place]
-            view = View(span, self._seen(name, place, found, base), _times(passing, found.token))
-            for rows, scores in self._measured(unit, batch, trace, name, part, view):
-                if part.kind in ("expert", "shared"):
-                    if together is None:
-                        together = torch.zeros(tokens, len(numbers), self.experts, device=scores.device)
-                    together.index_add_(0, rows, scores) if rows is not None else together.add_(scores)
+        for part, rows, scores in self._measured(unit, batch, trace, trace.terms, end, place):
+            if part.kind in ("expert", "shared"):
+                if together is None:
+                    together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
+                _add_rows(together, rows, scores)
         if together is not None:
             self._add(self.tally(unit, f"{unit} MoE", "moe", unit), together, None, batch, span)
 
     def _measure_own(self, unit: str, batch: int, trace: UnitTrace, number: int) -> None:
         """Sub-scores for a router of the same layer, of the components that come before it."""
-        layer, span = self.routers.layers[number], slice(number, number + 1)
-        for name, part in self._senders(unit, trace):
-            found = leaf_map(trace.logits[layer.name].terms, name)
-            if found is not None:
-                base = router_rows(layer, [()], self.remainder.device)
-                ones = torch.ones(trace.context.tokens, 1, device=base.device)
-                view = View(span, self._seen(name, (-1, number), found, base), _times(ones, found.token))
-                for _ in self._measured(unit, batch, trace, name, part, view):
-                    pass
+        layer = self.routers.layers[number]
+        rows = router_rows(layer, [()], self.remainder.device)
+        end = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
+        for _ in self._measured(unit, batch, trace, trace.logits[layer.name].terms, end, (-1, number)):
+            pass
 
     def _seen(self, name: str, place: tuple[int, int], found: LeafMap, base: Tensor) -> Tensor:
         """The routers' rows `base` pulled back to the component; the same for all batches of the layer."""
@@ -167,27 +158,40 @@ class Projection:
         return self._rows[key]
 
     def _measured(
-        self, unit: str, batch: int, trace: UnitTrace, name: str, part: Part, view: View
-    ) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """Add up one component's sub-scores, an expert's or all at once; yields (tokens or None for all, scores)."""
+        self, unit: str, batch: int, trace: UnitTrace, terms: Sequence[Term], end: View, place: tuple[int, int]
+    ) -> Iterator[tuple[Component, Tensor | None, Tensor]]:
+        """Add up the sub-scores of all components of a sum that looks like `end` to the routers.
+
+        Yields the component, its tokens (None for all) and the scores, an expert's or all at once.
+        """
+        for name, part in self._senders(unit, trace):
+            found = leaf_map(terms, name)
+            if found is None:
+                continue
+            scales = end.scales if found.token is None else end.scales * found.token[:, None]
+            view = View(end.span, self._seen(name, place, found, end.rows), scales)
+            for tally, values, tokens in self._values(unit, trace, name, part):
+                scores = view.scores(values, tokens, self.experts)
+                self._add(tally, scores, tokens, batch, view.span)
+                if batch == 0:
+                    _add_rows(self.remainder[:, view.span], tokens, -scores)
+                yield part, tokens, scores
+            if name in trace.heads:
+                self._measure_heads(unit, part, trace.heads[name], view)
+
+    def _values(
+        self, unit: str, trace: UnitTrace, name: str, part: Component
+    ) -> Iterator[tuple[Tally, Tensor, Tensor | None]]:
+        """What a component wrote, an expert's [n, H'] with its tokens [n], or [T, H'] of all of them (None)."""
         if part.kind == "expert":
             for routed in trace.routed[name]:
                 values = routed.outputs.float() * routed.weights.float()[:, None]
-                scores = view.scores(values, routed.rows, self.experts)
-                self._add(self.tallies[f"{name} expert {routed.expert}"], scores, routed.rows, batch, view.span)
-                self._explain(batch, view.span, scores, routed.rows)
-                yield routed.rows, scores
-            return
-        tokens = trace.context.tokens
-        values = trace.context.leaves[name].value
-        scores = view.scores(values.expand(tokens, -1), None, self.experts)
-        self._add(self.tally(unit, part.name, part.kind, part.name), scores, None, batch, view.span)
-        self._explain(batch, view.span, scores, None)
-        if name in trace.heads:
-            self._measure_heads(unit, part, trace.heads[name], view)
-        yield None, scores
+                yield self.tallies[f"{name} expert {routed.expert}"], values, routed.rows
+        else:
+            values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
+            yield self.tally(unit, part.name, part.kind, part.name), values, None
 
-    def _measure_heads(self, unit: str, part: Part, heads: Heads, view: View) -> None:
+    def _measure_heads(self, unit: str, part: Component, heads: Heads, view: View) -> None:
         """Variance and signs of each head's sub-scores, through its slice of the output projection."""
         size, key = heads.inputs.shape[-1] // heads.heads, (f"{part.name} heads", view.span.start, view.span.stop)
         if key not in self._rows:
@@ -215,14 +219,7 @@ class Projection:
         tally.sums[: len(found), span] += torch.stack(found).cpu()
         tally.reaches[span] = True
 
-    def _explain(self, batch: int, span: slice, scores: Tensor, tokens: Tensor | None) -> None:
-        if batch == 0:
-            if tokens is None:
-                self.remainder[:, span] -= scores
-            else:
-                self.remainder[:, span].index_add_(0, tokens, -scores)
 
-
-def _times(scales: Tensor, token: Tensor | None) -> Tensor:
-    """[T, r] factors times a component's own [T]."""
-    return scales if token is None else scales * token[:, None]
+def _add_rows(total: Tensor, tokens: Tensor | None, scores: Tensor) -> None:
+    """Add scores [n, r, E] to those of these tokens, in place; of all tokens for None."""
+    total.index_add_(0, tokens, scores) if tokens is not None else total.add_(scores)

@@ -15,7 +15,6 @@ from compressor.attribution.summary import (
     expert_label,
     full_content,
     kind_shares,
-    largest_unexplained,
     pairs,
     rank_correlation,
     rounded,
@@ -27,6 +26,8 @@ from compressor.files import whole_folder
 from compressor.words import plain, table_line
 
 HUB_COLUMNS = ("expert", "influence", "its score", "AARV", "its score", "tokens")
+KIND_COLUMNS = ("kind", "senders", "influence", "share of all")
+SENDER_COLUMNS = ("sender", "kind", "influence", "AARV", "tokens")
 STRONGEST_KEYS = 3  # key tokens named for each head
 
 NAMES = ("attribution.json", "attribution.md", "hubs.json", *PICTURES)
@@ -46,7 +47,7 @@ def percent(value: float | None) -> str:
 
 def exactness(attribution: Attribution) -> str:
     """How far the sub-scores miss the logits, and on how many tokens, as a sentence."""
-    worst = largest_unexplained(attribution)
+    worst = max(attribution.receivers, key=lambda receiver: receiver.unexplained, default=None)
     source = without_folders(attribution.calibration)["source"] if attribution.calibration else "unknown data"
     tokens = f"{attribution.tokens:,} tokens of {source}"
     if worst is None:
@@ -96,15 +97,14 @@ def _hub_part(hubs: Sequence[Hub], threshold: float) -> list[str]:
     ]  # fmt: skip
 
 
-def _kind_part(attribution: Attribution) -> list[str]:
-    rows = [
-        (each.kind, str(each.senders), number(each.influence), percent(each.share)) for each in kind_shares(attribution)
-    ]
-    return ["## What shapes routing", "", *_table(("kind", "senders", "influence", "share of all"), rows)]
+def kind_rows(attribution: Attribution) -> list[tuple[str, ...]]:
+    """The kinds' rows under `KIND_COLUMNS`."""
+    found = kind_shares(attribution)
+    return [(each.kind, str(each.senders), number(each.influence), percent(each.share)) for each in found]
 
 
 def sender_rows(attribution: Attribution, top: int, shown: Callable[[str], str]) -> list[tuple[str, ...]]:
-    """The strongest senders with kind, influence, AARV and share of tokens; `shown` escapes the label."""
+    """The strongest senders' rows under `SENDER_COLUMNS`; `shown` escapes the label."""
     chosen = strongest(attribution.senders, top)
     return [
         (
@@ -123,7 +123,7 @@ def _sender_part(attribution: Attribution, top: int) -> list[str]:
     if not rows:
         return []
     note = "Heads are parts of their attention, routed and shared experts of their MoE layer."
-    return ["## Strongest senders", "", *_table(("sender", "kind", "influence", "AARV", "tokens"), rows), note, ""]
+    return ["## Strongest senders", "", *_table(SENDER_COLUMNS, rows), note, ""]
 
 
 def _super_part(hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> list[str]:
@@ -185,8 +185,9 @@ def markdown(
         "over routers. Method: Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs, "
         "ICLR 2026.", "",
         plain(exactness(attribution)), "",
-        *_hub_part(hubs, threshold), *_kind_part(attribution), *_sender_part(attribution, top),
-        *_super_part(hubs, supers), *_key_part(attribution),
+        *_hub_part(hubs, threshold),
+        "## What shapes routing", "", *_table(KIND_COLUMNS, kind_rows(attribution)),
+        *_sender_part(attribution, top), *_super_part(hubs, supers), *_key_part(attribution),
         "## Does influence change the choice?", "", _correlation_line(attribution), "",
         *([f"Made with {plain(made_with)}.", ""] if made_with else []),
     ]  # fmt: skip

@@ -89,7 +89,7 @@ def run_traced(model: OpenModel, batches: Sequence[Tensor], visit: Visit, progre
 
 
 @dataclass(slots=True)
-class Routers:
+class ObservedRouters:
     """What the first pass keeps: of every router its logits, choices and view of the stream; of every layer its map."""
 
     layers: tuple[MoeLayer, ...]
@@ -150,12 +150,12 @@ def _check(model: OpenModel, unit: str, layers: Sequence[MoeLayer], trace: UnitT
             raise refuse(model, unit, "its experts' outputs do not reach the residual stream token by token")
 
 
-def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> Routers:
+def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> ObservedRouters:
     """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
     architecture = model.architecture
     by_unit = layers_by_unit(architecture.layers)
     experts, top_k = architecture.experts, max(layer.top_k for layer in architecture.layers)
-    found = Routers(architecture.layers, {unit: number for number, unit in enumerate(architecture.units)})
+    found = ObservedRouters(architecture.layers, {unit: number for number, unit in enumerate(architecture.units)})
     numbers = {layer.name: number for number, layer in enumerate(found.layers)}
     device = model.partial.device
     for batch in batches:
@@ -197,7 +197,7 @@ def router_rows(layer: MoeLayer, chains: Sequence[Chain], device: torch.device) 
     return pull_sum(torch.eye(router_width(layer), device=device)[: layer.experts], chains)
 
 
-def _keep_biases(model: OpenModel, layer: MoeLayer, found: Routers) -> None:
+def _keep_biases(model: OpenModel, layer: MoeLayer, found: ObservedRouters) -> None:
     """Vectors with an entry for each expert, by which the router may correct its ranking."""
     block = model.partial.model.get_submodule(layer.block)
     own = dict((*block.named_parameters(), *block.named_buffers()))
@@ -215,7 +215,7 @@ def _beginning(batches: Sequence[Tensor]) -> Tensor:
     return torch.cat(found)
 
 
-def _settle(found: Routers, seen: list[int]) -> None:
+def _settle(found: ObservedRouters, seen: list[int]) -> None:
     """Leave out routers that no token came to; find out what the others rank by, and the ranks of what they chose."""
     if len(seen) < len(found.layers):
         found.layers, found.valid = tuple(found.layers[number] for number in seen), found.valid[seen]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressor.attribution.figures import KINDS, Attribution, Receiver, Sender
-from compressor.attribution.hubs import Hub, Overlap, SuperExpert, overlap
+from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.calibration.sources import without_folders
 from compressor.records import finite, plain_json
 
@@ -66,9 +66,7 @@ def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
 
 def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
     """Which kinds of component shape routing; heads, experts and shared experts are parts of others."""
-    totals = {
-        kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in KINDS if kind in COMPONENTS
-    }
+    totals = {kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in COMPONENTS}
     whole = math.fsum(value for found in totals.values() for value in found)
     return tuple(
         KindShare(kind, len(found), math.fsum(found), math.fsum(found) / whole if whole else None)
@@ -95,11 +93,6 @@ def rank_correlation(found: Sequence[Pair]) -> float | None:
     return float(spearmanr(influence, change).statistic)
 
 
-def largest_unexplained(attribution: Attribution) -> Receiver | None:
-    """The receiver whose logits the sub-scores miss by most; None without receivers."""
-    return max(attribution.receivers, key=lambda receiver: receiver.unexplained, default=None)
-
-
 def rounded(content: Any) -> Any:
     """Numbers to 6 significant digits, None for what JSON cannot write, dataclasses and mappings as plain objects."""
     return plain_json(content, lambda value: finite(float(f"{value:.{DIGITS}g}")))
@@ -109,24 +102,20 @@ def _experts(found: Iterable[Hub | SuperExpert]) -> list[dict[str, Any]]:
     return [{"module": each.module, "layer": each.layer, "expert": each.expert} for each in found]
 
 
-def overlap_content(shared: Overlap) -> dict[str, Any]:
-    """The experts of each part, and the Jaccard index."""
-    return {
-        "both": _experts(shared.both),
-        "only_hubs": _experts(shared.only_hubs),
-        "only_super_experts": _experts(shared.only_supers),
-        "jaccard": rounded(shared.jaccard),
-    }
-
-
 def brief_content(attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> dict[str, Any]:
     """What can be read at a glance, as plain JSON types."""
+    shared = overlap(hubs, supers)
     return {
         "model": attribution.model,
         "tokens": attribution.tokens,
         "hubs": rounded(tuple(hubs)),
         "super_experts": rounded(tuple(supers)),
-        "overlap": overlap_content(overlap(hubs, supers)),
+        "overlap": {
+            "both": _experts(shared.both),
+            "only_hubs": _experts(shared.only_hubs),
+            "only_super_experts": _experts(shared.only_supers),
+            "jaccard": rounded(shared.jaccard),
+        },
         "receivers": rounded(attribution.receivers),
         "kinds": rounded(kind_shares(attribution)),
         "seconds": rounded(attribution.seconds),

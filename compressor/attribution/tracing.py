@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from compressor.attribution.linear_maps import Centre, Chain, Matrix, Mean, Scale, Step
+from compressor.attribution.linear_maps import Centre, Chain, Factor, Matrix, Mean, Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Term:
         return replace(self, chain=(*self.chain, step))
 
     def times(self, factor: Tensor) -> "Term":
-        """Scale by a factor [T] for each token."""
+        """Factor by a factor [T] for each token."""
         return replace(self, token=factor if self.token is None else self.token * factor)
 
 
@@ -126,17 +126,6 @@ def untraced(values: Any) -> Any:
     return tree_map(plain, values)
 
 
-def evaluate(terms: Sequence[Term]) -> Tensor:
-    """What the terms sum to, [T, H] or broadcastable to it, in float32."""
-    total = torch.zeros(())
-    for term in terms:
-        value = term.leaf.value.float()
-        for step in term.chain:
-            value = step.push(value)
-        total = total + (value if term.token is None else value * term.token[:, None])
-    return total
-
-
 _Terms = tuple[Term, ...] | None
 _CASTING = {"to", "float", "double", "half", "bfloat16", "type", "type_as"}
 _SHAPING = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
@@ -171,7 +160,7 @@ def _terms(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Te
     if not isinstance(first, Traced):
         return None
     if name in ("neg", "__neg__"):
-        return tuple(term.then(Scale(-1.0)) for term in first.terms)
+        return tuple(term.then(Factor(-1.0)) for term in first.terms)
     if name == "mean":
         return _mean(first, result, args[1:], kwargs)
     if name == "linear":
@@ -195,7 +184,7 @@ def _added(first: Any, second: Any, sign: float, result: Tensor, context: Contex
         own = value.terms if isinstance(value, Traced) else _begun(value, result, context)
         if own is None:
             return None
-        found += own if factor == 1.0 else [term.then(Scale(factor)) for term in own]
+        found += own if factor == 1.0 else [term.then(Factor(factor)) for term in own]
     return tuple(found)
 
 
@@ -215,14 +204,14 @@ def _scaled(first: Any, second: Any, dividing: bool, context: Context) -> _Terms
         return None
     held, factor = (first, second) if isinstance(first, Traced) else (second, first)
     if not isinstance(factor, Tensor):
-        return tuple(term.then(Scale(1.0 / factor if dividing else float(factor))) for term in held.terms)
+        return tuple(term.then(Factor(1.0 / factor if dividing else float(factor))) for term in held.terms)
     by = 1.0 / factor.detach().float() if dividing else factor.detach().float()
     if by.dim() > 1 and by.shape[-1] == 1 and by.numel() == context.tokens:  # of one token too: batches differ in it
         return tuple(term.times(by.reshape(-1)) for term in held.terms)
     if by.numel() == 1:
-        return tuple(term.then(Scale(float(by))) for term in held.terms)
+        return tuple(term.then(Factor(float(by))) for term in held.terms)
     if by.shape[-1] == by.numel():
-        return tuple(term.then(Scale(by.reshape(-1))) for term in held.terms)
+        return tuple(term.then(Factor(by.reshape(-1))) for term in held.terms)
     return None
 
 
@@ -251,6 +240,6 @@ def _normed(name: str, value: Traced, args: Sequence[Any], kwargs: Mapping[str, 
     factor = (square + (torch.finfo(value.dtype).eps if eps is None else eps)).rsqrt()
     steps: list[Step] = [Centre()] if centred else []
     if weight is not None:
-        steps.append(Scale(weight.detach().float().reshape(-1)))
+        steps.append(Factor(weight.detach().float().reshape(-1)))
     terms = tuple(replace(term.times(factor), chain=(*term.chain, *steps)) for term in value.terms)
     return terms if bias is None else (*terms, Term(value.context.leaf("constant", bias)))

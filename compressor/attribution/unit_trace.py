@@ -8,7 +8,8 @@ router's first matrix product with as many rows as experts gives the logits that
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class ExpertOutputs:
     """What one expert put out for its tokens: rows [n], gate weights [n], outputs [n, H] before those weights."""
 
     expert: int
@@ -51,7 +52,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Component:
     """A module of the layer that is a component of its own."""
 
     name: str
@@ -65,30 +66,30 @@ class UnitTrace:
     context: Context
     terms: tuple[Term, ...] = ()  # of the layer's output
     logits: dict[str, Logits] = field(default_factory=dict)  # by experts module
-    routed: dict[str, list[Routed]] = field(default_factory=dict)
+    routed: dict[str, list[ExpertOutputs]] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
     called: set[str] = field(default_factory=set)  # experts modules whose router was called
     projected: dict[str, tuple[Heads, Tensor]] = field(default_factory=dict)  # by attention module, while it runs
 
 
-def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> tuple[Part, ...]:
+def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> tuple[Component, ...]:
     """The components of a decoder layer: its topmost modules with weight matrices that hold no router or experts.
 
     A bare linear module, as into and out of a latent space of the experts, is a step of a term and not a component.
     """
     inner = {name for layer in layers for name in (layer.name, layer.router)}
-    found: list[Part] = []
+    found: list[Component] = []
 
     def walk(name: str, owner: nn.Module) -> None:
         for child_name, child in owner.named_children():
             full = f"{name}.{child_name}"
             if full in inner:
                 if any(full == layer.name for layer in layers):
-                    found.append(Part(full, "expert"))
+                    found.append(Component(full, "expert"))
             elif any(entry.startswith(f"{full}.") for entry in inner):
                 walk(full, child)
             elif not isinstance(child, nn.Linear) and any(parameter.dim() > 1 for parameter in child.parameters()):
-                found.append(Part(full, _kind(child, bool(layers))))
+                found.append(Component(full, _kind(child, bool(layers))))
 
     walk(unit, module)
     return tuple(found)
@@ -145,43 +146,36 @@ def trace_unit(
     return untraced(output), trace
 
 
-def _watch(model: Any, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) -> Iterator[Callable[[], None]]:
+def _watch(model: Any, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) -> Iterator[Callable[[], Any]]:
     """Attach everything; yields what takes it away again."""
     for part in parts_of(unit, model.get_submodule(unit), layers):
         module = model.get_submodule(part.name)
         yield module.register_forward_pre_hook(_plain_inputs, with_kwargs=True).remove
-        yield module.register_forward_hook(_begin(part, trace)).remove
+        yield module.register_forward_hook(partial(_begin, part.name, trace)).remove
         if part.kind == "attention":
             yield from _watch_heads(part.name, module, trace)
         if part.kind == "expert":
-            module.forward = _observed(part.name, module, trace)
-            yield _restore(module)
+            module.forward = partial(_observed, trace.routed.setdefault(part.name, []), module)
+            yield partial(module.__dict__.pop, "forward", None)
     for layer in layers:
-        router = model.get_submodule(layer.router)
-        yield router.register_forward_pre_hook(_before_router(layer, trace), with_kwargs=True).remove
-        yield router.register_forward_hook(_after_router(layer, trace)).remove
-
-
-def _restore(module: nn.Module) -> Callable[[], None]:
-    return lambda: module.__dict__.pop("forward", None)
+        yield from _watch_router(layer, model.get_submodule(layer.router), trace)
 
 
 def _plain_inputs(module: Any, args: Any, kwargs: Any) -> Any:
     return untraced(args), untraced(kwargs)
 
 
-def _begin(part: Part, trace: UnitTrace) -> Callable[..., Any]:
+def _begin(name: str, trace: UnitTrace, module: Any, args: Any, output: Any) -> Any:
     """What the module puts out for the tokens begins a term of its own."""
-
-    def hook(module: Any, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        if not trace.context.fits(first):
-            return output
-        _keep_heads(part.name, first, trace)
-        begun = trace.context.start(part.name, first)
-        return (begun, *output[1:]) if isinstance(output, tuple) else begun
-
-    return hook
+    first = output[0] if isinstance(output, tuple) else output
+    if not trace.context.fits(first):
+        return output
+    heads, projected = trace.projected.pop(name, (None, first))
+    # heads can be told apart if what the attention puts out is its last projection, unchanged
+    if heads and projected.numel() == first.numel() and torch.equal(projected.reshape(first.shape), first):
+        trace.heads[name] = heads
+    begun = trace.context.start(name, first)
+    return (begun, *output[1:]) if isinstance(output, tuple) else begun
 
 
 def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:
@@ -197,41 +191,26 @@ def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[
             yield module.register_forward_hook(hook).remove
 
 
-def _keep_heads(name: str, output: Tensor, trace: UnitTrace) -> None:
-    """Split the attention by heads if what it puts out is its last projection, unchanged."""
-    heads, projected = trace.projected.pop(name, (None, None))
-    if heads is None or projected is None or projected.numel() != output.numel():
-        return
-    if torch.equal(projected.reshape(output.shape), output):
-        trace.heads[name] = heads
+def _observed(found: list[ExpertOutputs], experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return observed_forward(experts, hidden, index, weights, lambda *seen: found.append(ExpertOutputs(*seen)))
 
 
-def _observed(name: str, experts: Any, trace: UnitTrace) -> Callable[..., Tensor]:
-    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        found = trace.routed.setdefault(name, [])
-        return observed_forward(experts, hidden, index, weights, lambda *seen: found.append(Routed(*seen)))
+def _watch_router(layer: MoeLayer, router: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:
+    """Note the router's first matrix product with a column for each expert, and the experts that it chose."""
 
-    return forward
-
-
-def _before_router(layer: MoeLayer, trace: UnitTrace) -> Callable[..., None]:
     def projected(value: Tensor, terms: tuple[Term, ...]) -> None:
         if value.shape[-1] == router_width(layer) and layer.name not in trace.logits:
             flat = value.detach().reshape(-1, value.shape[-1])[:, : layer.experts]
             trace.logits[layer.name] = Logits(flat.float(), terms, torch.zeros(0))
 
-    def hook(module: Any, args: Any, kwargs: Any) -> None:
+    def before(module: Any, args: Any) -> None:
         trace.called.add(layer.name)
         trace.context.projected = projected
 
-    return hook
-
-
-def _after_router(layer: MoeLayer, trace: UnitTrace) -> Callable[..., None]:
-    def hook(module: Any, args: Any, output: Any) -> None:
+    def after(module: Any, args: Any, output: Any) -> None:
         trace.context.projected = ignore
-        if layer.name in trace.logits:
-            found = trace.logits[layer.name]
-            trace.logits[layer.name] = Logits(found.value, found.terms, plain(output[2]).reshape(len(found.value), -1))
+        if (found := trace.logits.get(layer.name)) is not None:
+            trace.logits[layer.name] = replace(found, chosen=plain(output[2]).reshape(len(found.value), -1))
 
-    return hook
+    yield router.register_forward_pre_hook(before).remove
+    yield router.register_forward_hook(after).remove

@@ -7,8 +7,17 @@ from rich.markup import escape
 
 from compressor.attribution.figures import Attribution
 from compressor.attribution.hubs import Hub, SuperExpert
-from compressor.attribution.report import HUB_COLUMNS, exactness, hub_cells, number, overlap_line, percent, sender_rows
-from compressor.attribution.summary import brief_content, kind_shares
+from compressor.attribution.report import (
+    HUB_COLUMNS,
+    KIND_COLUMNS,
+    SENDER_COLUMNS,
+    exactness,
+    hub_cells,
+    kind_rows,
+    overlap_line,
+    sender_rows,
+)
+from compressor.attribution.summary import brief_content
 from compressor.cli.tables import console, print_json, print_table
 
 
@@ -26,10 +35,7 @@ def show_attribution(
         return
     _show_hubs(attribution, hubs, supers)
     _show_senders(attribution, top)
-    rows = [
-        (each.kind, str(each.senders), number(each.influence), percent(each.share)) for each in kind_shares(attribution)
-    ]
-    print_table("What shapes routing", ("kind", "senders", "influence", "share of all"), rows)
+    print_table("What shapes routing", KIND_COLUMNS, kind_rows(attribution))
     lines = [overlap_line(hubs, supers), exactness(attribution)]
     if written:
         lines.append(f"Written: {', '.join(str(path) for path in written)}")
@@ -48,4 +54,4 @@ def _show_hubs(attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[S
 
 def _show_senders(attribution: Attribution, top: int) -> None:
     if rows := sender_rows(attribution, top, escape):
-        print_table("Strongest senders", ("sender", "kind", "influence", "AARV", "tokens"), rows)
+        print_table("Strongest senders", SENDER_COLUMNS, rows)

@@ -13,10 +13,8 @@ from torch import Tensor
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
-from compressor.generation.onnx import onnx_decoder
-from compressor.generation.options import GenerationOptions
-from compressor.generation.sampling import Choose, chooser
-from compressor.generation.stock import stock_decoder
+from compressor.generation.decoders import onnx_decoder, stock_decoder
+from compressor.generation.sampling import Choose, GenerationOptions, chooser
 from compressor.generation.text import TextStream, encode_prompt, text_tokenizer
 from compressor.progress import Progress
 from compressor.records import read_object
@@ -73,11 +71,6 @@ class Continuation:
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
 
 
-def generate(model: str, prompt: str, options: GenerationOptions = DEFAULTS) -> Iterator[str]:
-    """Continue a prompt with a checkpoint folder, an ONNX folder or a Hub id: pieces of text as they come."""
-    return iter(prepare(model, prompt, options))
-
-
 def prepare(
     model: str, prompt: str, options: GenerationOptions = DEFAULTS, progress: Progress | None = None
 ) -> Continuation:
@@ -87,14 +80,14 @@ def prepare(
     facts, tokenizer = read_facts(folder), text_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)
     check_tokens(ids, facts)
-    stops = facts.stops or _own_stop(tokenizer)
+    own = tokenizer.eos_token_id
+    stops = facts.stops or frozenset(() if own is None else (int(own),))
     before = () if options.chat else ids  # an answer opens a text of its own
     with _faults_told(folder):
         decoder = open_decoder(folder, options.device, options.dtype)
     warn_of_length(len(ids), options.max_new_tokens, facts)
-    return Continuation(
-        _told(decoder, folder), chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before)
-    )
+    told = _faults_told(folder)(decoder)  # each call of it, too
+    return Continuation(told, chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before))
 
 
 def continue_tokens(
@@ -149,10 +142,6 @@ def _first(nodes: Sequence[Mapping[str, Any]], name: str) -> Any:
     return next((node[name] for node in nodes if node.get(name) is not None), None)
 
 
-def _own_stop(tokenizer: Any) -> frozenset[int]:
-    return frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)})
-
-
 def check_tokens(ids: Sequence[int], facts: ModelFacts) -> None:
     """Refuse tokens that the model does not know."""
     if facts.vocabulary is not None and max(ids) >= facts.vocabulary:
@@ -166,21 +155,8 @@ def warn_of_length(length: int, most: int, facts: ModelFacts) -> None:
     if facts.positions is not None and length + most > facts.positions:
         logger.warning(
             "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
-            "what comes after them may be nonsense",
-            length,
-            most,
-            facts.positions,
-        )
-
-
-def _told(decoder: Decoder, folder: Path) -> Decoder:
-    """The same decoder, whose faults are one sentence."""
-
-    def decode(tokens: Sequence[int]) -> Tensor:
-        with _faults_told(folder):
-            return decoder(tokens)
-
-    return decode
+            "what comes after them may be nonsense", length, most, facts.positions,
+        )  # fmt: skip
 
 
 @contextmanager

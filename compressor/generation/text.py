@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
+from compressor.model.loading import quiet_transformers
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
 LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
@@ -14,16 +15,13 @@ def text_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer; raises `CompressionError` if it has none."""
     from transformers import AutoTokenizer
 
-    from compressor.model.loading import quiet_transformers
-
     try:
         with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+            return AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # tokenizer classes raise what they like
         raise CompressionError(
             f"{folder} has no usable tokenizer ({reason_of(error)}); copy those of the original model there"
         ) from error
-    return tokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:

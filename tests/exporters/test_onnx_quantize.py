@@ -18,8 +18,8 @@ from exporters.onnx_quantize import (
     dequantise,
     pack,
     rounded,
-    unpack,
 )
+from tests.packed import unpack
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
 SMALL_BLOCK = Scheme(4, 4)

@@ -21,10 +21,12 @@ from compressor.demo.evaluation import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from exporters.onnx import ExportOptions, ExportSummary, export
-from exporters.onnx_quantize import SCHEMES, dequantise, unpack
+from exporters.onnx_quantize import SCHEMES, dequantise
 from exporters.onnx_quantized_experts import FORMATS, SCALES, qmoe_tensors, round_experts, rounding_cost
-from exporters.onnx_verify import EXACT, compare, observe
+from exporters.onnx_reference import observe
+from exporters.onnx_verify import EXACT, compare
 from tests import zoo
+from tests.packed import unpack
 
 SHAPES = ((1, 1), (1, 7), (3, 5), (2, 33), (4, 16))
 WIDE: dict[str, Any] = {"hidden_size": 48}  # one block and a half; 24 in the middle is less than one

@@ -33,7 +33,7 @@ def generate(
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
     from compressor.cli.tables import print_json
     from compressor.generation.generate import prepare
-    from compressor.generation.options import GenerationOptions
+    from compressor.generation.sampling import GenerationOptions
 
     options = GenerationOptions(
         max_new_tokens, temperature, top_p, top_k, seed, chat, device=device, dtype=dtype, revision=revision

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compressor.attribution.tracing import evaluate
 from compressor.attribution.unit_trace import STREAM, UnitTrace, head_count, parts_of, router_width, trace_unit
 from compressor.model.architecture import Architecture, discover, layers_by_unit
 from tests import zoo
+from tests.linear_maps import evaluate
 
 Traces = dict[str, tuple[UnitTrace, Tensor, Tensor]]  # by decoder layer, with its plain input and output
 

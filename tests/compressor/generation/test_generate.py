@@ -15,18 +15,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from compressor.errors import CompressionError
+from compressor.generation.decoders import StockDecoder, stock_decoder
 from compressor.generation.generate import (
     ModelFacts,
     check_tokens,
     continue_tokens,
-    generate,
     prepare,
     read_facts,
     warn_of_length,
 )
-from compressor.generation.options import GenerationOptions
-from compressor.generation.sampling import chooser, probabilities
-from compressor.generation.stock import StockDecoder, stock_decoder
+from compressor.generation.sampling import GenerationOptions, chooser, probabilities
 from tests import small, zoo
 
 GREEDY = chooser(GenerationOptions())
@@ -85,7 +83,7 @@ def test_pieces_and_record_of_a_whole_run(mixtral: Path) -> None:
     assert "héllo wörld" + "".join(pieces) == text
     assert running.first_seconds is not None and 0 < running.first_seconds < running.seconds
     assert running.tokens_per_second == pytest.approx((NEW - 1) / (running.seconds - running.first_seconds))
-    assert list(generate(str(mixtral), "héllo wörld", GenerationOptions(max_new_tokens=NEW))) == pieces
+    assert list(prepare(str(mixtral), "héllo wörld", GenerationOptions(max_new_tokens=NEW))) == pieces
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -217,4 +215,4 @@ def test_a_fault_of_the_model_is_one_sentence(mixtral: Path, monkeypatch: pytest
 
     monkeypatch.setattr(StockDecoder, "__call__", fail)
     with pytest.raises(CompressionError, match=r"cannot be run: shapes do not fit; "):
-        list(generate(str(mixtral), "abc"))
+        list(prepare(str(mixtral), "abc"))

@@ -1,0 +1,216 @@
+"""The next token by a model on disk: by stock transformers with the cache it makes itself, or by ONNX Runtime.
+
+Of an ONNX graph, names, shapes and dtypes are its own, so that any layout of a cache works.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.reader import MODEL_NAME, Checkpoint
+from compressor.errors import CompressionError, reason_of
+from compressor.model.architecture import load_config, model_class
+from compressor.model.loading import quiet_transformers
+from compressor.model.opened import pick_device, pick_dtype
+
+TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
+RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))  # of a cache: in -> out
+DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(bool)": torch.bool,
+}
+
+
+class StockDecoder:
+    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32 on the CPU."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._seen: list[int] = []
+        self._cache: Any = None
+        self._known = inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        self._seen.extend(tokens)
+        fresh = self._seen if self._cache is None else list(tokens)  # a model without a cache reads all of it again
+        total, device = len(self._seen), self._model.device
+        wanted = {
+            # a cache whose first layer is linear attention may count no positions
+            "position_ids": torch.arange(total - len(fresh), total, device=device)[None],
+            # of a long prompt only the last logits are of use, and all of them take much memory
+            "logits_to_keep": 1,
+        }
+        output = self._model(
+            input_ids=torch.tensor([fresh], device=device),
+            past_key_values=self._cache,
+            use_cache=True,
+            **{name: value for name, value in wanted.items() if name in self._known},
+        )
+        self._cache = getattr(output, "past_key_values", None)
+        logits: Tensor = output.logits[0, -1].float().cpu()
+        return logits
+
+
+def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
+    """Load the model whole, in its own dtype for 'auto'; whatever is unfit is a `CompressionError`."""
+    from transformers import GenerationMixin
+
+    checkpoint, config, place = Checkpoint(folder), load_config(folder), pick_device(device)
+    kind, wanted = model_class(config), pick_dtype(dtype, config, checkpoint)
+    if not kind.can_generate():
+        raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
+    if kind.generate is not GenerationMixin.generate:
+        raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
+    try:
+        with quiet_transformers():
+            model, report = kind.from_pretrained(str(folder), config=config, dtype=wanted, output_loading_info=True)
+            model = model.to(place).eval()
+    except Exception as error:  # the loader and its quantisers raise what they like
+        raise CompressionError(f"transformers cannot load {folder}: {reason_of(error)}; check its files") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CompressionError(
+            f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
+        )
+    return StockDecoder(model)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """An input of the graph; a dimension is a number, or the name of an axis whose length may vary."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str | None, ...]
+
+    @classmethod
+    def of(cls, entry: Any) -> "GraphInput":
+        """From what ONNX Runtime says of it; refuses a dtype that is not known."""
+        if entry.type not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise CompressionError(f"{MODEL_NAME}: input {entry.name!r} is a {entry.type}; known are {known}")
+        return cls(entry.name, DTYPES[entry.type], tuple(entry.shape))
+
+    def empty(self, rows: int) -> Tensor:
+        """What a cache holds before the first token of so many sequences: no past, zeros along axes that are fixed."""
+        shape = [
+            size if isinstance(size, int) else rows if axis == 0 or "batch" in (size or "") else 0
+            for axis, size in enumerate(self.shape)
+        ]
+        return torch.zeros(shape, dtype=self.dtype)
+
+
+def _output_of(name: str, outputs: set[str]) -> str:
+    """The output that gives a cache's next value."""
+    for old, new in RENAMINGS:
+        if old in name and (output := name.replace(old, new, 1)) in outputs:
+            return output
+    raise CompressionError(
+        f"{MODEL_NAME}: nothing is known to feed its input {name!r} with, and no output gives its next value; "
+        "export the model again"
+    )
+
+
+class DecoderGraph:
+    """A decoder's graph in an ONNX Runtime session, with its caches between runs.
+
+    They go from one run to the next as they are: no copy, and no dtype that numpy must know.
+    """
+
+    def __init__(self, session: Any) -> None:
+        """Find tokens, logits and caches; raises `CompressionError` for a graph that is no decoder."""
+        self._session = session
+        self._inputs = {entry.name: GraphInput.of(entry) for entry in session.get_inputs()}
+        outputs = {entry.name for entry in session.get_outputs()}
+        for name, found, what in ((TOKENS, {*self._inputs}, "input"), (LOGITS, outputs, "output")):
+            if name not in found:
+                known = ", ".join(sorted(found))
+                raise CompressionError(
+                    f"{MODEL_NAME} has no {what} {name!r} but {known}; export a causal language model"
+                )
+        self._next = {name: _output_of(name, outputs) for name in self._inputs if name not in (TOKENS, MASK, POSITIONS)}
+        self.start(1)
+
+    def start(self, rows: int) -> None:
+        """Empty the caches for so many sequences."""
+        self.past = 0  # tokens that the caches hold
+        self._caches = {name: _value(self._inputs[name].empty(rows)) for name in self._next}
+
+    def run(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Logits [B, S, V] of new tokens [B, S]; the mask [B, past + S] covers the earlier ones too."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.past :]
+        given = {TOKENS: tokens, MASK: mask, POSITIONS: positions}
+        fed = {
+            name: _value(value.to(self._inputs[name].dtype)) for name, value in given.items() if name in self._inputs
+        }
+        logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
+        self._caches = dict(zip(self._next, caches, strict=True))
+        self.past += tokens.shape[1] if self._next else 0
+        found: Tensor = torch.utils.dlpack.from_dlpack(logits)
+        return found
+
+
+def _value(tensor: Tensor) -> Any:
+    """The tensor as ONNX Runtime takes it."""
+    from onnxruntime import OrtValue
+
+    return OrtValue.from_dlpack(tensor.contiguous())
+
+
+class OnnxDecoder:
+    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32."""
+
+    def __init__(self, session: Any) -> None:
+        self._graph = DecoderGraph(session)
+        self._seen: list[int] = []
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        self._seen.extend(tokens)
+        fresh = self._seen[self._graph.past :]  # without a cache all of it is read again
+        logits = self._graph.run(torch.tensor([fresh]), torch.ones(1, len(self._seen), dtype=torch.long))
+        return logits[0, -1].to("cpu", torch.float32, copy=True)
+
+
+def providers(device: str, available: Sequence[str]) -> list[Any]:
+    """Execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not installed."""
+    cpu, cuda = "CPUExecutionProvider", "CUDAExecutionProvider"
+    kind, _, number = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (number and not number.isdecimal()):
+        raise CompressionError(f"ONNX Runtime has no device {device!r} here; pass --device cpu, cuda or auto")
+    if kind == "cuda" and cuda not in available:
+        raise CompressionError(f"device {device!r} needs onnxruntime-gpu, which is not installed; pass --device cpu")
+    if kind == "cpu" or cuda not in available:
+        return [cpu]
+    return [(cuda, {"device_id": int(number or 0)}), cpu]
+
+
+def onnx_decoder(folder: Path, device: str, dtype: str) -> OnnxDecoder:
+    """Open the folder's graph; raises `CompressionError` if ONNX Runtime is not there or cannot read it."""
+    if dtype != "auto":
+        raise CompressionError(f"{folder} is an ONNX model, which computes in the dtype it has; leave out --dtype")
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise CompressionError(
+            f'{folder} is an ONNX model, and onnxruntime is not installed; run pip install "moe-compressor[onnx]"'
+        ) from error
+    chosen = providers(device, onnxruntime.get_available_providers())
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3  # what fails is raised, too
+    try:
+        session = onnxruntime.InferenceSession(str(folder / MODEL_NAME), settings, providers=chosen)
+    except Exception as error:  # ONNX Runtime's exceptions share no class
+        raise CompressionError(
+            f"ONNX Runtime cannot read {folder / MODEL_NAME}: {reason_of(error)}; export it again"
+        ) from error
+    return OnnxDecoder(session)

@@ -1,0 +1,129 @@
+"""What the stock model says of everything that an ONNX graph will be asked: many shapes, chunks, padding, decoding.
+
+It is asked first, and what it said is kept, so that model and graph need not be in memory together.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+
+TRACED = (2, 3)  # batch and sequence of the example that a graph is traced with
+SHAPES = (TRACED, (1, 1), (1, 7), (3, 5), (2, 33), (4, 16), (1, 300))  # with an empty past
+PREFILL = "prefill"
+CHUNKS = (1, 9, 1, 14)  # of 25 tokens, two sequences: prefill, chunks and single tokens in turn
+PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 places
+PADDED_LENGTH = 12
+PROMPT = 8
+TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Some tokens [B, S] with their mask [B, S], cut into chunks, and the stock model's logits [B, S, V]."""
+
+    name: str
+    tokens: Tensor
+    mask: Tensor
+    chunks: tuple[int, ...]
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the stock model said: the cases, and one greedy continuation with its logits (none without a cache)."""
+
+    model: str
+    cases: tuple[Case, ...]
+    prompt: Tensor  # [1, P]
+    greedy: Tensor  # [N]
+    greedy_logits: Tensor  # [N, V]: what each greedy token was chosen from
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute logit of the real tokens."""
+        sizes = [float(case.logits[case.mask.bool()].abs().max()) for case in self.cases]
+        return max([*sizes, *(float(row.abs().max()) for row in self.greedy_logits)])
+
+
+def special_tokens(config: Any) -> frozenset[int]:
+    """Token ids that the config gives a meaning: padding, images and so on."""
+    found: set[Any] = set()
+    for node in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(node).items():
+            if name.endswith(("_token_id", "_token_index")):
+                found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(value for value in found if isinstance(value, int))
+
+
+def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
+    """Ordinary token ids [rows, length], the same ones for the same seed."""
+    text = config.get_text_config(decoder=True)
+    vocabulary = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    ordinary = torch.tensor(sorted(set(range(vocabulary)) - special_tokens(config)))
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))]
+
+
+def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Tokens [B, S] after `past` others with mask [B, past + S] and positions, as far as the model takes them."""
+    rows, length = tokens.shape
+    mask = torch.ones(rows, past + length, dtype=torch.long) if mask is None else mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:].contiguous()
+    found = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    taken = inspect.signature(type(model).forward).parameters
+    return {name: value for name, value in found.items() if name in taken}
+
+
+@torch.no_grad()
+def _case(model: Any, name: str, tokens: Tensor, mask: Tensor, chunks: Sequence[int]) -> Case:
+    output = model(**model_inputs(model, tokens, 0, mask), use_cache=False)
+    if output.logits.shape[:2] != tokens.shape:
+        raise CompressionError(
+            f"{type(model).__name__} does not give one row of logits for each token; only language models that "
+            "do can be exported"
+        )
+    return Case(name, tokens, mask, tuple(chunks), output.logits.float().clone())
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: Tensor, count: int, past: bool) -> tuple[Tensor, Tensor]:
+    """The stock model's greedy continuation, [N] and [N, V] logits: with its own cache, or from the start each time."""
+    tokens, logits, cache, fed = prompt, [], None, 0
+    for _ in range(count):
+        output = model(**model_inputs(model, tokens[:, fed:], fed), use_cache=past, past_key_values=cache)
+        if past:
+            cache, fed = output.past_key_values, tokens.shape[1]
+        logits.append(output.logits[0, -1].float().clone())
+        tokens = torch.cat([tokens, logits[-1].argmax().view(1, 1)], dim=1)
+    return tokens[0, prompt.shape[1] :], torch.stack(logits)
+
+
+def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
+    """Everything that a graph of this model is compared with."""
+    config = model.config
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    cases = []
+    for number, (rows, wanted) in enumerate(SHAPES):
+        length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
+        drawn = random_tokens(config, rows, length, number)
+        cases.append(_case(model, f"{PREFILL} {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
+    drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
+    mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
+    cases.append(_case(model, "left padding", drawn, mask, (PADDED_LENGTH,)))
+    prompt = random_tokens(config, 1, PROMPT, 13)
+    if past:
+        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
+        cases.append(_case(model, "chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
+        drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
+        decoded = (PADDED_LENGTH - 4, 1, 1, 1, 1)
+        cases.append(_case(model, "left padding, cached decode", drawn, mask, decoded))
+    count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
+    greedy, logits = (
+        _greedy(model, prompt, count, past) if count else (torch.zeros(0, dtype=torch.long), torch.zeros(0, 1))
+    )
+    return Reference(type(model).__name__, tuple(cases), prompt, greedy, logits)

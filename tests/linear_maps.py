@@ -1,0 +1,37 @@
+"""Linear maps as explicit matrices, written from the definition of each step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compressor.attribution.linear_maps import Centre, Chain, Factor, Mean
+from compressor.attribution.tracing import Term
+
+
+def explicit(chain: Chain, width: int) -> Tensor:
+    """[H', H]: the matrix of a chain on vectors of this width, written from the definition of each step."""
+    total = torch.eye(width, dtype=torch.float64)
+    for step in chain:
+        own = len(total)
+        identity, ones = torch.eye(own, dtype=torch.float64), torch.ones(own, own, dtype=torch.float64)
+        if isinstance(step, Factor):
+            matrix = torch.diag(torch.as_tensor(step.by, dtype=torch.float64).expand(own))
+        elif isinstance(step, Mean):
+            matrix = ones / own
+        elif isinstance(step, Centre):
+            matrix = identity - ones / own
+        else:
+            matrix = step.weight.double()
+        total = matrix @ total
+    return total
+
+
+def evaluate(terms: Sequence[Term]) -> Tensor:
+    """What the terms sum to, [T, H] or broadcastable to it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for term in terms:
+        value = term.leaf.value.double()
+        image = value @ explicit(term.chain, value.shape[-1]).T
+        total = total + (image if term.token is None else image * term.token[:, None])
+    return total.float()
