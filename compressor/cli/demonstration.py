@@ -38,8 +38,6 @@ class DemoRow:
         return sum(self.accuracy.values()) / len(self.accuracy)
 
 
-
-
 def measure(name: str, folder: Path, experts: int) -> DemoRow:
     """Load a checkpoint with stock transformers and measure it on held-out text and questions."""
     import torch

@@ -41,6 +41,7 @@ NOT_CARRIED = (
 NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
     "config.json",
     "compression.json",
+    "recipe.yaml",
     "gate.json",
     "onnx_export.json",
     ".gitattributes",
