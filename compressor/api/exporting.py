@@ -27,7 +27,7 @@ class Exporter(Protocol):
         """Write the checkpoint in a folder to the folder `output`; what it returns may be None or a dataclass."""
 
 
-def find_exporter(name: str) -> Any:
+def find_exporter(name: str) -> Exporter:
     """The installed exporter of that name, its packages too; raises `CompressionError` for what is none."""
     if name == WRITER:
         raise CompressionError(f"--format {WRITER} is what compress writes and export reads; name another format")
@@ -35,7 +35,7 @@ def find_exporter(name: str) -> Any:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CompressionError(f"--format {name!r} is not known; {hint}installed are {', '.join(known)}")
-    module = load_exporter(name)
+    module: Exporter = load_exporter(name)
     if not callable(getattr(module, "export", None)):
         raise CompressionError(f"exporter {name!r} has no function export(checkpoint, output, options, progress)")
     if callable(required := getattr(module, "require_packages", None)):
@@ -43,11 +43,11 @@ def find_exporter(name: str) -> Any:
     return module
 
 
-def _options_class(module: Any) -> Any:
+def _options_class(module: Exporter) -> Any:
     return getattr(module, "Options", None) or getattr(module, "ExportOptions", None)
 
 
-def read_options(name: str, module: Any, settings: Mapping[str, Any]) -> Any:
+def read_options(name: str, module: Exporter, settings: Mapping[str, Any]) -> Any:
     """An exporter's `Options` with these settings, or None if it has none and none is set."""
     kind = _options_class(module)
     known = sorted(entry.name for entry in fields(kind)) if kind is not None and is_dataclass(kind) else []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,8 +12,10 @@ from compressor.api.compressing import Summary
 from compressor.cli.terminal import console, print_json, print_lines, print_table
 from compressor.model.inspection import Inspection
 from compressor.plans.plan import CompressionPlan
-from compressor.publishing.push import PushSummary
 from compressor.words import human_bytes, human_count, share
+
+if TYPE_CHECKING:
+    from compressor.publishing.push import PushSummary  # what publishes is loaded only to publish
 
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
@@ -110,7 +112,7 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def show_summary(summary: Summary, as_json: bool, pushed: PushSummary | None = None) -> None:
+def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a compression did, and where it was published."""
     if as_json:
         print_json({**summary_dict(summary), **published(pushed)})
@@ -141,7 +143,7 @@ def show_summary(summary: Summary, as_json: bool, pushed: PushSummary | None = N
         show_push(pushed, as_json=False)
 
 
-def published(pushed: PushSummary | None) -> dict[str, Any]:
+def published(pushed: "PushSummary | None") -> dict[str, Any]:
     """What --json adds of a push; nothing without one."""
     return {} if pushed is None else {"push": _push_dict(pushed)}
 
@@ -196,12 +198,12 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     )
 
 
-def _push_dict(summary: PushSummary) -> dict[str, Any]:
+def _push_dict(summary: "PushSummary") -> dict[str, Any]:
     """What --json prints."""
     return {**asdict(summary), "changed": summary.changed}
 
 
-def show_push(summary: PushSummary, as_json: bool) -> None:
+def show_push(summary: "PushSummary", as_json: bool) -> None:
     """The files that were sent, or would be, and where they are now."""
     if as_json:
         print_json(_push_dict(summary))
@@ -214,7 +216,7 @@ def show_push(summary: PushSummary, as_json: bool) -> None:
     print_lines(_push_lines(summary))
 
 
-def _push_lines(summary: PushSummary) -> list[str]:
+def _push_lines(summary: "PushSummary") -> list[str]:
     verb, also = ("would go", "would be") if summary.dry_run else ("went", "was")
     place = f"{'a pull request against ' if summary.create_pr else ''}{summary.branch} of {summary.repo_id}"
     lines = []

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -19,8 +20,10 @@ from compressor.comparison.series import Entry, data_line, ranked
 from compressor.gates.markdown import COLUMNS, advice, cells, verdict_line
 from compressor.gates.report import full_content
 from compressor.gates.verdict import GateResult
-from compressor.publishing.push import PushSummary
 from compressor.words import human_bytes, human_count
+
+if TYPE_CHECKING:
+    from compressor.publishing.push import PushSummary  # what publishes is loaded only to publish
 
 WIDE = 150  # columns of a terminal that shows all of the table's
 MIDDLE = tuple(column for column in COLUMNS if column not in ("metric", "detectable"))
@@ -43,7 +46,7 @@ def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -
     print_lines(_written(written))
 
 
-def show_gated(found: Gated, as_json: bool, written: Sequence[Path] = (), pushed: PushSummary | None = None) -> None:
+def show_gated(found: Gated, as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None) -> None:
     """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
     result = found.decisive.result
     if as_json:

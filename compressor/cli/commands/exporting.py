@@ -37,8 +37,7 @@ def export(
         bool, typer.Option("--no-past", help="No cache as inputs and outputs.", rich_help_panel=ONNX)
     ] = False,
 ) -> None:
-    """Write a checkpoint in another format, as an ONNX graph verified against the stock model, which has to fit in
-    memory."""
+    """Write a checkpoint in another format, by default as a verified ONNX graph; the model has to fit in memory."""
     from compressor.api.exporting import export_checkpoint, find_exporter, read_options
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
