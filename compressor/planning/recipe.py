@@ -53,7 +53,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         "dtype": correction.get("dtype"),
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
-    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     return (_heading((plan.calibration or {}).get("only")) + text).encode(errors="backslashreplace")
 
 
