@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -239,9 +237,7 @@ def attributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Sequence[
             senders = tuple(sender(layer, expert) for layer in (0, 1) for expert in range(8))
             return Attribution("model", (Receiver("head", 2, 1.0, 0.0),), senders, (), data.tokens)
 
-        module = ModuleType("compressor.attribution.measure")
-        module.attribute = attribute  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "compressor.attribution.measure", module)
+        monkeypatch.setattr("compressor.attribution.measure.attribute", attribute)
         return seen
 
     return install

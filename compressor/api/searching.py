@@ -3,7 +3,8 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from compressor.gates.report import LONE_HALVES, gate_json
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.model.architecture import MoeLayer
+from compressor.model.opened import open_model
 from compressor.model.routers import check_count
+from compressor.planning.request import Request
 from compressor.progress import Progress, Silent
 
 
@@ -55,40 +58,44 @@ def compress_gated(
     overwrite: bool = False,
     progress: Progress | None = None,
     after: Callable[[Path], None] | None = None,
-    **request: Any,
+    request: Request | None = None,
+    command: Sequence[str] | None = None,
+    **wanted: Any,
 ) -> Gated:
-    """Compress, gate, and leave the output in place only if it passes; keywords are those of `compress`.
+    """Compress, gate, and leave the output in place only if it passes; keywords are those of `Request`.
 
     An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place.
     With `search` the number of experts is bisected for the smallest model that passes; the confidence then holds for
     all models that are tried together (Bonferroni).
     """
-    if search and (keep_failed or request.get("experts") is not None or request.get("ratio") is not None):
+    asked = Request.of(request, wanted)
+    if search and (keep_failed or asked.experts is not None or asked.ratio is not None):
         raise CompressionError(
             "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
         )
     listener = progress or Silent()
     source = locate(model, revision, listener)
-    tasks = resolve_tasks(gate.options)
-    runs = _Runs(source, Path(out), gate, tasks, inconclusive, keep_failed, listener, after)
-    again = {**request, "revision": source.revision, "progress": listener}
-    if not search:
-        summary, attempt = runs.attempt(model, overwrite, again)
-        return Gated(summary, (attempt,))
-    counts = possible_counts(source, request)
-    steps = math.ceil(math.log2(len(counts) + 1))
-    runs.gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
-    summaries: list[Summary] = []
+    judge = _Judge(source, Path(out), gate, resolve_tasks(gate.options), inconclusive, keep_failed, listener, after)
     attempts: list[Attempt] = []
+    summaries: list[Summary] = []
 
-    def passes(experts: int) -> bool:
-        done = bool(summaries)
-        summary, attempt = runs.attempt(model, overwrite or done, {**again, "experts": experts, "ratio": None})
-        attempts.append(attempt)
-        summaries.extend([] if summary is None else [summary])
-        return attempt.accepted
+    def passes(tried: Request) -> bool:
+        with suppress(RejectedError):
+            made = compress(
+                model, out, tried, revision=source.revision, overwrite=overwrite or bool(summaries),
+                progress=listener, accept=judge.accept, command=command,
+            )  # fmt: skip
+            summaries.append(made)
+        attempts.append(judge.found.pop())
+        return attempts[-1].accepted
 
-    smallest(counts, passes)
+    if search:
+        counts = possible_counts(source, asked)
+        steps = math.ceil(math.log2(len(counts) + 1))
+        judge.gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
+        smallest(counts, lambda count: passes(replace(asked, experts=count)))
+    else:
+        passes(asked)
     return Gated(summaries[-1] if summaries else None, tuple(attempts))
 
 
@@ -104,11 +111,9 @@ def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None
     return counts[low] if low < len(counts) else None
 
 
-def possible_counts(source: ModelSource, request: dict[str, Any]) -> list[int]:
+def possible_counts(source: ModelSource, request: Request) -> list[int]:
     """Numbers of experts that every layer can be cut to."""
-    from compressor.model.opened import open_model
-
-    layers = open_model(source, request.get("dtype", "auto"), request.get("device", "auto")).architecture.layers
+    layers = open_model(source, request.dtype, request.device).architecture.layers
     found = [count for count in range(1, layers[0].experts) if all(_possible(layer, count) for layer in layers)]
     if not found:
         raise CompressionError(
@@ -131,8 +136,8 @@ def _experts(folder: Path) -> int:
 
 
 @dataclass(slots=True)
-class _Runs:
-    """What all attempts share."""
+class _Judge:
+    """Takes each output through the gate before it is put in place."""
 
     source: ModelSource
     out: Path
@@ -142,26 +147,16 @@ class _Runs:
     keep_failed: bool
     progress: Progress
     after: Callable[[Path], None] | None
+    found: list[Attempt] = field(default_factory=list)
 
-    def attempt(self, model: str, overwrite: bool, request: dict[str, Any]) -> tuple[Summary | None, Attempt]:
-        """Compress into place if the gate accepts what is about to be put there."""
-        found: list[Attempt] = []
-
-        def accept(folder: Path) -> None:
-            made = ModelSource(str(folder), None, folder)
-            result = run_gate(self.source, made, self.tasks, self.gate, self.progress, label=self.out.name)
-            found.append(Attempt(_experts(folder), result, self._accepted(result)))
-            (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
-            if not (self.keep_failed or found[-1].accepted):
-                raise RejectedError(f"{self.out} did not pass the gate ({result.verdict}) and was not written")
-            if self.after is not None:
-                self.after(folder)
-
-        try:
-            summary = compress(model, self.out, overwrite=overwrite, accept=accept, **request)
-        except RejectedError:
-            summary = None
-        return summary, found[-1]
-
-    def _accepted(self, result: GateResult) -> bool:
-        return (self.inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
+    def accept(self, folder: Path) -> None:
+        """Judge the output in `folder`, note the attempt, and raise `RejectedError` if it may not take its place."""
+        made = ModelSource(str(folder), None, folder)
+        result = run_gate(self.source, made, self.tasks, self.gate, self.progress, label=self.out.name)
+        accepted = (self.inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
+        self.found.append(Attempt(_experts(folder), result, accepted))
+        (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        if not (self.keep_failed or accepted):
+            raise RejectedError(f"{self.out} did not pass the gate ({result.verdict}) and was not written")
+        if self.after is not None:
+            self.after(folder)

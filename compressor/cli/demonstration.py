@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compressor.api.compressing import compress
 from compressor.api.measuring import inspect
 from compressor.checkpoint.headers import Size
 from compressor.checkpoint.reader import Checkpoint
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.demo.evaluation import demo_checkpoint, heldout_loss, load_documents, load_items, skill_accuracy
 from compressor.errors import CompressionError
+from compressor.model.loading import quiet_transformers
 from compressor.progress import Progress
 
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -39,15 +42,9 @@ class DemoRow:
         return sum(self.accuracy.values()) / len(self.accuracy)
 
 
-
-
 def measure(name: str, folder: Path, experts: int) -> DemoRow:
     """Load a checkpoint with stock transformers and measure it on held-out text and questions."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from compressor.demo.evaluation import heldout_loss, load_documents, load_items, skill_accuracy
-    from compressor.model.loading import quiet_transformers
 
     size = Size.of(Checkpoint(folder).tensors.values())
     with quiet_transformers():

@@ -2,27 +2,29 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from importlib.metadata import entry_points
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
 from compressor.cli.commands import exporting, gating, generating, making, measuring, publishing, reporting, showing
+from compressor.cli.parameters import spread
+from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError, without_tokens
 from compressor.memory import limit_caches
+from compressor.run_record import versions
+from compressor.words import one_line
 
-app = typer.Typer(
-    name="moe-compress",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Make Mixture-of-Experts checkpoints smaller; the output loads with stock transformers.",
-)
-
+PACKAGE = "moe-compressor"
+PLUGINS = ("moe_compressor.strategies", "moe_compressor.exporters")  # entry-point groups
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
 INTERRUPTED = 130
+
+app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
     limit_caches()
     with _own_warnings():
         try:
-            status = app(prog_name="moe-compress", standalone_mode=False)
+            status = app(prog_name=PROGRAM, standalone_mode=False)
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
@@ -45,13 +47,22 @@ def main() -> None:
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
+class _OneLine(logging.Formatter):
+    """A warning as one line of text, whatever a plugin has put into it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname}: {one_line(record.getMessage(), None)}"
+
+
 @contextmanager
 def _own_warnings() -> Iterator[None]:
-    """Our warnings on stderr, one line each; the Hub client's retries are told by the error that ends them."""
+    """Warnings of ours and of plugins on stderr; the Hub client's retries are told by the error that ends them."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    loggers = [logging.getLogger(package) for package in ("compressor", "strategies", "exporters")]
+    handler.setFormatter(_OneLine())
+    announced = [entry.value for group in PLUGINS for entry in entry_points(group=group)]
+    plugins = {re.split(r"\W", value, maxsplit=1)[0] for value in announced} - {""}
+    loggers = [logging.getLogger(package) for package in {"compressor", "strategies", "exporters"} | plugins]
     for logger in loggers:
         logger.addHandler(handler)
     try:
@@ -75,6 +86,21 @@ def _usage(error: Any) -> str:
     return message + (f"; see {context.command_path} --help" if context is not None else "")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(PROGRAM, versions([PACKAGE])[PACKAGE])
+        raise typer.Exit()
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Make Mixture-of-Experts checkpoints smaller; the output loads with stock transformers."""
+
+
 for command in (
     measuring.inspect,
     making.plan,
@@ -90,7 +116,7 @@ for command in (
     showing.strategies,
     showing.demo,
 ):
-    app.command()(command)
+    app.command()(spread(command))
 
 
 if __name__ == "__main__":

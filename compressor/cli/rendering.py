@@ -1,60 +1,21 @@
-"""What the commands print, and progress bars."""
+"""What the commands print that make, move or show models."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 
 from compressor.api.compressing import Summary
-from compressor.cli.tables import print_json, print_table
+from compressor.cli.terminal import console, print_json, print_lines, print_table
 from compressor.model.inspection import Inspection
 from compressor.plans.plan import CompressionPlan
 from compressor.words import human_bytes, human_count, share
 
 if TYPE_CHECKING:
-    from compressor.publishing.push import PushSummary
-
-
-class Bars:
-    """One progress bar for each phase, on stderr, naming the layer that was finished last."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}"),
-            console=self._console,
-        )
-        self._task: TaskID | None = None
-
-    def start(self, phase: str, total: int) -> None:
-        """Open a bar."""
-        self._task = self._bars.add_task(phase, total=total, detail="")
-
-    def advance(self, detail: str) -> None:
-        """Move the newest bar on."""
-        if self._task is not None:
-            self._bars.update(self._task, advance=1, detail=detail)
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task is None or (error is not None and not self._console.is_terminal):
-            self._bars.live.transient = True  # no bars, no empty line; in a log, an error stands alone
-            self._bars.live.stop()
-        else:
-            self._bars.stop()
+    from compressor.publishing.push import PushSummary  # what publishes is loaded only to publish
 
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
@@ -81,7 +42,7 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
     ]
     if report.left_out:
         facts.append(("not loaded by stock transformers", f"{len(report.left_out)} tensors, {report.left_out[0]} ..."))
-    print_table(report.model, ("", ""), facts)
+    print_table(escape(report.model), ("", ""), facts)
     print_table(
         "By part",
         ("part", "parameters", "bytes", "share"),
@@ -117,7 +78,7 @@ def _show_plan(plan: CompressionPlan, path: Path) -> None:
         row = [layer.module, str(layer.experts), str(len(layer.groups)), _short(layer.dropped), _short(merged)]
         rows.append([*row, _short(plan.protected.get(layer.module, ()))] if plan.protected else row)
     data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
-    title = f"Plan by {plan.strategy}{data}, written to {path}"
+    title = escape(f"Plan by {plan.strategy}{data}, written to {path}")
     columns = ["layer", "experts", "kept", "dropped", "merged"]
     print_table(title, [*columns, "protected"] if plan.protected else columns, rows)
     if plan.protected:
@@ -167,30 +128,24 @@ def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" =
         ),
         ("bytes", human_bytes(before.bytes), human_bytes(after.bytes), share(after.bytes, before.bytes)),
     ]
-    print_table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows)
-    lines = Console()
+    print_table(escape(f"Compressed by {summary.strategy}"), ("", "before", "after", "left"), rows)
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    lines = Console()
     lines.print(f"{phases}; peak memory {human_bytes(summary.peak_memory)}", highlight=False)
     if summary.plan.protected:
         print(_protected_line(summary.plan))
     if summary.left_out:
         fields = f"; set to zero in the config: {', '.join(summary.zeroed_fields)}" if summary.zeroed_fields else ""
-        names = _short(summary.left_out, 4)
+        names = escape(_short(summary.left_out, 4))
         lines.print(f"left out, as stock transformers does not load them: {names}{fields}", highlight=False)
     print(f"Written to {summary.out}")
     if pushed is not None:
-        from compressor.cli.push_table import show_push
-
         show_push(pushed, as_json=False)
 
 
 def published(pushed: "PushSummary | None") -> dict[str, Any]:
     """What --json adds of a push; nothing without one."""
-    if pushed is None:
-        return {}
-    from compressor.cli.push_table import push_dict
-
-    return {"push": push_dict(pushed)}
+    return {} if pushed is None else {"push": _push_dict(pushed)}
 
 
 def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
@@ -211,7 +166,8 @@ def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
         (e["name"], e["summary"], ", ".join(e["needs"]), ", ".join(f"{k}={v}" for k, v in e["options"].items()) or "-")
         for e in entries
     ]
-    print_table("Strategies", ("name", "what it does", "needs", "options"), rows, numbers=False)
+    columns = ("name", "what it does", "needs", "options")
+    print_table("Strategies", columns, [[escape(cell) for cell in row] for row in rows], numbers=False)
 
 
 def show_demo(rows: Sequence[Any], as_json: bool) -> None:
@@ -240,3 +196,92 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
         ("model", *skills),
         [(row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows],
     )
+
+
+def _push_dict(summary: "PushSummary") -> dict[str, Any]:
+    """What --json prints."""
+    return {**asdict(summary), "changed": summary.changed}
+
+
+def show_push(summary: "PushSummary", as_json: bool) -> None:
+    """The files that were sent, or would be, and where they are now."""
+    if as_json:
+        print_json(_push_dict(summary))
+        return
+    title = f"{summary.repo_id}{' (dry run: nothing is sent)' if summary.dry_run else ''}"
+    if summary.changed:
+        rows = [[escape(file.path), human_bytes(file.nbytes), str(file.state)] for file in summary.uploaded]
+        rows += [[escape(name), "-", "removed"] for name in summary.removed]
+        print_table(escape(title), ("file", "size", "on the Hub"), rows)
+    print_lines(_push_lines(summary))
+
+
+def _push_lines(summary: "PushSummary") -> list[str]:
+    verb, also = ("would go", "would be") if summary.dry_run else ("went", "was")
+    place = f"{'a pull request against ' if summary.create_pr else ''}{summary.branch} of {summary.repo_id}"
+    lines = []
+    if summary.changed:
+        lines.append(f"Commit: {summary.message}")
+        count = len(summary.uploaded)
+        files = f"{count} file{'s' if count != 1 else ''}, {human_bytes(summary.uploaded_bytes)}"
+        lines.append(f"{files} {verb} to {place} in one commit.")
+    else:
+        lines.append(f"Nothing has changed: {summary.branch} of {summary.repo_id} has these files already.")
+    if summary.unchanged and summary.changed:
+        lines.append(f"{len(summary.unchanged)} more are there already.")
+    if summary.removed:
+        lines.append("Removed are parts of an earlier model that would be taken for parts of this one.")
+    if summary.left_out:
+        lines.append(f"Not pushed, since it is no part of the model: {', '.join(summary.left_out)}")
+    if summary.tag is not None:
+        lines.append(f"The commit {also} tagged {summary.tag}.")
+    if summary.pull_request is not None:
+        lines.append(f"Pull request: {summary.pull_request}")
+    return [*lines, summary.url]
+
+
+def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
+    """What an exporter says of its work, and where that lies."""
+    if hasattr(summary, "fallen_back") and hasattr(summary, "verification"):
+        _show_graph(summary, as_json)
+        return
+    said = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
+    facts = {key: str(value) for key, value in said.items()}
+    if as_json:
+        print_json({"format": name, **facts, "folder": str(output)})
+        return
+    if facts:
+        rows = [tuple(map(escape, row)) for row in facts.items()]
+        print_table(escape(f"Exported as {name}"), ("what", "value"), rows)
+    print_lines([f"Written to {output}"])
+
+
+def _show_graph(summary: Any, as_json: bool) -> None:
+    """Which MoE layers of a graph are no single node and why, and how well it agrees with the stock model."""
+    if as_json:
+        content = asdict(summary)
+        print_json({**content, "folder": str(summary.folder), "fallen_back": len(summary.fallen_back)})
+        return
+    checked, cost = summary.verification, summary.rounding
+    rows = [
+        ("file", f"{human_bytes(summary.nbytes)}{', weights in a file of their own' if summary.external else ''}"),
+        ("nodes", str(summary.nodes)),
+        ("MoE layers as one node", f"{len(summary.routes) - len(summary.fallen_back)} of {len(summary.routes)}"),
+        ("largest logit difference", f"{checked.largest_difference:.1e} (allowed {checked.tolerance:.1e})"),
+        ("compared with", checked.reference),
+        ("greedy tokens", f"{checked.tokens_equal} of {checked.tokens_compared} the same"),
+    ]
+    if checked.ties:
+        rows.append(("near ties of routers", f"{checked.ties} of {checked.tokens} tokens got another expert"))
+    if cost is not None:
+        rows.append(
+            (
+                "cost of rounding",
+                f"logits differ by up to {cost.largest_difference:.2g} of {cost.largest_logit:.2g}, "
+                f"{cost.same_choice:.1%} of likeliest tokens the same",
+            )
+        )
+    print_table(escape(f"{summary.model} as ONNX"), ("what", "measured"), [(name, escape(text)) for name, text in rows])
+    for route in summary.fallen_back:
+        console().print(escape(f"{route.layer}: {route.route}, since {route.reason}"))
+    console().print(escape(f"Written to {summary.folder}"))

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
 from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
+from compressor.calibration.statistics import LayerStatistics, needs_data, needs_heldout
 from compressor.correction.in_order import COMPRESSED, LayerWork, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
@@ -22,11 +22,22 @@ from compressor.surgery.cutting import CutFiles
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One plan to make: a strategy with its options, and the experts to keep in every layer."""
+    """One plan to make, everything checked that needs no data: what a request comes to on a model."""
 
     strategy: Strategy
-    experts: int
+    experts: int  # to keep in every layer
     options: Mapping[str, Any]
+    correction: Correction = field(default_factory=Correction)
+
+    @property
+    def reads(self) -> bool:
+        """Whether strategy or correction need calibration data."""
+        return needs_data(self.strategy.needs) or self.correction.wanted
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether strategy or correction need a part of it held out."""
+        return needs_heldout(self.strategy.needs) or self.correction.wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,29 +3,30 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from compressor.attribution.hubs import Hub
+from compressor.attribution import measure
+from compressor.attribution.hubs import Hub, find_hubs
 from compressor.calibration.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.planning.request import AUTO
 from compressor.plans.json import integer
+from compressor.progress import Progress
 from compressor.records import read_json
 from compressor.words import ranges
 
-if TYPE_CHECKING:
-    from compressor.model.opened import OpenModel
-    from compressor.progress import Progress
-
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
 
 
-def given_protected(protect: str | None, layers: Sequence[MoeLayer], keep: int) -> Protected:
-    """The experts that --protect names in a file, checked against the `keep` that stay; none where it names no file."""
+def given_protected(
+    protect: str | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
+) -> Protected:
+    """The experts that a list, or a file with one, names, checked against the `keep` that stay; none without a list."""
     if protect is None or protect == AUTO:
         return {}
     protected = read_protected(protect, layers)
@@ -33,15 +34,17 @@ def given_protected(protect: str | None, layers: Sequence[MoeLayer], keep: int) 
     return protected
 
 
-def read_protected(path: str | Path, layers: Sequence[MoeLayer]) -> Protected:
-    """Read a JSON list of objects with `layer` and `expert`, and `module` where a decoder layer has several.
+def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Sequence[MoeLayer]) -> Protected:
+    """Read a list, or a JSON file of one, with `layer` and `expert`, and `module` where a decoder layer has several.
 
     `layer` is the decoder layer's number. Further fields, such as those that `moe-compress attribute` writes, are not
     looked at.
     """
     found: dict[str, set[int]] = {}
-    for number, entry in enumerate(_read_list(Path(path)), start=1):
-        layer, expert = _read_entry(entry, layers, f"{path}, entry {number}")
+    where = str(protect) if isinstance(protect, str | Path) else "protect"
+    entries = _read_list(Path(protect)) if isinstance(protect, str | Path) else protect
+    for number, entry in enumerate(entries, start=1):
+        layer, expert = _read_entry(entry, layers, f"{where}, entry {number}")
         found.setdefault(layer.name, set()).add(expert)
     return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
 
@@ -146,17 +149,12 @@ def strongest_that_fit(hubs: Sequence[Hub], layers: Sequence[MoeLayer], keep: in
     return found
 
 
-def protect_hubs(
-    model: "OpenModel", calibration: Calibration, keep: int, progress: "Progress", seed: int = 0
-) -> Protected:
+def protect_hubs(model: OpenModel, calibration: Calibration, keep: int, progress: Progress, seed: int = 0) -> Protected:
     """The routing hubs that the calibration shows, at the default threshold, as far as they fit.
 
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
     """
-    from compressor.attribution.hubs import find_hubs
-    from compressor.attribution.measure import attribute
-
-    hubs = find_hubs(attribute(model, fit_batches(calibration), progress, seed))
+    hubs = find_hubs(measure.attribute(model, fit_batches(calibration), progress, seed))
     if not hubs:
         logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
     return strongest_that_fit(hubs, model.architecture.layers, keep)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressionError, without_tokens
+from compressor.planning.recipe import RECIPE
 from compressor.publishing.hub import Content
 from compressor.surgery.job import CARRIED_FOLDERS
 
@@ -14,6 +15,7 @@ LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 TEXTS = (".jinja", ".json", ".md", ".txt", ".yaml", ".yml")
 CARD = "README.md"
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json")  # what says how they were made and judged
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -23,7 +25,7 @@ def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
 
     Raises `CompressionError` naming a file that is a link out of the folder.
     """
-    wanted = {*weights, CARD}
+    wanted = {*weights, CARD, RECIPE}
     names = [path.name for path in folder.iterdir() if _beside(path.name) or path.name in wanted]
     names += [f"{inner}/{path.name}" for inner in CARRIED_FOLDERS for path in (folder / inner).glob("*")]
     names += _pictures(folder)
@@ -90,7 +92,7 @@ def superseded(names: Iterable[str], pushed: Iterable[str], weights_change: bool
     """Files on the Hub that an earlier model left and that would be taken for parts of the one that is pushed.
 
     A `model.safetensors` there, say, would be loaded in place of new shards. What speaks of the earlier weights
-    (compression.json, gate.json, the graph in onnx/) goes when the weights change.
+    (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the weights change.
     """
     known, there = frozenset(pushed), frozenset(names)
     ours = "onnx/onnx_export.json" in there
@@ -98,5 +100,5 @@ def superseded(names: Iterable[str], pushed: Iterable[str], weights_change: bool
         name
         for name in sorted(there - known)
         if WEIGHT_NAMES.fullmatch(name)
-        or (weights_change and (name in ("compression.json", "gate.json") or (ours and name.startswith("onnx/"))))
+        or (weights_change and (name in OF_THE_WEIGHTS or (ours and name.startswith("onnx/"))))
     )

@@ -33,7 +33,7 @@ NOT_CARRIED = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
 )  # fmt: skip
 NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
-    "config.json", "compression.json", "gate.json", "onnx_export.json", ".gitattributes", ".gitignore",
+    "config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json", ".gitattributes", ".gitignore",
 }  # fmt: skip
 CARRIED_FOLDERS = ("additional_chat_templates",)
 

@@ -2,134 +2,112 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import compressor
-from compressor.cli.commands.bars import progress_bars
-from compressor.cli.commands.exporting import onnx_beside
 from compressor.cli.commands.publishing import push_made
 from compressor.cli.demonstration import LENGTH
-from compressor.cli.options import (
-    AsJson,
-    BatchSize,
-    CacheDir,
-    Confidence,
-    Device,
-    Dtype,
-    IncludePath,
-    Inconclusive,
-    Limit,
-    MaxDrop,
-    Overwrite,
-    Revision,
-    gate_request,
-    listed,
-    treat_inconclusive,
-)
+from compressor.cli.options import COMPUTING, GateOptions, Publishing, Running, UnderGate, listed
+from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
+from compressor.planning.request import Request
 from compressor.progress import Progress
 
-if TYPE_CHECKING:
-    from compressor.gates.run import GateRequest
-
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
-MAX_DROP, DEMO_MAX_DROP = 0.01, 0.05  # 200 items a skill cannot show less than 0.015
+DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
 
 
 def gate(
+    options: GateOptions,
+    computing: Annotated[Request, COMPUTING],
+    running: Running,
     base: Annotated[str | None, typer.Argument(help="The original: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
     tasks: Annotated[
         str | None, typer.Option(help="lm-eval tasks separated by commas (default: mmlu,boolq,openbookqa,rte).")
     ] = None,
-    max_drop: MaxDrop = None,
-    confidence: Confidence = 0.95,
-    limit: Limit = None,
-    include_path: IncludePath = None,
-    batch_size: BatchSize = "auto",
-    inconclusive: Inconclusive = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New folder for gate.json, gate.xml (JUnit) and gate.md.")
     ] = None,
-    revision: Revision = None,
     compressed_revision: Annotated[str | None, typer.Option(help="The same of the compressed model.")] = None,
     demo: Annotated[
         bool,
         typer.Option("--demo", help="Use the demo's five tasks, and without models the demo model, compressed here."),
     ] = False,
-    cache_dir: CacheDir = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where results are kept for the next gate (default: the user's cache folder).")
+    ] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
-    from compressor.api import measuring
-    from compressor.cli.gate_table import show_gate
+    from compressor.cli.results import show_gate
     from compressor.files import check_folder
     from compressor.gates.report import NAMES, write_gate
     from compressor.gates.run import DEFAULT_TASKS, DEMO_TASKS
 
-    decided = treat_inconclusive(inconclusive)
+    decided = options.decided
     chosen = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
-    margin = (DEMO_MAX_DROP if demo else MAX_DROP) if max_drop is None else max_drop
-    wanted = gate_request(chosen, margin, confidence, limit, include_path, batch_size, device, dtype, cache_dir)
+    margin = {"max_drop": DEMO_MAX_DROP} if demo else {}
+    wanted = options.request(chosen, computing.device, computing.dtype, cache_dir, **margin)
     if output is not None:
-        check_folder(output, NAMES, overwrite)
-    with progress_bars(as_json) as progress, _models(base, compressed, demo, progress) as (first, second):
-        result = measuring.gate(
-            first, second, wanted, revision=revision, compressed_revision=compressed_revision, progress=progress
-        )
-        written = [] if output is None else write_gate(result, output, overwrite)
+        check_folder(output, NAMES, running.overwrite)
+    with progress_bars(running.as_json) as progress, _models(base, compressed, demo, progress) as (first, second):
+        result = compressor.gate(
+            first, second, wanted, revision=running.revision, compressed_revision=compressed_revision,
+            progress=progress,
+        )  # fmt: skip
+        written = [] if output is None else write_gate(result, output, running.overwrite)
     summarise(result)
-    show_gate(result, as_json, written)
-    raise typer.Exit(EXIT_STATUS[decided if result.verdict == "inconclusive" else result.verdict])
+    show_gate(result, running.as_json, written)
+    raise typer.Exit(_status(result, decided))
 
 
 def compress_under_gate(
     model: str,
     output: Path,
-    wanted: "GateRequest",
-    decided: Verdict,
-    keep_failed: bool,
-    search: bool,
-    as_json: bool,
-    formats: tuple[str, ...],
-    request: dict[str, Any],
-    push_to_hub: str | None = None,
-    private: bool = False,
+    task: dict[str, Any],
+    formats: Sequence[str],
+    under_gate: UnderGate,
+    options: GateOptions,
+    publishing: Publishing,
+    running: Running,
 ) -> NoReturn:
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
+    from compressor.api.exporting import WRITER, beside
     from compressor.api.searching import compress_gated
-    from compressor.cli.gate_table import show_gated
+    from compressor.cli.results import show_gated
     from compressor.files import check_folder
     from compressor.gates.report import NAMES, write_gate
 
-    if "safetensors" not in formats:
+    wanted = options.request(listed(under_gate.gate, "--gate") or (), task["request"].device)
+    decided = options.decided
+    if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
     check_folder(reports, NAMES, overwrite=True)
-    with progress_bars(as_json) as progress:
+    with progress_bars(running.as_json) as progress:
         found = compress_gated(
-            model, output, wanted, inconclusive=decided, keep_failed=keep_failed, search=search, progress=progress,
-            after=onnx_beside(formats, progress), **request,
+            model, output, wanted, inconclusive=decided, keep_failed=under_gate.keep_failed, search=under_gate.search,
+            overwrite=running.overwrite, progress=progress, after=beside(formats, progress), **task,
         )  # fmt: skip
         result = found.decisive.result
         written = write_gate(result, reports, overwrite=True)
     summarise(result)
-    status = EXIT_STATUS[decided if result.verdict == "inconclusive" else result.verdict]
-    pushed = None
-    if push_to_hub is not None and found.summary is not None and status == EXIT_STATUS["pass"]:
+    status, pushed = _status(result, decided), None
+    if found.summary is not None and status == EXIT_STATUS["pass"]:
         report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
-        pushed = push_made(output, push_to_hub, private, report, as_json)
-    show_gated(found, as_json, written, pushed)
+        pushed = push_made(output, publishing, report, running.as_json)
+    show_gated(found, running.as_json, written, pushed)
     raise typer.Exit(status)
+
+
+def _status(result: GateResult, decided: Verdict) -> int:
+    return EXIT_STATUS[decided if result.verdict == "inconclusive" else result.verdict]
 
 
 @contextmanager

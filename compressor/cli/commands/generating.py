@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from compressor.cli.commands.bars import progress_bars
-from compressor.cli.options import AsJson, Device, Dtype, Model, Revision
+from compressor.cli.options import COMPUTING, Model, Running
+from compressor.cli.terminal import print_json, progress_bars
+from compressor.planning.request import Request
 
 INTERRUPTED = 130
 
@@ -15,6 +16,8 @@ INTERRUPTED = 130
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    computing: Annotated[Request, COMPUTING],
+    running: Annotated[Running, ("revision", "as_json")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more samples.")] = 0.0,
     top_p: Annotated[
@@ -25,33 +28,29 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the chat template, as a user's message.")
     ] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
-    from compressor.cli.tables import print_json
     from compressor.generation.generate import prepare
     from compressor.generation.sampling import GenerationOptions
 
     options = GenerationOptions(
-        max_new_tokens, temperature, top_p, top_k, seed, chat, device=device, dtype=dtype, revision=revision
-    )
+        max_new_tokens, temperature, top_p, top_k, seed, chat,
+        device=computing.device, dtype=computing.dtype, revision=running.revision,
+    )  # fmt: skip
     text = read_stdin() if prompt == "-" else prompt
-    with progress_bars(as_json) as progress:
-        running = prepare(model, text, options, progress)
-    pieces, interrupted = collect(running, show=not as_json)
-    if as_json:
+    with progress_bars(running.as_json) as progress:
+        continued = prepare(model, text, options, progress)
+    pieces, interrupted = collect(continued, show=not running.as_json)
+    if running.as_json:
         print_json(
             {
                 "prompt": text,
                 "text": "".join(pieces),
-                "prompt_tokens": len(running.prompt),
-                "tokens": len(running.tokens),
-                "stopped": running.stopped,
-                "seconds_to_first_token": rounded(running.first_seconds),
-                "tokens_per_second": rounded(running.tokens_per_second),
+                "prompt_tokens": len(continued.prompt),
+                "tokens": len(continued.tokens),
+                "stopped": continued.stopped,
+                "seconds_to_first_token": rounded(continued.first_seconds),
+                "tokens_per_second": rounded(continued.tokens_per_second),
             }
         )
     if interrupted:

@@ -7,223 +7,140 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.commands.bars import progress_bars
-from compressor.cli.commands.exporting import onnx_alone, onnx_beside, read_formats
-from compressor.cli.commands.gating import MAX_DROP, compress_under_gate
-from compressor.cli.commands.invocation import command_line
+from compressor.cli.commands.gating import compress_under_gate
 from compressor.cli.commands.publishing import check_access, push_made
-from compressor.cli.options import (
-    AsJson,
-    BatchSize,
-    Calibration,
-    Confidence,
-    Correct,
-    Device,
-    Dtype,
-    Experts,
-    IncludePath,
-    Inconclusive,
-    Length,
-    Limit,
-    MaxDrop,
-    Merge,
-    Model,
-    NoMergeRouters,
-    Out,
-    Overwrite,
-    PerSource,
-    Protect,
-    Ratio,
-    Representation,
-    Revision,
-    Samples,
-    Seed,
-    Sequential,
-    Settings,
-    Similarity,
-    StrategyName,
-    gate_request,
-    listed,
-    settings,
-    treat_inconclusive,
-)
+from compressor.cli.options import GateOptions, Out, Publishing, Running, StrategyOptions, UnderGate, listed
+from compressor.cli.parameters import given
+from compressor.cli.terminal import command_line, progress_bars
 from compressor.errors import CompressionError
+from compressor.planning.request import CALIBRATION, Request
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A local checkpoint folder or a Hub id such as org/model; a recipe has one."),
+]
+Recipe = Annotated[
+    Path | None,
+    typer.Option(help="A recipe.yaml, as every output has one: its fields count where an option is not given here."),
+]
 
 
 def plan(
-    model: Model,
+    context: typer.Context,
     output: Out,
-    experts: Experts = None,
-    ratio: Ratio = None,
-    strategy: StrategyName = None,
-    merge: Merge = None,
-    no_merge_routers: NoMergeRouters = False,
-    representation: Representation = None,
-    similarity: Similarity = None,
-    option: Settings = None,
-    calibration: Calibration = None,
-    correct: Correct = None,
-    sequential: Sequential = False,
-    protect: Protect = None,
-    per_source: PerSource = False,
-    samples: Samples = 128,
-    sequence_length: Length = 512,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    request: Request,
+    strategy_options: StrategyOptions,
+    running: Running,
+    model: Model = None,
+    recipe: Recipe = None,
+    per_source: Annotated[
+        bool,
+        typer.Option(
+            "--per-source",
+            help="Plan for each calibration source alone, too: PLAN.<source>.json.",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = False,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
     from compressor.cli import rendering
-    from compressor.planning.request import DEFAULT_STRATEGY, Request
     from compressor.plans.files import check_files, source_files, write_plans
 
-    sources = Request(calibration=calibration or None).source_names if per_source else ()
-    outputs = [output, *source_files(output, sources)]
-    check_files(outputs, overwrite)
-    chosen = DEFAULT_STRATEGY if strategy is None else strategy
-    with progress_bars(as_json) as progress:
-        request: dict[str, Any] = {
-            "experts": experts,
-            "ratio": ratio,
-            "strategy": chosen,
-            "options": settings(chosen, merge, no_merge_routers, representation, similarity, option),
-            "calibration": calibration or None,
-            "correct": correct,
-            "sequential": sequential,
-            "protect": protect,
-            "samples": samples,
-            "sequence_length": sequence_length,
-            "seed": seed,
-            "device": device,
-            "dtype": dtype,
-        }
+    name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
+    outputs = [output, *source_files(output, request.source_names if per_source else ())]
+    check_files(outputs, running.overwrite)
+    with progress_bars(running.as_json) as progress:
         if per_source:
-            made = compressor.plan_per_source(model, revision=revision, progress=progress, **request)
+            made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
         else:
-            made = [compressor.plan(model, revision=revision, progress=progress, **request)]
+            made = [compressor.plan(name, request, revision=revision, progress=progress)]
         write_plans(outputs, made)
-    rendering.show_plans(made, outputs, as_json)
+    rendering.show_plans(made, outputs, running.as_json)
+
+
+def _asked(
+    context: typer.Context,
+    model: str | None,
+    revision: str | None,
+    recipe: Path | None,
+    request: Request,
+    strategy_options: StrategyOptions,
+) -> tuple[str, str | None, Request]:
+    """Model, revision and request of the command line, and of a recipe where the command line says nothing."""
+    said = given(context)
+    if recipe is not None:
+        from compressor.planning.recipe import read_recipe, refuse_missing
+
+        content = {name: value for name, value in read_recipe(recipe).items() if name not in said}
+        if said & {"experts", "ratio", "search"}:
+            content = {name: value for name, value in content.items() if name not in ("experts", "ratio")}
+        if model is not None:  # a revision, too, is of the recipe's model
+            content = {name: value for name, value in content.items() if name not in ("model", "revision")}
+        if "strategy" in said:
+            content.pop("options", None)  # which are those of the recipe's strategy
+        refuse_missing(recipe, content)
+        model, revision = content.pop("model", model), content.pop("revision", revision)
+        request = replace(request, **content)
+    if model is None:
+        nor = "" if recipe is None else f", and {recipe} names none"
+        raise CompressionError(f"Missing argument 'MODEL'{nor}; see {context.command_path} --help")
+    return model, revision, strategy_options.put_into(request)
 
 
 def apply(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
+    running: Annotated[Running, ("overwrite", "as_json")],
     model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where the plan says.")] = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
     from compressor.cli import rendering
 
-    with progress_bars(as_json) as progress:
+    with progress_bars(running.as_json) as progress:
         summary = compressor.apply(
-            plan_file, output, model=model, overwrite=overwrite, progress=progress, command=command_line()
+            plan_file, output, model=model, overwrite=running.overwrite, progress=progress, command=command_line()
         )
-    rendering.show_summary(summary, as_json)
+    rendering.show_summary(summary, running.as_json)
 
 
 def compress(
-    model: Model,
+    context: typer.Context,
     output: Out,
-    experts: Experts = None,
-    ratio: Ratio = None,
-    strategy: StrategyName = None,
-    merge: Merge = None,
-    no_merge_routers: NoMergeRouters = False,
-    representation: Representation = None,
-    similarity: Similarity = None,
-    option: Settings = None,
-    calibration: Calibration = None,
-    correct: Correct = None,
-    sequential: Sequential = False,
-    protect: Protect = None,
-    samples: Samples = 128,
-    sequence_length: Length = 512,
-    seed: Seed = 0,
-    gate: Annotated[
-        str | None,
-        typer.Option(help="lm-eval tasks, separated by commas: leave the output in place only if it passes them."),
-    ] = None,
-    max_drop: MaxDrop = None,
-    confidence: Confidence = 0.95,
-    limit: Limit = None,
-    include_path: IncludePath = None,
-    batch_size: BatchSize = "auto",
-    inconclusive: Inconclusive = None,
-    keep_failed: Annotated[
-        bool, typer.Option("--keep-failed", help="With --gate: leave the output in place also if it fails.")
-    ] = False,
-    search: Annotated[
-        bool, typer.Option("--search", help="With --gate: find the smallest number of experts that passes.")
-    ] = False,
+    request: Request,
+    strategy_options: StrategyOptions,
+    under_gate: UnderGate,
+    gate_options: GateOptions,
+    publishing: Publishing,
+    running: Running,
+    model: Model = None,
+    recipe: Recipe = None,
     format: Annotated[
-        str, typer.Option("--format", help="safetensors, onnx, or both: safetensors,onnx (in the subfolder onnx).")
+        str,
+        typer.Option(
+            "--format",
+            help="safetensors, onnx or another exporter, or both: safetensors,onnx (in the subfolder onnx).",
+        ),
     ] = "safetensors",
-    push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPO_ID", help="Publish the output there; with --gate only if it passes.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push-to-hub: to a private repository.")] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
+    from compressor.api import exporting
     from compressor.cli import rendering
-    from compressor.planning.request import DEFAULT_STRATEGY
 
-    chosen = DEFAULT_STRATEGY if strategy is None else strategy
-    request: dict[str, Any] = {
-        "revision": revision,
-        "overwrite": overwrite,
-        "experts": experts,
-        "ratio": ratio,
-        "strategy": chosen,
-        "options": settings(chosen, merge, no_merge_routers, representation, similarity, option),
-        "calibration": calibration or None,
-        "correct": correct,
-        "sequential": sequential,
-        "protect": protect,
-        "samples": samples,
-        "sequence_length": sequence_length,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-        "command": command_line(),
-    }
-    formats = read_formats(format)
-    if push_to_hub is not None:
-        check_access(push_to_hub, private)
-    elif private:
-        raise CompressionError("--private goes with --push-to-hub; name the repository")
-    if gate is not None:
-        names = listed(gate, "--gate") or ()
-        wanted = gate_request(
-            names,
-            MAX_DROP if max_drop is None else max_drop,
-            confidence,
-            limit,
-            include_path,
-            batch_size,
-            device,
-            "auto",
-        )
-        decided = treat_inconclusive(inconclusive)
-        compress_under_gate(
-            model, output, wanted, decided, keep_failed, search, as_json, formats, request, push_to_hub, private
-        )
-    if keep_failed or search:
-        raise CompressionError("--keep-failed and --search go with --gate; name the tasks to pass")
-    with progress_bars(as_json) as progress:
-        if formats == ("onnx",):
-            with onnx_alone(output, overwrite, progress) as between:
-                summary = compressor.compress(model, between, progress=progress, **{**request, "overwrite": True})
+    name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
+    formats = exporting.read_formats(listed(format, "--format") or ())
+    if publishing.push_to_hub is not None:
+        check_access(publishing.push_to_hub, publishing.private)
+    task: dict[str, Any] = {"request": request, "revision": revision, "command": command_line()}
+    if under_gate.gate is not None:
+        compress_under_gate(name, output, task, formats, under_gate, gate_options, publishing, running)
+    with progress_bars(running.as_json) as progress:
+        if exporting.WRITER in formats:
+            summary = compressor.compress(
+                name, output, overwrite=running.overwrite, progress=progress,
+                accept=exporting.beside(formats, progress), **task,
+            )  # fmt: skip
         else:
-            beside = onnx_beside(formats, progress)
-            summary = compressor.compress(model, output, progress=progress, accept=beside, **request)
-    pushed = None if push_to_hub is None else push_made(output, push_to_hub, private, None, as_json)
-    rendering.show_summary(replace(summary, out=str(output)), as_json, pushed)
+            with exporting.alone(formats[0], output, running.overwrite, progress) as between:
+                summary = compressor.compress(name, between, overwrite=True, progress=progress, **task)
+    pushed = push_made(output, publishing, None, running.as_json)
+    rendering.show_summary(replace(summary, out=str(output)), running.as_json, pushed)

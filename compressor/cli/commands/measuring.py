@@ -5,40 +5,28 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.commands.bars import progress_bars
-from compressor.cli.options import (
-    AsJson,
-    Calibration,
-    Device,
-    Dtype,
-    Length,
-    Model,
-    Overwrite,
-    Protect,
-    Revision,
-    Samples,
-    Seed,
-    counts,
-    listed,
-)
+import compressor
+from compressor.cli.options import DATA, Model, Running, counts, listed
+from compressor.cli.terminal import progress_bars
+from compressor.planning.request import CALIBRATION, Request
 
 
 def inspect(
     model: Model,
-    revision: Revision = None,
+    running: Annotated[Running, ("revision", "as_json")],
     experts: Annotated[int | None, typer.Option(help="Show what keeping this many would leave.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
-    from compressor.api import measuring
     from compressor.cli import rendering
 
-    rendering.show_inspection(measuring.inspect(model, revision, experts), as_json)
+    rendering.show_inspection(compressor.inspect(model, running.revision, experts), running.as_json)
 
 
 def compare(
     model: Model,
     experts: Annotated[str, typer.Option(help="Experts to keep, one count or several: 6,4.")],
+    request: Annotated[Request, ("protect", *DATA)],
+    running: Running,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="New folder for comparison.json, comparison.md and comparison.png.")
     ] = Path("comparison"),
@@ -50,7 +38,6 @@ def compare(
         str | None,
         typer.Option(help="Corrections to try with each, such as none,ridge,tune (default: none and its own)."),
     ] = None,
-    calibration: Calibration = None,
     evaluate: Annotated[
         list[str] | None,
         typer.Option(help="Text to measure on; may be repeated (default: calibration text that no plan saw)."),
@@ -58,58 +45,40 @@ def compare(
     evaluation_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure on, at most.")] = 64,
     random_seeds: Annotated[int, typer.Option(min=1, help="Random drops to compare with.")] = 3,
     per_source: Annotated[
-        bool, typer.Option("--per-source", help="Plan for each calibration source alone, too: a row each.")
+        bool,
+        typer.Option(
+            "--per-source",
+            help="Plan for each calibration source alone, too: a row each.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = False,
-    protect: Protect = None,
-    samples: Samples = 128,
-    sequence_length: Length = 512,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
-    from compressor.api import measuring
-    from compressor.cli.comparison_table import show_comparison
+    from compressor.cli.results import show_comparison
     from compressor.comparison.report import NAMES, write_reports
     from compressor.files import check_folder
 
     kept = counts(experts)
-    check_folder(output, NAMES, overwrite)
-    with progress_bars(as_json) as progress:
-        found = measuring.compare(
-            model,
-            experts=kept,
-            strategies=listed(strategies, "--strategies"),
-            corrections=listed(correct, "--correct"),
-            evaluate=evaluate or (),
-            evaluation_samples=evaluation_samples,
-            random_seeds=random_seeds,
-            per_source=per_source,
-            revision=revision,
-            progress=progress,
-            calibration=calibration or None,
-            protect=protect,
-            samples=samples,
-            sequence_length=sequence_length,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
-        written = write_reports(found, output, overwrite)
-    show_comparison(found, as_json)
-    if not as_json:
+    check_folder(output, NAMES, running.overwrite)
+    with progress_bars(running.as_json) as progress:
+        found = compressor.compare(
+            model, request, experts=kept, strategies=listed(strategies, "--strategies"),
+            corrections=listed(correct, "--correct"), evaluate=evaluate or (), evaluation_samples=evaluation_samples,
+            random_seeds=random_seeds, per_source=per_source, revision=running.revision, progress=progress,
+        )  # fmt: skip
+        written = write_reports(found, output, running.overwrite)
+    show_comparison(found, running.as_json)
+    if not running.as_json:
         print(f"Written: {', '.join(str(path) for path in written)}")
 
 
 def attribute(
     model: Model,
+    request: Annotated[Request, DATA],
+    running: Running,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New folder for hubs.json, attribution.json and pictures.")
     ] = None,
-    calibration: Calibration = None,
     top: Annotated[int, typer.Option(min=1, help="Strongest senders to show.")] = 10,
     threshold: Annotated[
         float, typer.Option(min=0, help="Modified z-score among a layer's experts above which one is a hub.")
@@ -117,40 +86,19 @@ def attribute(
     keys: Annotated[
         int, typer.Option(min=0, help="Sequences on which the strongest heads are split by key token.")
     ] = 0,
-    samples: Samples = 128,
-    sequence_length: Length = 512,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
-    from compressor.api import measuring
     from compressor.attribution.hubs import find_hubs, super_experts
     from compressor.attribution.report import NAMES, write_attribution
-    from compressor.cli.attribution_table import show_attribution
+    from compressor.cli.results import show_attribution
     from compressor.files import check_folder
 
     if output is not None:
-        check_folder(output, NAMES, overwrite)
-    with progress_bars(as_json) as progress:
-        found = measuring.attribute(
-            model,
-            keys=keys,
-            top=top,
-            revision=revision,
-            progress=progress,
-            calibration=calibration or None,
-            samples=samples,
-            sequence_length=sequence_length,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
+        check_folder(output, NAMES, running.overwrite)
+    with progress_bars(running.as_json) as progress:
+        found = compressor.attribute(model, request, keys=keys, top=top, revision=running.revision, progress=progress)
         hubs, supers = find_hubs(found, threshold), super_experts(found)
         written = []
         if output is not None:
-            written = write_attribution(found, hubs, supers, output, overwrite, threshold, top)
-    show_attribution(found, hubs, supers, top, as_json, written)
+            written = write_attribution(found, hubs, supers, output, running.overwrite, threshold, top)
+    show_attribution(found, hubs, supers, top, running.as_json, written)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compressor.cli.options import AsJson
+from compressor.cli.options import Publishing, Running
 from compressor.errors import CompressionError
 from compressor.publishing.hub import AGAIN
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")],
     repo_id: Annotated[str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME; made if it is missing.")],
+    running: Annotated[Running, ("as_json",)],
     private: Annotated[
         bool, typer.Option("--private", help="Make the repository private; never use a public one.")
     ] = False,
@@ -33,18 +34,17 @@ def push(
     require_gate: Annotated[
         Path | None, typer.Option(metavar="GATE.JSON", help="Push only what passed this gate, and as it was then.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
-    from compressor.cli.push_table import show_push
+    from compressor.cli.rendering import show_push
     from compressor.publishing.push import push as publish
 
-    with hub_bars(as_json or not sys.stderr.isatty()):
+    with hub_bars(running.as_json):
         summary = publish(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, message=message, tag=tag,
             dry_run=dry_run, require_gate=require_gate,
         )  # fmt: skip
-    show_push(summary, as_json)
+    show_push(summary, running.as_json)
 
 
 def check_access(repo_id: str, private: bool) -> None:
@@ -55,12 +55,15 @@ def check_access(repo_id: str, private: bool) -> None:
     pushing.check_access(repo_id, private)
 
 
-def push_made(output: Path, repo_id: str, private: bool, require_gate: Path | None, as_json: bool) -> "PushSummary":
-    """Push what was just made; a fault says that the output is whole and how to push it alone."""
+def push_made(output: Path, publishing: Publishing, require_gate: Path | None, as_json: bool) -> "PushSummary | None":
+    """Push what was just made, if that is asked for; a fault says that the output is whole and how to push it alone."""
+    if publishing.push_to_hub is None:
+        return None
     from compressor.publishing.push import push as publish
 
+    repo_id, private = publishing.push_to_hub, publishing.private
     try:
-        with hub_bars(as_json or not sys.stderr.isatty()):
+        with hub_bars(as_json):
             return publish(output, repo_id, private=private, require_gate=require_gate)
     except CompressionError as error:
         alone = f"moe-compress push {output} {repo_id}{' --private' if private else ''}"
@@ -73,11 +76,12 @@ def push_made(output: Path, repo_id: str, private: bool, require_gate: Path | No
 
 
 @contextmanager
-def hub_bars(quiet: bool) -> Iterator[None]:
-    """The bars of the Hub's client, or none; transformers, which switches those on again, is asked too."""
+def hub_bars(as_json: bool) -> Iterator[None]:
+    """The bars of the Hub's client on a terminal, or none; transformers, which switches them on again, is asked too."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
+    quiet = as_json or not sys.stderr.isatty()
     own, shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where the environment decides

@@ -5,17 +5,18 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.commands.bars import progress_bars
-from compressor.cli.options import AsJson, Calibration, Device, Dtype, Overwrite, Revision
+from compressor.cli.options import COMPUTING, Running
+from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
+from compressor.planning.request import Request
 
 
 def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
+    request: Annotated[Request, ("calibration", *COMPUTING)],
+    running: Running,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
     model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where it was.")] = None,
-    revision: Revision = None,
-    calibration: Calibration = None,
     samples: Annotated[
         int | None, typer.Option(help="Sequences to measure on (default: as many as make 16,384 tokens).")
     ] = None,
@@ -28,10 +29,6 @@ def report(
         bool, typer.Option("--no-measure", help="Run no text: show what the folder says of itself.")
     ] = False,
     figures: Annotated[Path | None, typer.Option(help="New folder for the page's figures as PNG.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page: what was done, sizes, similarities, visits, errors, hubs, gate, timings."""
     from compressor.report.data import report_data
@@ -41,17 +38,18 @@ def report(
 
     if not checkpoint.is_dir():
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
-    check_report(output, figures, overwrite)
+    check_report(output, figures, running.overwrite)
     data = report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is told before anything runs
     if not no_measure:
-        with progress_bars(as_json) as progress:
+        with progress_bars(running.as_json) as progress:
             measured = measure(
-                checkpoint, model, revision, calibration or None, samples, sequence_length, progress, device, dtype
-            )
+                checkpoint, model, running.revision, request.calibration, samples, sequence_length, progress,
+                request.device, request.dtype,
+            )  # fmt: skip
         keep_measures(checkpoint, measured)
         data = report_data(checkpoint, measured, hubs, gate)
-    written = write_report(data, output, figures, overwrite)
-    if as_json:
+    written = write_report(data, output, figures, running.overwrite)
+    if running.as_json:
         typer.echo(data.to_json())
         return
     for sentence in data.missing:

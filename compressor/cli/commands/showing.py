@@ -5,32 +5,32 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.commands.bars import progress_bars
-from compressor.cli.options import (
-    AsJson,
-)
+from compressor.cli.options import Running
+from compressor.cli.terminal import progress_bars
+
+Printing = Annotated[Running, ("as_json",)]
 
 
-def strategies(as_json: AsJson = False) -> None:
+def strategies(running: Printing) -> None:
     """List the strategies that are installed, built-in and third-party."""
     from compressor.cli import rendering
     from compressor.planning import registry
 
     loaded = [registry.load_strategy(name) for name in registry.names(registry.STRATEGIES)]
-    rendering.show_strategies(loaded, as_json)
+    rendering.show_strategies(loaded, running.as_json)
 
 
 def demo(
+    running: Printing,
     experts: Annotated[int, typer.Option(help="Experts to keep in every layer of the demo model.")] = 12,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the compressed models in this new folder.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
     from compressor.cli import rendering
     from compressor.cli.demonstration import run_demo
 
-    with progress_bars(as_json) as progress:
+    with progress_bars(running.as_json) as progress:
         rows = run_demo(experts, output, progress)
-    rendering.show_demo(rows, as_json)
+    rendering.show_demo(rows, running.as_json)

@@ -28,7 +28,7 @@ from compressor.attribution.summary import (
     sender_labels,
     strongest,
 )
-from compressor.cli.attribution_table import show_attribution
+from compressor.cli.results import show_attribution
 from compressor.errors import CompressionError
 from compressor.files import check_folder
 from tests.attributions import attribution, module, sender, with_massive

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from compressor.cli.comparison_table import show_comparison
+from compressor.cli.results import show_comparison
 from compressor.comparison import report as comparison_report
 from compressor.comparison.report import markdown, write_reports
 from compressor.comparison.rows import Comparison, Row, entries, label

@@ -1,0 +1,110 @@
+"""How the command line speaks: progress bars, plain tables, JSON, and the command as it was typed."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from compressor.progress import Silent
+
+PROGRAM = "moe-compress"
+PIPED_WIDTH = 110  # columns of a table that no terminal limits
+
+
+class Bars:
+    """One progress bar for each phase, on stderr, naming the layer that was finished last."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=self._console,
+        )
+        self._task: TaskID | None = None
+
+    def start(self, phase: str, total: int) -> None:
+        """Open a bar."""
+        self._task = self._bars.add_task(phase, total=total, detail="")
+
+    def advance(self, detail: str) -> None:
+        """Move the newest bar on."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=1, detail=detail)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is None or (error is not None and not self._console.is_terminal):
+            self._bars.live.transient = True  # no bars, no empty line; in a log, an error stands alone
+            self._bars.live.stop()
+        else:
+            self._bars.stop()
+
+
+@contextmanager
+def progress_bars(quiet: bool) -> Iterator[Any]:
+    """Bars on stderr, unless only JSON is wanted."""
+    if quiet:
+        yield Silent()
+    else:
+        with Bars() as bars:
+            yield bars
+
+
+def print_json(content: Any) -> None:
+    """Indented JSON on stdout."""
+    print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: bool = True,
+    ruled: Set[int] = frozenset(),
+) -> None:
+    """Print a table, numbers aligned to the right; with two columns it is a list of facts, without a header.
+
+    `ruled` are the numbers of rows with a line below them.
+    """
+    facts = len(columns) == 2
+    table = Table(title=title, title_justify="left", show_header=not facts)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if numbers and number and not facts else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*row, end_section=number in ruled)
+    console().print(table)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Plain sentences, each on a line of its own however long."""
+    for line in lines:
+        console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def console() -> Console:
+    """What prints on stdout, wide enough for a table where no terminal limits it."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=max(plain.width, PIPED_WIDTH))
+
+
+def command_line() -> tuple[str, ...] | None:
+    """The command as it was typed; None where the command line was called by another program's code."""
+    called = Path(sys.argv[0])
+    ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")
+    return (PROGRAM, *sys.argv[1:]) if ours else None

@@ -1,0 +1,163 @@
+"""The plan that answers a request, on the model that a run has opened."""
+
+import json
+import logging
+from dataclasses import replace
+
+from compressor.calibration import batches
+from compressor.calibration.batches import Calibration
+from compressor.calibration.statistics import needs_data
+from compressor.correction.refit import Correction
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
+from compressor.planning import make
+from compressor.planning.make import Wish
+from compressor.planning.protecting import Protected, given_protected, protect_hubs
+from compressor.planning.registry import load_strategy
+from compressor.planning.request import AUTO, Request
+from compressor.planning.run import Run
+from compressor.plans.plan import CompressionPlan
+
+logger = logging.getLogger(__name__)
+
+HELDOUT = 0.125  # share of the calibration sequences that judge a plan or a correction and make none
+
+
+def settle(model: OpenModel, request: Request) -> Wish:
+    """Check count and protected experts, load the strategy, settle the correction: every refusal that needs no data."""
+    strategy = load_strategy(request.strategy, request.options)
+    experts = resolve_count(model.architecture.layers, request.experts, request.ratio)
+    given_protected(request.protect, model.architecture.layers, experts)
+    correction = Correction(strategy.correction if request.correct is None else request.correct)
+    if request.sequential or request.correct not in (None, "none"):
+        refuse_shared_experts(model)
+    elif correction.wanted and (shared := shared_experts(model)):
+        logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
+        correction = Correction()
+    return Wish(strategy, experts, request.options, correction)
+
+
+def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve: int = 0) -> Calibration:
+    """The calibration that is asked for, a part of it held out where plans or corrections are to be judged."""
+    return batches.calibrate(
+        request.sources,
+        batches.load_tokenizer(model.source.folder),
+        samples=request.samples,
+        length=request.sequence_length,
+        seed=request.seed,
+        vocab=model.vocabulary,
+        heldout=HELDOUT if heldout else 0.0,
+        reserve=reserve,
+    )
+
+
+def protected_experts(run: Run, request: Request, keep: int, calibration: Calibration | None) -> Protected:
+    """The experts that a list names, or the hubs that the calibration shows if that was asked for."""
+    if request.protect == AUTO and calibration is not None:
+        return protect_hubs(run.model, calibration, keep, run.progress, request.seed)
+    return given_protected(request.protect, run.model.architecture.layers, keep)
+
+
+def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[CompressionPlan, Calibration | None]:
+    """The plan that is asked for, and the calibration that was read for it; `wish` is the request, if settled before.
+
+    The run's folder keeps the layers that a plan in order has cut.
+    """
+    model, wish = run.model, wish or settle(run.model, request)
+    calibration = None
+    if wish.reads or request.protect == AUTO:
+        calibration = read_calibration(model, request, wish.holds_out)
+    protected = protected_experts(run, request, wish.experts, calibration)
+    if request.sequential and wish.reads and calibration is not None:
+        made = make.make_plan_in_order(
+            model, wish, calibration, wish.correction, run.progress, request.seed, protected, run.cut
+        )
+    else:
+        data = calibration if needs_data(wish.strategy.needs) else None
+        made = make.make_plan(
+            model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected
+        )
+    return _with_correction(made, model, wish.correction, calibration), calibration
+
+
+def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionPlan, Calibration | None]:
+    """The plan of an interrupted run of the same request, or a new one, kept in the run's folder for the next try.
+
+    A new one comes with the calibration that was read for it.
+    """
+    assert run.folder is not None
+    kept = run.folder / "plan.json"
+    if kept.is_file():
+        try:
+            content = json.loads(kept.read_text(encoding="utf-8"))
+            if content.get("request") == run.digest:
+                return CompressionPlan.from_dict(content["plan"], str(kept)), None
+        except (ValueError, KeyError, CompressionError):
+            pass  # an unreadable leftover is no reason to fail: plan again
+    made, calibration = plan_request(run, request, wish)
+    run.folder.mkdir(exist_ok=True)
+    fresh = kept.with_suffix(".new")
+    fresh.write_text(json.dumps({"request": run.digest, "plan": made.to_dict()}), encoding="utf-8")
+    fresh.replace(kept)
+    return made, calibration
+
+
+def refuse_per_source(request: Request) -> None:
+    """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
+    if len(request.sources) < 2:
+        raise CompressionError("--per-source needs several calibration sources; repeat --calibration for each")
+    if request.sequential:
+        raise CompressionError(
+            "--per-source plans from one pass and --sequential needs one for each plan; leave out one of them, or plan "
+            "with --sequential for each source in turn"
+        )
+
+
+def refuse_unjudged_sources(calibration: Calibration) -> None:
+    """Refuse to plan for each source alone where one is too short to have any tokens held out."""
+    judged = {calibration.source_of(batch) for batch in calibration.heldout}
+    for number, name in enumerate(calibration.source_names):
+        if number not in judged:
+            raise CompressionError(
+                f"calibration source {name} has too few sequences to hold some out and be planned for alone; raise "
+                "--samples, give it a larger weight or more text, or leave out --per-source"
+            )
+
+
+def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
+    """From one pass the plan for all calibration sources together, then one for each source alone, in their order.
+
+    Hubs are found once, on all sources, and protected in every plan.
+    """
+    model, wish = run.model, settle(run.model, request)
+    if not wish.reads:
+        raise CompressionError(
+            f"strategy {request.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
+            "out --per-source"
+        )
+    calibration = read_calibration(model, request, wish.holds_out)
+    if wish.holds_out:
+        refuse_unjudged_sources(calibration)
+    protected = protected_experts(run, request, wish.experts, calibration)
+    reads = needs_data(wish.strategy.needs)
+    data = calibration if reads else None
+    made = make.make_plans(model, [wish], data, run.progress, request.seed, protected, per_source=True)
+    alone = [calibration.only(number) for number in range(len(request.sources))]
+    plans = [planned.plan for planned in made] if reads else [made[0].plan] * (1 + len(alone))
+    return [
+        _with_correction(plan, model, wish.correction, data)
+        for plan, data in zip(plans, [calibration, *alone], strict=True)
+    ]
+
+
+def _with_correction(
+    plan: CompressionPlan, model: OpenModel, correction: Correction, calibration: Calibration | None
+) -> CompressionPlan:
+    """The plan, naming the data that was read, and asking for a correction in the dtype that the model is open in."""
+    if calibration is None:
+        return plan
+    named = replace(plan, calibration=plan.calibration or calibration.identity)
+    if not correction.wanted:
+        return named
+    asked = {**correction.to_dict(), "dtype": str(model.partial.dtype).removeprefix("torch.")}
+    return replace(named, correction=asked)

@@ -1,0 +1,177 @@
+"""Recipes: a request with its model as YAML, written beside every output and read by `--recipe`.
+
+A recipe is made from the plan alone, so that `compress`, and `plan` with `apply`, leave the same bytes. Like
+compression.json it names no folder; on the machine that made the output, the record of the run knows them.
+"""
+
+import difflib
+import os
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from compressor.calibration.sources import TEXT_SUFFIXES, is_file, without_folders
+from compressor.errors import CompressionError, reason_of
+from compressor.planning.request import Request
+from compressor.plans.plan import CompressionPlan
+from compressor.run_record import read_record
+
+RECIPE = "recipe.yaml"
+MOST_BYTES = 1_000_000
+MODEL = {"model": str, "revision": str | None}  # what a recipe says beside the fields of a request
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Mapping: "a mapping"}
+
+
+def recipe_of(plan: CompressionPlan, model: str) -> bytes:
+    """The recipe that asks for this plan of `model` again, as far as the plan tells; folders are left out.
+
+    Protected experts stand in it one by one, whether they were listed or found.
+    """
+    numbers = [layer.layer for layer in plan.layers]
+    protected = [
+        {"layer": layer.layer, "expert": expert} | ({"module": layer.module} if numbers.count(layer.layer) > 1 else {})
+        for layer in plan.layers
+        for expert in plan.protected.get(layer.module, ())
+    ]
+    correction = plan.correction or {"method": "none"}
+    content = {
+        "model": model,
+        "revision": plan.source.revision,
+        "experts": plan.experts,
+        "protect": protected,
+        "strategy": plan.strategy,
+        "options": dict(plan.options),
+        "sequential": plan.sequential or None,
+        **_data(plan.calibration),
+        "seed": plan.seed,
+        "correct": correction["method"],
+        "dtype": correction.get("dtype"),
+    }
+    said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
+    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    return (_heading((plan.calibration or {}).get("only")) + text).encode(errors="backslashreplace")
+
+
+def _heading(only: Any) -> str:
+    """How to use it; the plan of one source of several takes two commands."""
+    if only is None:
+        return "# moe-compress compress --recipe recipe.yaml -o OUTPUT\n"
+    return "# One of the plans of: moe-compress plan --recipe recipe.yaml --per-source -o plan.json\n"
+
+
+def _data(calibration: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Sources and sizes that a plan was made with; nothing where no data was read."""
+    if calibration is None:
+        return {}
+    named, asked = without_folders(calibration), calibration.get("asked")
+    entries = named.get("sources") or [{"source": named["source"]}]
+    weights = [entry.get("weight", 1.0) for entry in entries]
+    alike = len(set(weights)) == 1 and not any("=" in entry["source"] for entry in entries)
+    sources = [
+        entry["source"] if alike else f"{entry['source']}={weight!r}"
+        for entry, weight in zip(entries, weights, strict=True)
+    ]
+    sizes = asked if isinstance(asked, Mapping) else {}
+    return {"calibration": sources, **{name: sizes.get(name) for name in ("samples", "sequence_length")}}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The fields of a recipe, each of the kind that it should be, its model and files found where the run had them.
+
+    Raises `CompressionError` for a file that is too large or no YAML mapping, and for a field that is not known.
+    """
+    content = _read_yaml(path)
+    hints = MODEL | {entry.name: get_type_hints(Request)[entry.name] for entry in fields(Request)}
+    for name, value in content.items():
+        if name not in hints:
+            near = difflib.get_close_matches(str(name), hints, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise CompressionError(f"{path} has no field {reprlib.repr(name)}; {hint}known are {', '.join(hints)}")
+        if not _fits(value, hints[name]):
+            raise CompressionError(f"{path}: {name} is {reprlib.repr(value)}, it should be {_kind(hints[name])}")
+    return _found_again(path, content)
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    if not path.is_file():
+        raise CompressionError(f"--recipe {path} is not a file; name a recipe.yaml")
+    if path.stat().st_size > MOST_BYTES:
+        raise CompressionError(f"{path} is larger than 1 MB, so it is no recipe; name a recipe.yaml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise CompressionError(f"{path} repeats a part by an alias (*); write it out")
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CompressionError(f"{path} is not valid YAML ({reason_of(error, 200)}); mend it") from error
+    if not isinstance(content, dict):
+        raise CompressionError(f"{path} should hold a mapping of fields, such as 'experts: 4'")
+    return content
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from YAML is of the kind that a field's annotation names."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Sequence:
+        return isinstance(value, list) and all(_fits(entry, get_args(hint)[0]) for entry in value)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, dict) and all(isinstance(name, str) and _plain(each) for name, each in value.items())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and _plain(value)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool)) and _plain(value)
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value could stand in JSON; no text with a NUL, which no file's name can hold, and no endless number."""
+    if isinstance(value, list | dict):
+        return all(map(_plain, value)) and (isinstance(value, list) or all(map(_plain, value.values())))
+    if isinstance(value, str):
+        return "\0" not in value
+    return value is None or (isinstance(value, int) and value.bit_length() < 64) or isinstance(value, float)
+
+
+def _kind(hint: Any) -> str:
+    """An annotation in words."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_kind(each) for each in get_args(hint) if each is not type(None)))
+    if get_origin(hint) is Sequence:
+        return "a list"
+    return KINDS[get_origin(hint) or hint]
+
+
+def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of an output with the folders that the run's record on this machine knows."""
+    record = read_record(path.parent)
+    if record is None:
+        return content
+    known = (record.calibration or {}).get("sources")
+    texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
+    places = {Path(text).name: text for text in texts if is_file(text)}
+    found = dict(content)
+    if os.path.isdir(record.source) and content.get("model") == Path(record.source).name:
+        found["model"] = record.source
+    if isinstance(sources := content.get("calibration"), list):
+        found["calibration"] = [_in_place(source, places) for source in sources]
+    return found
+
+
+def _in_place(source: str, places: Mapping[str, str]) -> str:
+    name, sign, weight = source.rpartition("=")
+    return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
+
+
+def refuse_missing(path: Path, content: Mapping[str, Any]) -> None:
+    """Refuse a model's folder or a text that a recipe names and that is not there, saying how to name it."""
+    model, sources = content.get("model"), content.get("calibration") or []
+    if model is not None and content.get("revision") is None and "/" not in model and not os.path.exists(model):
+        raise CompressionError(f"{path} names the model {model!r}, which is no folder here; name it as MODEL")
+    for source in [sources] if isinstance(sources, str) else sources:
+        name = source.rpartition("=")[0] or source
+        if not any(map(is_file, (source, name))) and Path(name).suffix in TEXT_SUFFIXES and not Path(name).is_dir():
+            raise CompressionError(f"{path} names the text {name}, which is not here; name it with --calibration")

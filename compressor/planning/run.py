@@ -1,0 +1,62 @@
+"""What one run owns: the opened model, the place it works in, the clock, and who is told how far it is."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compressor.checkpoint.source import locate
+from compressor.memory import PeakMemory
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Progress, Silent
+from compressor.surgery.cutting import CutFiles
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds per named phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+@dataclass(slots=True)
+class Run:
+    """One run; `folder` keeps what a killed one has done for the next, None where nothing is written."""
+
+    model: OpenModel
+    progress: Progress
+    clock: Clock
+    peak: PeakMemory
+    folder: Path | None = None
+    digest: str = ""  # of what decides the output, so that another request does not take over what lies there
+
+    @property
+    def cut(self) -> CutFiles | None:
+        """Where corrected layers wait to be written."""
+        return None if self.folder is None else CutFiles(self.folder / f"cut-{self.digest[:16]}")
+
+
+@contextmanager
+def open_run(
+    model: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> Iterator[Run]:
+    """Find or download a model and open it lazily; memory is watched until the block ends."""
+    clock = Clock()
+    with PeakMemory() as peak:
+        with clock.phase("open"):
+            opened = open_model(locate(model, revision, progress), dtype, device)
+        yield Run(opened, progress or Silent(), clock, peak)

@@ -1,0 +1,110 @@
+"""Exporters of third parties: `export --format NAME` and `compress --format safetensors,NAME`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import small
+from tests.command_line import Run, captured, names, refused
+from tests.plugins import install
+
+pytestmark = pytest.mark.usefixtures("offline")
+TOY = '''
+"""A list of tensors as text."""
+from dataclasses import dataclass
+from safetensors import safe_open
+@dataclass(frozen=True)
+class Options:
+    title: str = "tensors"
+    fail: bool = False
+def export(checkpoint, output, options, progress):
+    progress.start("listing", 1)
+    output.mkdir()
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        (output / "list.txt").write_text("\\n".join([options.title, *sorted(file.keys())]))
+    if options.fail:
+        raise ValueError("the [toy] is\\nbroken")
+    progress.advance("done")
+'''
+PLAIN = """
+def export(checkpoint, output, options, progress):
+    assert options is None
+    output.mkdir()
+    (output / "name.txt").write_text(checkpoint.name)
+"""
+NEEDY = """
+from compressor.errors import CompressionError
+def require_packages():
+    raise CompressionError("needy needs the package nowhere; install it")
+def export(*arguments): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.save(tmp_path_factory.mktemp("formats") / "model")
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, source in (("toy", TOY), ("plain", PLAIN), ("needy", NEEDY), ("broken", "export = 3")):
+        folder = tmp_path_factory.mktemp("site")
+        install(folder, monkeypatch, name, source)
+        entries = folder / f"{name}_plugin-1.0.dist-info" / "entry_points.txt"
+        entries.write_text(f"[moe_compressor.exporters]\n{name} = {name}_plugin\n")
+
+
+def test_export_by_name_with_options(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    result = run("export", checkpoint, "-o", tmp_path / "out", "--format", "toy", "--option", "title=mine")
+    assert (result.status, result.out) == (0, f"Written to {tmp_path / 'out'}\n")
+    lines = (tmp_path / "out" / "list.txt").read_text().splitlines()
+    assert lines[0] == "mine" and "lm_head.weight" in lines and names(tmp_path) == ["out"]
+    as_json = run("export", checkpoint, "-o", tmp_path / "more", "--format", "plain", "--json")
+    assert json.loads(as_json.out) == {"format": "plain", "folder": str(tmp_path / "more")}
+    refused(run("export", checkpoint, "-o", tmp_path / "out", "--format", "toy", "--json"), "exists already")
+
+
+def test_compress_with_a_subfolder_or_alone(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    ask = ("compress", checkpoint, "--experts", 4, "--strategy", "model-centric")
+    assert run(*ask, "-o", tmp_path / "both", "--format", "safetensors,toy,plain").status == 0
+    assert {"model.safetensors", "toy", "plain", "recipe.yaml"} <= set(names(tmp_path / "both"))
+    assert names(tmp_path / "both" / "toy") == ["list.txt"]
+    assert run(*ask, "-o", tmp_path / "alone", "--format", "toy").status == 0
+    assert names(tmp_path / "alone") == ["list.txt"] and names(tmp_path) == ["alone", "both"]
+
+
+def test_an_exporter_that_fails_leaves_nothing(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    ask = ("export", checkpoint, "-o", tmp_path / "out", "--format", "toy", "--json")
+    refused(run(*ask, "--option", "fail=true"), r"exporter 'toy' failed: ValueError: the \[toy\] is broken")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ("--format", "toi"),
+            r"'toi' is not known; did you mean 'toy'\? installed are .*onnx, plain",
+        ),
+        (("--format", "safetensors"), "safetensors is what compress writes"),
+        (("--format", "needy"), "needy needs the package nowhere"),
+        (("--format", "broken"), "exporter 'broken' has no function export"),
+        (("--format", "toy", "--option", "colour=red"), "exporter 'toy' has no option 'colour'; it has fail, title"),
+        (("--format", "toy", "--option", "colour"), "--option 'colour' should be name=value"),
+        (("--format", "toy", "--opset", 20), "exporter 'toy' has no option 'opset'"),
+        (("--format", "plain", "--option", "title=a"), "exporter 'plain' has no option 'title'; it has none"),
+        (("--format", "onnx", "--option", "overwrite=true"), "pass that"),
+    ],
+)
+def test_refused_before_anything_is_read(more: tuple[str, ...], message: str, run: Run, tmp_path: Path) -> None:
+    refused(run("export", tmp_path / "no-such-model", "-o", tmp_path / "out", *more), message)
+    assert names(tmp_path) == []
+
+
+def test_refused_formats_of_compress(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    ask = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric", "--format")
+    refused(run(*ask, "safetensors,toi"), "'toi' is not known; did you mean 'toy'")
+    refused(run(*ask, "toy,plain"), "writes two formats to one folder; add safetensors or name one")
+    refused(run(*ask, "safetensors,needy"), "needy needs the package nowhere")
+    assert captured(*ask, "safetensors,safetensors").status == 0 and names(tmp_path) == ["out"]
