@@ -1,6 +1,7 @@
 """The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from compressor.errors import CompressionError
 from compressor.model.loading import quiet_transformers
 from compressor.progress import Progress
 
-STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+Trial = tuple[str, dict[str, Any]]  # a strategy with its options
+STRATEGIES: tuple[Trial, ...] = (
     ("count-guided", {}),
     ("model-centric", {"merge": "learned"}),
     ("data-centric", {"merge": "max"}),
@@ -55,7 +57,9 @@ def measure(name: str, folder: Path, experts: int) -> DemoRow:
     return DemoRow(name, experts, size.parameters, size.bytes, loss, accuracy)
 
 
-def run_demo(experts: int, output: Path | None, progress: Progress) -> list[DemoRow]:
+def run_demo(
+    experts: int, output: Path | None, progress: Progress, trials: Sequence[Trial] = STRATEGIES
+) -> list[DemoRow]:
     """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models."""
     if output is not None and output.exists():
         raise CompressionError(f"{output} exists already; name a new folder")
@@ -63,7 +67,7 @@ def run_demo(experts: int, output: Path | None, progress: Progress) -> list[Demo
         before = inspect(str(source)).experts
         rows = [measure("original", source, before)]
         folder = Path(scratch) if output is None else output
-        for strategy, options in STRATEGIES:
+        for strategy, options in trials:
             label = " ".join([strategy, *(f"({value})" for value in options.values())])
             target = folder / strategy
             target.parent.mkdir(parents=True, exist_ok=True)

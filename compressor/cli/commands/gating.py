@@ -11,7 +11,6 @@ import typer
 
 import compressor
 from compressor.cli.commands.publishing import push_made
-from compressor.cli.demonstration import LENGTH
 from compressor.cli.options import COMPUTING, GateOptions, Publishing, Running, UnderGate, listed
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
@@ -118,7 +117,7 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
     elif base is not None or not demo:
         raise CompressionError("name two models, the original and the compressed one, or pass --demo for an example")
     else:
-        from compressor.cli.demonstration import SAMPLES
+        from compressor.cli.demonstration import LENGTH, SAMPLES
         from compressor.demo.evaluation import demo_checkpoint
 
         with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
