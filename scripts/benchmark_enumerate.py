@@ -39,7 +39,7 @@ def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = Tr
     architecture = discover(config)
     (layer,) = architecture.layers
     collector = Collector(layer, model, RECONSTRUCTION, torch.arange(TOKENS), [TOKENS], 0)
-    collector.attach()
+    collector.enter(0)
     with torch.no_grad():
         model(torch.randint(VOCABULARY, (1, TOKENS)))
     built: dict[int, Any] = {}
