@@ -54,13 +54,16 @@ def compare(
     from compressor.correction.refit import Correction
     from compressor.model.opened import open_model, resolve_count, shared_experts
     from compressor.planning.protecting import given_protected
-    from compressor.planning.registry import STRATEGIES, names
+    from compressor.planning.registry import working_strategies
 
     listener = progress or Silent()
     wanted = Request(**request)
     if per_source:
         refuse_per_source(wanted)
-    contenders = [parse_contender(text, corrections) for text in strategies or names(STRATEGIES)]
+    contenders = [
+        parse_contender(text, corrections)
+        for text in strategies or [strategy.name for strategy in working_strategies()]
+    ]
     none = (Correction(),)
     contenders += [
         Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)

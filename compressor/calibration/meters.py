@@ -247,6 +247,11 @@ METERS: Mapping[str, type[Meter]] = {
 }  # fmt: skip
 
 
+def statistics_table() -> list[tuple[str, str, str]]:
+    """Name, shape ("" where there is none) and meaning of each statistic that a strategy may need."""
+    return [(name, meter.shape, meter.meaning) for name, meter in METERS.items()]
+
+
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
     """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly.
 

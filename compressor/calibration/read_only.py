@@ -97,7 +97,7 @@ class ReadOnly(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._held.clone().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self._held)
 
 

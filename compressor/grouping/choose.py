@@ -111,6 +111,18 @@ def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
     return round(float(scores[kept].sum()) / total, 6) if total else 0.0
 
 
+def _check_scores(scores: torch.Tensor, layer: MoeLayer) -> None:
+    """Refuse scores that rank nothing: of another number than [E], or not finite."""
+    if scores.shape != (layer.experts,):
+        raise CompressionError(
+            f"{layer.name}: scores of the shape {list(scores.shape)} rank no {layer.experts} experts; give one for each"
+        )
+    if wrong := (~scores.isfinite()).nonzero().flatten().tolist():
+        raise CompressionError(
+            f"{layer.name}: the score of expert {wrong[0]} is {float(scores[wrong[0]])}; scores must be finite numbers"
+        )
+
+
 def keep_best(
     stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
@@ -118,6 +130,7 @@ def keep_best(
     layer = stats.layer
     check_count(layer, keep, layer.name)
     ranked, blocks = scores.double().cpu(), competing(layer)
+    _check_scores(ranked, layer)
     kept: list[int] = []
     for block in blocks:
         best = [block[position] for position in ranked[block].argsort(descending=True, stable=True).tolist()]

@@ -16,6 +16,7 @@ from compressor.errors import CompressionError
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
 CANCELLATION = 1e-4  # squared distances below this share of the squared norms are summed afresh
 CHUNK = 2**20  # float32 elements of one chunk of fast distances: 4 MiB, which a cache holds
+CLOSENESS = "1 - distance / largest distance"  # what `closeness` is, for a label
 CLOSE = 1e-2  # fast squared distances below this share of the squared norms are subtracted instead
 SAME = 1e-12  # tokens whose squared distance is below this share of the largest count as equal
 
@@ -143,6 +144,12 @@ def mean_output_distances(outputs: Tensor) -> Tensor:
     """Euclidean distance of the experts' outputs averaged over tokens: [E, T, D] -> [E, E]."""
     _checked_shape(outputs)
     return pairwise_distances(torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs]))
+
+
+def closeness(distances: Tensor) -> Tensor:
+    """1 - d / largest d: [E, E] -> [E, E] in [0, 1]; all 1 where all are equal."""
+    largest = float(distances.max())
+    return (1 - distances / largest if largest > 0 else torch.ones_like(distances)).clamp(0, 1)
 
 
 def _checked_shape(outputs: Tensor) -> tuple[int, int, int]:

@@ -11,13 +11,21 @@ from compressor.cli.options import (
 )
 
 
-def strategies(as_json: AsJson = False) -> None:
+def strategies(
+    needs: Annotated[
+        bool, typer.Option("--needs", help="List the statistics that a strategy may ask for instead.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """List the strategies that are installed, built-in and third-party."""
+    from compressor.calibration.meters import statistics_table
     from compressor.cli import rendering
     from compressor.planning import registry
 
-    loaded = [registry.load_strategy(name) for name in registry.names(registry.STRATEGIES)]
-    rendering.show_strategies(loaded, as_json)
+    if needs:
+        rendering.show_needs(statistics_table(), as_json)
+        return
+    rendering.show_strategies(list(registry.working_strategies()), as_json)
 
 
 def demo(

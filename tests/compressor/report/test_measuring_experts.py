@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.calibration.statistics import mix_tokens
-from compressor.grouping.similarity import linear_cka
+from compressor.grouping.similarity import closeness, linear_cka
 from compressor.model.opened import OpenModel
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Silent
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring_experts import (
-    closeness,
     compared_by_weights,
     likeness_of,
     sample_size,
