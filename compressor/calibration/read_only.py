@@ -2,7 +2,8 @@
 
 A `ReadOnly` holds a tensor without lending out its memory. Every operation of torch passes `__torch_dispatch__`, whose
 operator schemas say which arguments are written to: such an operation is refused, and views of the held memory are
-read-only in turn. What leaves torch (`numpy()`, `tolist()`, dlpack, pickle) is a copy.
+read-only in turn. What leaves torch (`numpy()`, `tolist()`, dlpack, pickle) is a copy. Results have the bits that they
+would have of a plain tensor, but for the few operations, such as svdvals, that take another path for any subclass.
 """
 
 from collections.abc import Callable, Iterator, Mapping

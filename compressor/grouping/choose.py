@@ -112,15 +112,13 @@ def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
 
 
 def _check_scores(scores: torch.Tensor, layer: MoeLayer) -> None:
-    """Refuse scores that rank nothing: of another number than [E], or not finite."""
+    """Refuse scores that rank nothing: of another number than [E], or NaN; an infinite one may mean always or never."""
     if scores.shape != (layer.experts,):
         raise CompressionError(
-            f"{layer.name}: scores of the shape {list(scores.shape)} rank no {layer.experts} experts; give one for each"
+            f"{layer.name}: scores of the shape {list(scores.shape)} cannot rank {layer.experts} experts; give one each"
         )
-    if wrong := (~scores.isfinite()).nonzero().flatten().tolist():
-        raise CompressionError(
-            f"{layer.name}: the score of expert {wrong[0]} is {float(scores[wrong[0]])}; scores must be finite numbers"
-        )
+    if wrong := scores.isnan().nonzero().flatten().tolist():
+        raise CompressionError(f"{layer.name}: the score of expert {wrong[0]} is not a number; mend how it is computed")
 
 
 def keep_best(

@@ -18,7 +18,7 @@ from compressor.progress import Progress
 
 __all__ = [
     "EXPORTERS", "STRATEGIES", "Exporter", "Strategy", "exporter_names", "exporter_options", "load_exporter",
-    "load_strategy", "names", "option_fields", "read_option", "working_strategies",
+    "load_strategy", "names", "option_fields", "read_option", "strategy_of", "working_strategies",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,12 @@ def _versions(statistics: LayerStatistics) -> list[int]:
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Load a strategy with its options; raises `CompressionError` for an unknown name, option or need."""
-    module, what = plugins.load(STRATEGIES, name), f"strategy {name!r}"
+    return strategy_of(plugins.load(STRATEGIES, name), name, settings)
+
+
+def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+    """The strategy that a module is, with its options; raises `CompressionError` for what is none."""
+    what = f"strategy {name!r}"
     given = getattr(module, "NEEDS", None)
     if not callable(getattr(module, "plan", None)) or not isinstance(given, frozenset):
         raise CompressionError(
