@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.statistics import Collector, LayerStatistics
-from compressor.grouping.reconstruction import RECONSTRUCTION
+from compressor.calibration.statistics import RECONSTRUCTION, Collector, LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.architecture import build_meta, discover
 from compressor.model.experts import apply_expert, expert_parameters

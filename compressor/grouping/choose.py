@@ -11,6 +11,7 @@ import torch
 
 from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
+from compressor.grouping.learned import learn_coefficients
 from compressor.model.architecture import MoeLayer
 from compressor.model.limits import check_count
 from compressor.plans.plan import Group, LayerPlan
@@ -88,8 +89,6 @@ def merge_groups(
         merged.append(group if align and group.aligned else replace(group, head=None))
     plan = LayerPlan.of(stats.layer, merged, **details)
     if method == "learned":
-        from compressor.grouping.learned import learn_coefficients
-
         return learn_coefficients(stats, plan, merge_routers)
     return plan
 

@@ -81,7 +81,7 @@ def test_the_template_strategy_compresses_and_compares(package: Path, tmp_path: 
         *data,
     )  # fmt: skip
     assert made.status == 0, made.err
-    written = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))
+    written = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))["plan"]
     assert (written["strategy"], written["options"]) == ("loudest", {"visits": 0.5})
     compared = run(
         "compare", model, "-o", tmp_path / "found", "--experts", 4, "--strategies", "loudest,count-guided",
