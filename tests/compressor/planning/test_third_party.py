@@ -170,7 +170,7 @@ def test_strategies_and_compare_go_on_without_a_broken_plugin(
     assert result.status == 0, result.err
     assert "reap" in result.out and "broken" not in result.out and "it is left out" in result.err
     refused = run("compare", tmp_path / "model", "-o", tmp_path / "more", "--strategies", "broken", "--experts", 4)
-    assert refused.status == 1 and "RuntimeError: no GPU here" in refused.err and "Traceback" not in refused.err
+    assert refused.status == 2 and "RuntimeError: no GPU here" in refused.err and "Traceback" not in refused.err
 
 
 def test_a_name_that_two_packages_offer_is_left_out_too(

@@ -184,13 +184,13 @@ def test_samples_shrink_with_many_experts() -> None:
 
 # --- a third party's likeness -----------------------------------------------------------------------------------------
 
-THEIRS = '''
+THEIRS = """
 import torch
 NEEDS = frozenset({{"routed_count"}})
 def plan(stats, keep, protected=frozenset()): ...
 def likeness_needs(options): return frozenset({{"router_logits"}})
 def likeness(stats, options): {body}
-'''
+"""
 
 
 def test_a_plugins_likeness_is_asked(
@@ -209,7 +209,7 @@ def test_a_plugins_likeness_is_asked(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("raise IndexError('out of\\\\nbounds')", "out of bounds"),
+        ("raise IndexError('out of\\nbounds')", "out of bounds"),
         ("return 'a label', torch.ones(8)", "no matrix of 8 x 8 finite numbers"),
         ("return 'a label', torch.full((8, 8), torch.nan)", "no matrix of 8 x 8 finite numbers"),
         ("return stats.norm_sum", "'norm_sum' was not collected"),
