@@ -70,6 +70,12 @@ def test_the_door_opens_on_what_it_names_and_the_text_names_no_other() -> None:
     assert imported == {"compressor.plugins", "compressor.plugins.testing"}
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "strategies").glob("*.py")), ids=lambda file: file.stem)
+def test_the_built_in_strategies_enter_by_the_same_door(file: Path) -> None:
+    imported = re.findall(r"^ *(?:from|import) ((?:compressor|strategies)\S*)", file.read_text(), re.MULTILINE)
+    assert {name for name in imported if not name.startswith("strategies.")} <= {"compressor.plugins"}
+
+
 def test_the_template_strategy_compresses_and_compares(package: Path, tmp_path: Path, run: Run) -> None:
     check_strategy(__import__("moe_loudest.strategy").strategy)
     assert load_strategy("loudest", {"visits": 0.5}).options.visits == 0.5
