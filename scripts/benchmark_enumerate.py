@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.statistics import Collector, LayerStatistics
-from compressor.grouping.reconstruction import RECONSTRUCTION
+from compressor.calibration.statistics import RECONSTRUCTION, Collector, LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.architecture import build_meta, discover
 from compressor.model.experts import apply_expert, expert_parameters
@@ -39,7 +38,7 @@ def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = Tr
     architecture = discover(config)
     (layer,) = architecture.layers
     collector = Collector(layer, model, RECONSTRUCTION, torch.arange(TOKENS), [TOKENS], 0)
-    collector.attach()
+    collector.enter(0)
     with torch.no_grad():
         model(torch.randint(VOCABULARY, (1, TOKENS)))
     built: dict[int, Any] = {}

@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass, replace
 
-from compressor.calibration.statistics import HELDOUT, LayerStatistics
-from compressor.errors import CompressionError
-from compressor.grouping.reconstruction import relative_error
-from compressor.planning.registry import Strategy, load_strategy
-from compressor.plans.plan import LayerPlan
-from compressor.ties import SQUARED, least
+from compressor.plugins import (
+    HELDOUT,
+    SQUARED,
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    Strategy,
+    least,
+    load_strategy,
+    option,
+    relative_error,
+)
 
 CANDIDATES = "enumerate,gated-mass,count-guided,reap"
 CORRECTION = "tune"  # unless another is asked for
@@ -19,7 +25,7 @@ NEEDS = HELDOUT
 class Options:
     """Names of the strategies to choose from, each with its default options, separated by commas."""
 
-    candidates: str = CANDIDATES
+    candidates: str = option(CANDIDATES, help="the strategies to choose from, separated by commas")
 
     def __post_init__(self) -> None:
         names = self.names

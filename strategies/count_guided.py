@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.grouping.choose import keep_best, kept_share
-from compressor.plans.plan import LayerPlan
+from compressor.plugins import LayerPlan, LayerStatistics, keep_best, kept_share
 
 NEEDS = frozenset({"routed_count"})
 

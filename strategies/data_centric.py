@@ -4,27 +4,41 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.errors import CompressionError
-from compressor.grouping.choose import merge_groups, merge_needs, routing_blocks
-from compressor.grouping.partition import group_experts
-from compressor.grouping.similarity import linear_cka, mean_output_distances, mean_output_noise, rbf_cka
-from compressor.plans.plan import LayerPlan
-from compressor.ties import SQUARED
+from compressor.plugins import (
+    CLOSENESS,
+    SQUARED,
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    closeness,
+    group_experts,
+    linear_cka,
+    mean_output_distances,
+    mean_output_noise,
+    merge_groups,
+    merge_needs,
+    option,
+    rbf_cka,
+    routing_blocks,
+)
 
 NEEDS = frozenset({"mixed_outputs"})
-SIMILARITIES = ("linear-cka", "rbf-cka", "mean-output")
+SIMILARITIES = {  # with what a report calls them
+    "linear-cka": "linear CKA of expert outputs",
+    "rbf-cka": "CKA of expert outputs with a Gaussian kernel",
+    "mean-output": f"closeness of mean expert outputs ({CLOSENESS})",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How experts are compared and merged; `mix_tokens` augments the tokens by random mixtures."""
 
-    similarity: str = "linear-cka"
-    mix_tokens: bool = True
-    merge: str = "uniform"
-    merge_routers: bool = True
-    align: bool = False
+    similarity: str = option("linear-cka", help="by what outputs are compared: linear-cka, rbf-cka or mean-output")
+    mix_tokens: bool = option(True, help="whether outputs are compared on random mixtures of tokens")
+    merge: str = option("uniform", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
+    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
 
     def __post_init__(self) -> None:
         if self.similarity not in SIMILARITIES:
@@ -34,8 +48,12 @@ class Options:
 
 def needs(options: Options) -> frozenset[str]:
     """Outputs of all experts, on mixtures or on the tokens themselves, and what the merging needs."""
-    outputs = frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
-    return outputs | merge_needs(options.merge, options.merge_routers)
+    return likeness_needs(options) | merge_needs(options.merge, options.merge_routers)
+
+
+def likeness_needs(options: Options) -> frozenset[str]:
+    """The outputs that are compared."""
+    return frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
 
 
 def distances(outputs: torch.Tensor, similarity: str) -> torch.Tensor:
@@ -48,6 +66,15 @@ def distances(outputs: torch.Tensor, similarity: str) -> torch.Tensor:
     if similarity == "mean-output":
         return mean_output_distances(outputs)
     return 1 - (linear_cka if similarity == "linear-cka" else rbf_cka)(outputs)
+
+
+def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
+    """How alike the experts' outputs are, for a report: a label, and [E, E] from 0 to 1."""
+    outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
+    found = distances(outputs, options.similarity)
+    on = "random mixtures of tokens" if options.mix_tokens else "tokens"
+    label = f"{SIMILARITIES[options.similarity]}, {outputs.shape[1]} {on}"
+    return label, closeness(found) if options.similarity == "mean-output" else 1 - found
 
 
 @torch.no_grad()

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.errors import CompressionError
-from compressor.grouping.choose import competing
-from compressor.grouping.reconstruction import RECONSTRUCTION, KeptErrors, Routed, relative_error
-from compressor.model.routers import check_count
-from compressor.plans.plan import LayerPlan
-from compressor.ties import least, rounded
+from compressor.plugins import (
+    RECONSTRUCTION,
+    CompressionError,
+    KeptErrors,
+    LayerPlan,
+    LayerStatistics,
+    Routed,
+    check_count,
+    competing,
+    least,
+    option,
+    relative_error,
+    rounded,
+)
 
 NEEDS = RECONSTRUCTION
 SEARCHES = ("auto", "all", "greedy")
@@ -28,9 +35,9 @@ Kept = tuple[int, ...]
 class Options:
     """All subsets are tried up to `most_subsets`; above that, experts go one by one, along `beam` best sets at once."""
 
-    search: str = "auto"
-    beam: int = 1
-    most_subsets: int = 5000
+    search: str = option("auto", help="all subsets, greedy, or auto: all up to most_subsets")
+    beam: int = option(1, help="how many best sets the greedy search goes on with")
+    most_subsets: int = option(5000, help="up to how many subsets all are tried")
 
     def __post_init__(self) -> None:
         if self.search not in SEARCHES:

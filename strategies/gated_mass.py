@@ -6,8 +6,7 @@ same terms, mass / visits. The mean asks how much an expert matters where it is 
 stay; the mass multiplies that by how often it is used, and weighs every calibration token alike.
 """
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.plans.plan import LayerPlan
+from compressor.plugins import LayerPlan, LayerStatistics
 from strategies.reap import keep_salient
 
 NEEDS = frozenset({"gated_norm_sum"})

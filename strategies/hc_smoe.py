@@ -9,14 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.errors import CompressionError
-from compressor.grouping.choose import competing, merge_groups, merge_needs
-from compressor.grouping.similarity import mean_output_distances, mean_output_noise
-from compressor.model.architecture import MoeLayer
-from compressor.model.routers import check_count
-from compressor.plans.plan import LayerPlan
-from compressor.ties import rounded
+from compressor.plugins import (
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    MoeLayer,
+    check_count,
+    competing,
+    mean_output_distances,
+    mean_output_noise,
+    merge_groups,
+    merge_needs,
+    option,
+    rounded,
+)
 
 NEEDS = frozenset({"expert_outputs"})
 LINKAGES = ("average", "complete", "single")
@@ -26,10 +32,10 @@ LINKAGES = ("average", "complete", "single")
 class Options:
     """How experts are merged, and how far apart two clusters of them count."""
 
-    merge: str = "frequency"
-    merge_routers: bool = True
-    linkage: str = "average"
-    align: bool = False
+    merge: str = option("frequency", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
+    linkage: str = option("average", help="how far apart two clusters count: average, complete or single")
+    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
 
     def __post_init__(self) -> None:
         if self.linkage not in LINKAGES:

@@ -4,13 +4,22 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics, LayerWeights
-from compressor.errors import CompressionError
-from compressor.grouping.choose import merge_groups, merge_needs, routing_blocks
-from compressor.grouping.partition import group_experts
-from compressor.grouping.similarity import fast_squared_distances, noise
-from compressor.model.experts import projections
-from compressor.plans.plan import LayerPlan
+from compressor.plugins import (
+    CLOSENESS,
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    LayerWeights,
+    closeness,
+    fast_squared_distances,
+    group_experts,
+    merge_groups,
+    merge_needs,
+    noise,
+    option,
+    projections,
+    routing_blocks,
+)
 
 NEEDS = frozenset({"weights"})
 REPRESENTATIONS = ("surrogate", "vectorized")
@@ -21,10 +30,10 @@ LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once:
 class Options:
     """How experts are compared and merged."""
 
-    representation: str = "surrogate"
-    merge: str = "uniform"
-    merge_routers: bool = True
-    align: bool = False
+    representation: str = option("surrogate", help="of the weights that are compared: surrogate or vectorized")
+    merge: str = option("uniform", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
+    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
 
     def __post_init__(self) -> None:
         if self.representation not in REPRESENTATIONS:
@@ -37,6 +46,11 @@ class Options:
 def needs(options: Options) -> frozenset[str]:
     """Weights, and what the merging needs."""
     return NEEDS | merge_needs(options.merge, options.merge_routers)
+
+
+def likeness_needs(options: Options) -> frozenset[str]:
+    """The weights alone."""
+    return NEEDS
 
 
 @torch.no_grad()
@@ -81,6 +95,17 @@ def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
     """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end."""
     squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in _fused(weights)]
     return (squared[0] + squared[1]).sqrt()
+
+
+def distances(stats: LayerStatistics, options: Options) -> torch.Tensor:
+    """Distances [E, E] of the experts in the representation that the options name."""
+    measure = surrogate_distances if options.representation == "surrogate" else vectorized_distances
+    return measure(stats.weights, stats.layer.experts)
+
+
+def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
+    """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
+    return f"closeness of {options.representation} weights ({CLOSENESS})", closeness(distances(stats, options))
 
 
 @torch.no_grad()

@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.errors import CompressionError
-from compressor.grouping.choose import keep_best, kept_share
-from compressor.plans.plan import LayerPlan
+from compressor.plugins import CompressionError, LayerPlan, LayerStatistics, keep_best, kept_share, option
 
 NEEDS = frozenset({"gated_norm_sum", "routed_count"})
 
@@ -31,7 +28,9 @@ SALIENCIES: Mapping[str, tuple[str, bool]] = {  # the statistic, and whether it 
 class Options:
     """By what experts are ranked."""
 
-    saliency: str = "reap"
+    saliency: str = option(
+        "reap", help="by what experts are ranked: reap, frequency, ean, mean-norm or mean-squared-norm"
+    )
 
     def __post_init__(self) -> None:
         if self.saliency not in SALIENCIES:

@@ -5,11 +5,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.calibration.statistics import LayerStatistics
-from compressor.errors import CompressionError
-from compressor.grouping.choose import competing, keep_best, merge_groups, merge_needs
-from compressor.plans.plan import LayerPlan
-from compressor.ties import FLOAT32, rounded
+from compressor.plugins import (
+    FLOAT32,
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    competing,
+    keep_best,
+    merge_groups,
+    merge_needs,
+    option,
+    rounded,
+)
 
 NEEDS = frozenset({"routed_count", "router_logits"})
 
@@ -18,10 +25,10 @@ NEEDS = frozenset({"routed_count", "router_logits"})
 class Options:
     """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router row stays."""
 
-    align: bool = True
-    merge: str = "frequency"
-    merge_routers: bool = False
-    scope: str = "layer"
+    align: bool = option(True, help="whether neurons are first put in the order of the leading expert's")
+    merge: str = option("frequency", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge_routers: bool = option(False, help="whether router rows are merged alike, or the leading expert's stays")
+    scope: str = option("layer", help="where dominant experts are chosen: in each layer")
 
     def __post_init__(self) -> None:
         merge_needs(self.merge, self.merge_routers)

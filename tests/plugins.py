@@ -10,8 +10,7 @@ from compressor.planning import registry
 REAP = '''
 """REAP: keep the experts with the largest mean gated output (Lasby et al., ICLR 2026, arXiv:2510.13999)."""
 import torch
-from compressor.plans.plan import LayerPlan
-from compressor.calibration.statistics import LayerStatistics
+from compressor.plugins import LayerPlan, LayerStatistics
 NEEDS = frozenset({"gated_norm_sum", "routed_count"})  # one streamed pass collects the union of all NEEDS
 def saliency(gated_norm_sum: torch.Tensor, routed_count: torch.Tensor) -> torch.Tensor:
     """Mean of gate * ||output|| over routed tokens: [E], [E] -> [E]; 0 for an expert no token reached."""
@@ -25,13 +24,20 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
 '''
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, package: str = "") -> None:
+def install(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    source: str,
+    package: str = "",
+    group: str = registry.STRATEGIES,
+) -> None:
     """Lay down what `pip install` would: a module, and the metadata that announces its entry point."""
     package = package or f"{name.replace('-', '_')}_plugin"
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (folder / f"{package}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.STRATEGIES}]\n{name} = {package}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {package}\n")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, package, raising=False)

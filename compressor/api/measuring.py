@@ -23,7 +23,7 @@ from compressor.planning.answering import (
     refuse_unjudged_sources,
 )
 from compressor.planning.protecting import given_protected
-from compressor.planning.registry import STRATEGIES, names
+from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
 from compressor.progress import Progress, Silent
@@ -81,7 +81,8 @@ def _contenders(
     strategies: Sequence[str] | None, corrections: Sequence[str] | None, random_seeds: int
 ) -> list[Contender]:
     """The strategies to compare, and random drops; each once."""
-    found = [parse_contender(text, corrections) for text in strategies or names(STRATEGIES)]
+    asked = strategies or [strategy.name for strategy in working_strategies()]
+    found = [parse_contender(text, corrections) for text in asked]
     none = (Correction(),)
     found += [Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)]
     if len({contender.name for contender in found}) < len(found):

@@ -1,83 +1,71 @@
 """Statistics of one MoE layer, collected while every calibration batch passes it; frozen afterwards.
 
-Routed statistics run over all tokens that the router sent to an expert, dense ones over a sample of tokens for every
-expert. The gate weight is the one that really multiplies an expert's output. Sums are float64, samples float32.
+A statistic is a meter in `compressor.calibration.meters` and a line of `LayerStatistics`.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from compressor.calibration.meters import METERS, mix_tokens
+from compressor.calibration.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterArguments, RouterCall
+from compressor.calibration.read_only import ReadOnly, opened
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import token_dim
-from compressor.model.experts import apply_expert, expert_parameters, observed_forward
+from compressor.model.experts import observed_forward
+
+__all__ = [
+    "ALL", "DENSE", "HELDOUT", "RECONSTRUCTION", "ROUTED", "ROUTED_OUTPUTS", "SAMPLED", "SAMPLE_TOKENS", "WEIGHTS",
+    "Collector", "LayerStatistics", "LayerWeights", "RouterArguments", "check_needs", "combined", "mix_tokens",
+    "needs_data", "needs_heldout",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-_Argument = tuple[str | None, int | None, Any]  # keyword, dimension that counts tokens, value
+T = TypeVar("T")
 
 SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
 
-ROUTED = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
-ROUTED_OUTPUTS = frozenset({"norm_sum", "squared_norm_sum", "gated_norm_sum"})  # need every output: a slower forward
-SAMPLED = frozenset({"inputs", "router_logits", "top_k_index", "top_k_weights", "router_arguments"})
-DENSE = frozenset({"expert_outputs", "mixed_outputs"})
-WEIGHTS = frozenset({"weights"})
-HELDOUT = frozenset({"heldout"})
-ALL = ROUTED | ROUTED_OUTPUTS | SAMPLED | DENSE | WEIGHTS | HELDOUT
+
+def _of(kind: str) -> frozenset[str]:
+    return frozenset(name for name, meter in METERS.items() if meter.kind == kind)
+
+
+ROUTED, SAMPLED, DENSE, WEIGHTS, HELDOUT = map(_of, ("routed", "sampled", "dense", "weights", "heldout"))
+ROUTED_OUTPUTS = _of("routed outputs")  # need every output: a slower forward
+ALL = frozenset(METERS)
 RECONSTRUCTION = frozenset(
     {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
 )  # what the output of a planned layer can be computed from
 
-MEANINGS: Mapping[str, str] = {
-    "routed_count": "[E] tokens sent to each expert",
-    "gate_weight_sum": "[E] sum of gate weights over those tokens",
-    "probability_sum": "[E] softmax of the router logits (over a skip expert too), summed over all tokens",
-    "norm_sum": "[E] L2 norm of the expert's output, summed over its tokens",
-    "squared_norm_sum": "[E] square of that norm, summed over its tokens",
-    "gated_norm_sum": "[E] gate weight times the norm, summed over its tokens",
-    "inputs": "[S, H] inputs of the experts at the sampled tokens",
-    "router_logits": "[S, E] router logits there",
-    "top_k_index": "[S, K] experts chosen there",
-    "top_k_weights": "[S, K] their gate weights",
-    "router_arguments": "positional and by keyword, what the router was called with there",
-    "expert_outputs": "[E, S, H] every expert's output there",
-    "mixed_outputs": "[E, S, H] every expert's output on random mixtures of those inputs",
-    "weights": "the layer's live experts and router modules, to be read only",
-    "heldout": "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output",
-}
 
+class _Collected(Generic[T]):
+    """A statistic of a layer; one that was not declared as a need is an error, not a guess."""
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The layer's own modules while it is loaded. Strategies read them; they never write."""
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    experts: Any
-    router: Any
-    block: Any
-    smaller_router: Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
-
-
-@dataclass(frozen=True, slots=True)
-class RouterArguments:
-    """What a router was called with at the sampled tokens; unpacks into (positional, by keyword)."""
-
-    positional: tuple[Any, ...] = ()
-    by_keyword: Mapping[str, Any] = field(default_factory=dict)
-    dims: Mapping[int | str, int | None] = field(default_factory=dict)  # which dimension counts tokens, if one does
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.positional
-        yield self.by_keyword
+    def __get__(self, stats: "LayerStatistics | None", owner: type) -> T:
+        if stats is None:
+            return cast(T, self)
+        if self.name not in stats.values:
+            raise CompressionError(
+                f"statistic {self.name!r} was not collected for {stats.layer.name}; the strategy must declare it in "
+                "its NEEDS"
+            )
+        return cast(T, stats.values[self.name])
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What was measured of one layer; a statistic that was not declared as a need is an error, not a guess."""
+    """What was measured of one layer, read-only; shapes and meanings stand with the meters.
+
+    A statistic that was not declared as a need is a `CompressionError`. `values` holds those that were, by name.
+    """
 
     layer: MoeLayer
     tokens: int = 0
@@ -85,15 +73,51 @@ class LayerStatistics:
     seed: int = 0
     by_source: tuple["LayerStatistics", ...] = ()  # the same of each calibration source, where that was asked for
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ALL:
-            values = object.__getattribute__(self, "values")
-            if name in values:
-                return values[name]
-            raise CompressionError(
-                f"statistic {name!r} was not collected for {self.layer.name}; the strategy must declare it in its NEEDS"
-            )
-        raise AttributeError(name)
+    routed_count = _Collected[Tensor]()
+    gate_weight_sum = _Collected[Tensor]()
+    probability_sum = _Collected[Tensor]()
+    norm_sum = _Collected[Tensor]()
+    squared_norm_sum = _Collected[Tensor]()
+    gated_norm_sum = _Collected[Tensor]()
+    inputs = _Collected[Tensor]()
+    router_logits = _Collected[Tensor]()
+    top_k_index = _Collected[Tensor]()
+    top_k_weights = _Collected[Tensor]()
+    router_arguments = _Collected[RouterArguments]()
+    expert_outputs = _Collected[Tensor]()
+    mixed_outputs = _Collected[Tensor]()
+    weights = _Collected[LayerWeights]()
+    heldout = _Collected["LayerStatistics"]()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _Values(self.values, self.layer.name))
+
+
+class _Values(Mapping[str, Any]):
+    """Statistics by name, the tensors read-only, anew each time they are asked for."""
+
+    def __init__(self, values: Mapping[str, Any], layer: str) -> None:
+        self._values, self._layer = {name: opened(value) for name, value in values.items()}, layer
+
+    def __getitem__(self, name: str) -> Any:
+        value, label = self._values[name], f"statistic {name!r} of {self._layer}"
+        if isinstance(value, Tensor):
+            return ReadOnly(value, label)
+        if not isinstance(value, RouterArguments):
+            return value
+
+        def guarded(place: int | str, argument: Any) -> Any:  # others are the layer's own tensors
+            return argument if value.dims.get(place) is None else ReadOnly(opened(argument), label)
+
+        positional = tuple(guarded(place, argument) for place, argument in enumerate(value.positional))
+        by_keyword = {place: guarded(place, argument) for place, argument in value.by_keyword.items()}
+        return replace(value, positional=positional, by_keyword=MappingProxyType(by_keyword))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
@@ -116,51 +140,47 @@ def needs_heldout(needs: frozenset[str]) -> bool:
 
 
 class Collector:
-    """Observes one layer while batches pass it. `starts` are the batches' first positions among all tokens."""
+    """Has the meters of `needs` observe one layer while batches of so many tokens (`sizes`) pass it.
+
+    `positions` [S] are the tokens of the sample, numbered through all batches.
+    """
 
     def __init__(
-        self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: torch.Tensor, sizes: list[int], seed: int
+        self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: Tensor, sizes: list[int], seed: int
     ) -> None:
         self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT, seed
-        self.experts, self.router = model.get_submodule(layer.name), model.get_submodule(layer.router)
-        self.block = model.get_submodule(layer.block)
         self.positions, self.sizes = positions, sizes
         self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self.batch, self.tokens = 0, 0
-        sums = (ROUTED | ROUTED_OUTPUTS) & needs
-        self.sums = {name: torch.zeros(layer.experts, dtype=torch.float64) for name in sums}
-        self.samples: dict[str, list[torch.Tensor]] = {}
-        self.arguments: list[list[_Argument]] = []
-        self.own = {
-            id(tensor) for tensor in (*self.block.parameters(), *self.block.buffers())
-        }  # no reference: it must be freed
+        experts, router, block = (model.get_submodule(name) for name in (layer.name, layer.router, layer.block))
+        self.observed = Observed(layer, experts, router, block, seed)
+        self.meters: dict[str, Meter] = {
+            name: meter(self.observed) for name, meter in METERS.items() if name in self.needs
+        }
         self.handles: list[Any] = []
 
     def enter(self, batch: int) -> None:
         """Observe this batch, numbered among the collector's own; the stock computation is not changed."""
         self.batch = batch
-        self.attach()
-
-    def attach(self) -> None:
-        """Start observing; the stock computation is not changed."""
+        experts = self.observed.experts
         self.handles = [
-            self.experts.register_forward_pre_hook(self._before_experts),
-            self.router.register_forward_hook(self._after_router, with_kwargs=True),
+            experts.register_forward_pre_hook(self._before_experts),
+            self.observed.router.register_forward_hook(self._after_router, with_kwargs=True),
         ]
-        if self.needs & ROUTED_OUTPUTS:
-            self.experts.forward = self._observed_forward
+        if any(meter.outputs for meter in self.meters.values()):
+            experts.forward = self._observed_forward
 
-    def _observed_forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return observed_forward(self.experts, hidden, index, weights, self._observe_outputs)
+    def _observed_forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return observed_forward(self.observed.experts, hidden, index, weights, self._observe_outputs)
 
     def detach(self) -> None:
         """Stop observing; the module is as it was."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self.experts.__dict__.pop("forward", None)
+        self.observed.experts.__dict__.pop("forward", None)
 
-    def _rows(self, tokens: int) -> torch.Tensor:
+    def _rows(self, tokens: int) -> Tensor:
         """Rows of the current batch that belong to the sample."""
         if tokens != self.sizes[self.batch]:
             return torch.arange(0)
@@ -168,12 +188,7 @@ class Collector:
         inside = (self.positions >= start) & (self.positions < start + tokens)
         return self.positions[inside] - start
 
-    def _sample(self, name: str, value: torch.Tensor, rows: torch.Tensor) -> None:
-        if name in self.needs and rows.numel():
-            taken = value[rows.to(value.device)].detach()
-            self.samples.setdefault(name, []).append(taken if name == "top_k_index" else taken.float())
-
-    def _before_experts(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
+    def _before_experts(self, module: Any, args: tuple[Tensor, ...]) -> None:
         hidden, index, weights = args
         if hidden.numel() == 0:
             return
@@ -182,54 +197,23 @@ class Collector:
                 f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
             )
         self.tokens += len(hidden)
-        used = weights != 0  # a skip expert is handed on as index 0 with weight 0
-        if "routed_count" in self.sums:
-            self.sums["routed_count"] += torch.bincount(index[used], minlength=self.layer.experts).cpu()
-        if "gate_weight_sum" in self.sums:
-            flat = torch.zeros(self.layer.experts, dtype=torch.float64, device=hidden.device)
-            self.sums["gate_weight_sum"] += flat.index_add_(0, index[used], weights[used].double()).cpu()
-        rows = self._rows(len(hidden))
-        for name in ("expert_outputs", "mixed_outputs"):
-            if name in self.needs and rows.numel():
-                self.samples.setdefault("dense_inputs", []).append(hidden[rows.to(hidden.device)].detach().clone())
-                break
-        self._sample("inputs", hidden, rows)
-        self._sample("top_k_index", index, rows)
-        self._sample("top_k_weights", weights, rows)
+        call = ExpertsCall(hidden, index, weights, self._rows(len(hidden)))
+        for meter in self.meters.values():
+            meter.experts_called(call)
 
     def _after_router(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[torch.Tensor, ...]
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
     ) -> None:
         logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
-        experts = slice(0, self.layer.experts)
-        if "probability_sum" in self.sums and len(logits):
-            self.sums["probability_sum"] += logits.softmax(-1).sum(0, dtype=torch.float64)[experts].cpu()
-        rows = self._rows(len(logits))
-        self._sample("router_logits", logits[:, experts], rows)
-        if "router_arguments" in self.needs and rows.numel():
-            named = [*((None, value) for value in args), *kwargs.items()]
-            self.arguments.append([(name, *self._token_rows(value, len(logits), rows)) for name, value in named])
+        named = (*((None, value) for value in args), *kwargs.items())
+        call = RouterCall(logits, named, self._rows(len(logits)))
+        for meter in self.meters.values():
+            meter.router_called(call)
 
-    def _token_rows(self, value: Any, tokens: int, rows: torch.Tensor) -> tuple[int | None, Any]:
-        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
-
-        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
-        """
-        dim = None if id(value) in self.own else token_dim(value, tokens)
-        if dim is None:
-            return None, value
-        by_token = value if dim == 0 else value.flatten(0, 1)
-        taken = by_token[rows.to(value.device)].detach().clone()
-        return dim, taken if dim == 0 else taken[None]
-
-    def _observe_outputs(self, expert: int, rows: torch.Tensor, weights: torch.Tensor, outputs: torch.Tensor) -> None:
+    def _observe_outputs(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
         norms = outputs.double().norm(dim=-1)
-        if "norm_sum" in self.sums:
-            self.sums["norm_sum"][expert] += norms[weights != 0].sum().cpu()
-        if "squared_norm_sum" in self.sums:
-            self.sums["squared_norm_sum"][expert] += norms[weights != 0].square().sum().cpu()
-        if "gated_norm_sum" in self.sums:
-            self.sums["gated_norm_sum"][expert] += (weights.double() * norms).sum().cpu()
+        for meter in self.meters.values():
+            meter.expert_ran(expert, weights, norms)
 
     def finish(
         self,
@@ -239,54 +223,15 @@ class Collector:
     ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
-        if self.needs & (SAMPLED | DENSE) and self.tokens and not (self.samples or self.arguments):
+        sampling = [meter for name, meter in self.meters.items() if name in SAMPLED | DENSE]
+        if sampling and self.tokens and not any(meter.sampled for meter in sampling):
             logger.warning(
                 "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
             )
-        values: dict[str, Any] = dict(self.sums)
+        values = {name: meter.finish(smaller_router) for name, meter in self.meters.items()}
         if heldout is not None:
             values["heldout"] = heldout
-        dense = self.samples.pop("dense_inputs", None)
-        values.update({name: torch.cat(parts) for name, parts in self.samples.items()})
-        for name in (SAMPLED - {"router_arguments"}) & self.needs:
-            dtype = torch.long if name == "top_k_index" else torch.float32
-            values.setdefault(name, torch.zeros(0, self._width(name), dtype=dtype))
-        if "router_arguments" in self.needs:
-            values["router_arguments"] = self._joined_arguments()
-        hidden = torch.cat(dense) if dense else None
-        if "expert_outputs" in self.needs:
-            values["expert_outputs"] = self._dense(hidden)
-        if "mixed_outputs" in self.needs:
-            values["mixed_outputs"] = self._dense(None if hidden is None else mix_tokens(hidden, self.seed))
-        if "weights" in self.needs:
-            values["weights"] = LayerWeights(self.experts, self.router, self.block, smaller_router)
         return LayerStatistics(self.layer, self.tokens, values, self.seed, by_source)
-
-    def _width(self, name: str) -> int:
-        return {"inputs": 1, "router_logits": self.layer.experts}.get(name, self.layer.top_k)
-
-    def _joined_arguments(self) -> RouterArguments:
-        positional: list[Any] = []
-        by_keyword: dict[str, Any] = {}
-        dims: dict[int | str, int | None] = {}
-        for column in zip(*self.arguments, strict=True):
-            (name, dim, first), values = column[0], [value for _, _, value in column]
-            joined = first if dim is None else torch.cat(values, dim)
-            dims[len(positional) if name is None else name] = dim
-            if name is None:
-                positional.append(joined)
-            else:
-                by_keyword[name] = joined
-        return RouterArguments(tuple(positional), by_keyword, dims)
-
-    @torch.no_grad()
-    def _dense(self, hidden: torch.Tensor | None) -> torch.Tensor:
-        if hidden is None:
-            return torch.zeros(self.layer.experts, 0, 1)
-        outputs = torch.empty(self.layer.experts, *hidden.shape, dtype=torch.float32, device=hidden.device)
-        for expert in range(self.layer.experts):
-            outputs[expert] = apply_expert(self.experts, expert_parameters(self.experts, expert), hidden)
-        return outputs
 
 
 def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collector:
@@ -298,29 +243,14 @@ def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collec
     whole.tokens = tokens
     for collector, share in zip(collectors, shares, strict=True):
         scale = share / sum(shares) * tokens / max(collector.tokens, 1)
-        for name, value in collector.sums.items():
-            whole.sums[name] += scale * value
-        for name, parts in collector.samples.items():
-            whole.samples.setdefault(name, []).extend(parts)
-        whole.arguments.extend(collector.arguments)
+        for name, meter in whole.meters.items():
+            meter.absorb(collector.meters[name], scale)
     return whole
 
 
-def _as_logits(scores: torch.Tensor) -> torch.Tensor:
+def _as_logits(scores: Tensor) -> Tensor:
     """A router's logits in float32, [T, E]; of one that hands on probabilities, the logarithms: same softmax."""
     scores = scores.detach().float()
     if len(scores) and bool((scores >= 0).all()) and bool(((scores.sum(-1) - 1).abs() < 1e-2).all()):
         return scores.clamp(min=torch.finfo(torch.float32).tiny).log()
     return scores
-
-
-def mix_tokens(hidden: torch.Tensor, seed: int) -> torch.Tensor:
-    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly.
-
-    Section 3.4 of Zhang et al. 2024, arXiv:2407.09590.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
-    share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
-    mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
-    return mixed.to(hidden.dtype)

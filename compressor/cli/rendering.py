@@ -11,6 +11,7 @@ from rich.markup import escape
 from compressor.api.compressing import Summary
 from compressor.cli.terminal import console, print_json, print_lines, print_table
 from compressor.model.inspection import Inspection
+from compressor.planning.options import helps
 from compressor.plans.plan import CompressionPlan
 from compressor.words import human_bytes, human_count, share
 
@@ -156,6 +157,7 @@ def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
             "summary": s.summary,
             "needs": sorted(s.needs),
             "options": asdict(s.options) if s.options else {},
+            "help": helps(s.options),
         }
         for s in loaded
     ]
@@ -168,6 +170,15 @@ def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
     ]
     columns = ("name", "what it does", "needs", "options")
     print_table("Strategies", columns, [[escape(cell) for cell in row] for row in rows], numbers=False)
+
+
+def show_needs(table: Sequence[tuple[str, str, str]], as_json: bool) -> None:
+    """Name, shape and meaning of each statistic."""
+    heads = ("name", "shape", "meaning")
+    if as_json:
+        print_json([dict(zip(heads, row, strict=True)) for row in table])
+        return
+    print_table("Statistics", heads, [(name, shape or "-", meaning) for name, shape, meaning in table], numbers=False)
 
 
 def show_demo(rows: Sequence[Any], as_json: bool) -> None:

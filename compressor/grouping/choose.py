@@ -11,6 +11,7 @@ import torch
 
 from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
+from compressor.grouping.learned import learn_coefficients
 from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
 from compressor.plans.plan import Group, LayerPlan
@@ -89,8 +90,6 @@ def merge_groups(
         merged.append(group if align and group.aligned else replace(group, head=None))
     plan = LayerPlan.of(stats.layer, merged, **details)
     if method == "learned":
-        from compressor.grouping.learned import learn_coefficients
-
         return learn_coefficients(stats, plan, merge_routers)
     return plan
 
@@ -112,12 +111,23 @@ def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
     return round(float(scores[kept].sum()) / total, 6) if total else 0.0
 
 
+def _check_scores(scores: torch.Tensor, layer: MoeLayer) -> None:
+    """Refuse scores that rank nothing: of another number than [E], or NaN; an infinite one may mean always or never."""
+    if scores.shape != (layer.experts,):
+        raise CompressionError(
+            f"{layer.name}: scores of the shape {list(scores.shape)} cannot rank {layer.experts} experts; give one each"
+        )
+    if wrong := scores.isnan().nonzero().flatten().tolist():
+        raise CompressionError(f"{layer.name}: the score of expert {wrong[0]} is not a number; mend how it is computed")
+
+
 def keep_best(
     stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
     layer = stats.layer
     check_count(layer, keep, layer.name)
+    _check_scores(scores, layer)
     ranked, blocks = rounded(scores).cpu(), competing(layer)
     kept: list[int] = []
     for block in blocks:

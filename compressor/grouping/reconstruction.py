@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.calibration.statistics import RECONSTRUCTION, LayerStatistics
+from compressor.calibration.statistics import LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import apply_expert
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.alignment import merged_parameters
-
-__all__ = ["RECONSTRUCTION", "KeptErrors", "Routed", "original", "reconstruct", "relative_error"]
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
@@ -38,13 +36,13 @@ def original(stats: LayerStatistics) -> torch.Tensor:
 
 
 @torch.no_grad()
-def reconstruct(stats: LayerStatistics, plan: LayerPlan, expert_outputs: torch.Tensor | None = None) -> torch.Tensor:
+def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
     """What the smaller layer's experts module would put out on the sampled tokens, float32: -> [S, H].
 
-    Untouched experts' outputs are taken from `expert_outputs` [E, S, H], by default the statistic; merged experts run
-    on the tokens that are routed to them, one at a time.
+    Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
+    one at a time.
     """
-    outputs = stats.expert_outputs if expert_outputs is None else expert_outputs
+    outputs = stats.expert_outputs
     weights, slots = SmallerRouter(stats).planned(plan)
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
     for slot, group in enumerate(plan.groups):

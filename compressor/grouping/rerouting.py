@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from compressor.calibration.read_only import opened
 from compressor.calibration.statistics import LayerStatistics
 from compressor.model.architecture import ExpertTensor
 from compressor.plans.plan import LayerPlan
@@ -99,6 +100,7 @@ class SmallerRouter:
 
 def _float(value: Any) -> Any:
     """A tensor of numbers in float32; anything else, also a tensor of ids, as it is."""
+    value = opened(value)  # a router is asked thousands of times
     return value.detach().float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 

@@ -11,12 +11,14 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from compressor.calibration.read_only import opened
 from compressor.errors import CompressionError
 from compressor.ties import FLOAT32
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
 CANCELLATION = 1e-4  # squared distances below this share of the squared norms are summed afresh
 CHUNK = 2**20  # float32 elements of one chunk of fast distances: 4 MiB, which a cache holds
+CLOSENESS = "1 - distance / largest distance"  # what `closeness` is, for a label
 CLOSE = 1e-2  # fast squared distances below this share of the squared norms are subtracted instead
 SAME = 1e-12  # tokens whose squared distance is below this share of the largest count as equal
 
@@ -25,7 +27,7 @@ Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that 
 
 def linear_cka(outputs: Tensor) -> Tensor:
     """CKA with K = X X^T, by way of X_i^T X_j where that is cheaper: [E, T, D] -> [E, E] in [0, 1]."""
-    experts, tokens, width = _checked_shape(outputs)
+    outputs, (experts, tokens, width) = opened(outputs), _checked_shape(outputs)
     spread = [_centre_and_scale(output) for output in outputs]
 
     def tile(expert: int, rows: slice, columns: slice) -> Tensor:
@@ -48,7 +50,7 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 
     If more than half of the pairs coincide, m is 0 and K is its limit: 1 where d = 0, else 0.
     """
-    experts, tokens, _ = _checked_shape(outputs)
+    outputs, (experts, tokens, _) = opened(outputs), _checked_shape(outputs)
     if not 0 < sigma < float("inf"):
         raise CompressionError(f"sigma is a share of the median distance: it must be above 0, not {sigma}")
     spread = [_centre_and_scale(output) for output in outputs]
@@ -156,6 +158,12 @@ def mean_output_noise(outputs: Tensor) -> Tensor:
 def noise(norms: Tensor) -> Tensor:
     """How far apart by rounding alone float32 features of these norms may be: [E] -> [E, E]."""
     return FLOAT32 * (norms[:, None] + norms)
+
+
+def closeness(distances: Tensor) -> Tensor:
+    """1 - d / largest d: [E, E] -> [E, E] in [0, 1]; all 1 where all are equal."""
+    largest = float(distances.max())
+    return (1 - distances / largest if largest > 0 else torch.ones_like(distances)).clamp(0, 1)
 
 
 def _checked_shape(outputs: Tensor) -> tuple[int, int, int]:

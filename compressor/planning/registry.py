@@ -1,18 +1,29 @@
-"""Strategies and exporters, found through entry points: a third party's is on equal terms with the built-in ones."""
+"""What strategies and exporters are to the compressor: the contract that each plugin is held to."""
 
-import difflib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from compressor.calibration.statistics import check_needs
+import torch
+
+from compressor.calibration.statistics import LayerStatistics, check_needs
 from compressor.errors import CompressionError
+from compressor.planning import plugins
+from compressor.planning.options import defaults, make_options, read_option
+from compressor.planning.plugins import EXPORTERS, STRATEGIES, names
 from compressor.plans.plan import LayerPlan
+from compressor.progress import Progress
 
-STRATEGIES = "moe_compressor.strategies"
-EXPORTERS = "moe_compressor.exporters"
+__all__ = [
+    "EXPORTERS", "STRATEGIES", "Exporter", "Strategy", "exporter_names", "exporter_options", "load_exporter",
+    "load_strategy", "names", "option_fields", "read_option", "strategy_of", "working_strategies",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+Likeness = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> a label, and how alike experts are [E, E]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,102 +36,135 @@ class Strategy:
     options: Any = None
     summary: str = ""
     correction: str = "none"  # what it is corrected by unless the user says otherwise
+    likeness: Likeness | None = None
+    likeness_needs: frozenset[str] = frozenset()
 
-    def plan_layer(self, statistics: Any, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-        """Plan one layer, handing on the options if the strategy has any."""
+    def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+        """Plan one layer, handing on the options if the strategy has any; refuses what is no plan of this layer."""
         extra = () if self.options is None else (self.options,)
-        return self.plan(statistics, keep, protected, *extra)
-
-
-def _entries(group: str) -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
-        other = found.get(entry.name)
-        if other is not None and other.value != entry.value:
+        before = _versions(statistics)
+        made = self.plan(statistics, keep, protected, *extra)
+        layer, who = statistics.layer, f"strategy {self.name!r}"
+        if before != _versions(statistics):
+            raise CompressionError(f"{layer.name}: {who} changed the layer's weights, which are only to be read")
+        if not isinstance(made, LayerPlan):
             raise CompressionError(
-                f"two packages offer {entry.name!r} in {group} ({other.value} and {entry.value}); uninstall one"
+                f"{layer.name}: {who} returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
             )
-        found[entry.name] = entry
-    return found
+        if (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
+            raise CompressionError(
+                f"{layer.name}: {who} returned a plan of {made.module} with {made.experts} experts; have its plan() "
+                "plan the layer of its statistics"
+            )
+        if len(made.groups) != keep:
+            raise CompressionError(
+                f"{layer.name}: {who} planned {len(made.groups)} experts instead of {keep}; have its plan() keep as "
+                "many as it is asked to"
+            )
+        return made
 
 
-def names(group: str) -> list[str]:
-    """Names offered in an entry-point group."""
-    return sorted(_entries(group))
-
-
-def _load(group: str, name: str, what: str) -> Any:
-    offered = _entries(group)
-    if name not in offered:
-        near = difflib.get_close_matches(name, offered, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise CompressionError(
-            f"there is no {what} {name!r}; {hint}known are "
-            f"{', '.join(sorted(offered)) or 'none (is the package installed?)'}"
-        )
-    try:
-        return offered[name].load()
-    except ImportError as error:
-        raise CompressionError(f"{what} {name!r} ({offered[name].value}) cannot be imported: {error}") from error
-
-
-def load_exporter(name: str) -> Any:
-    """The exporter module of that name."""
-    return _load(EXPORTERS, name, "exporter")
-
-
-def option_fields(name: str) -> Mapping[str, Any]:
-    """The options of a strategy with their defaults; empty if it has none."""
-    options = getattr(_load(STRATEGIES, name, "strategy"), "Options", None)
-    return {} if options is None else {field.name: field.default for field in fields(options)}
-
-
-def read_option(text: str, fault: str) -> tuple[str, Any]:
-    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with `fault`."""
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise CompressionError(fault)
-    try:
-        return name.replace("-", "_"), json.loads(value)
-    except ValueError:
-        return name.replace("-", "_"), value
-
-
-def _check_type(strategy: str, option: str, value: Any, default: Any) -> None:
-    """Refuse an option's value of another kind than its default; one without a plain default checks itself."""
-    if not isinstance(default, bool | int | float | str) or type(value) is type(default):
-        return
-    if isinstance(default, float) and type(value) is int:
-        return
-    raise CompressionError(
-        f"strategy {strategy!r}: option {option} is {value!r}, it should be like its default {default!r}"
-    )
+def _versions(statistics: LayerStatistics) -> list[int]:
+    """How often each tensor of the layer's live modules has been written to."""
+    block = statistics.values["weights"].block if "weights" in statistics.values else None
+    return [value._version for value in block.state_dict().values()] if isinstance(block, torch.nn.Module) else []
 
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Load a strategy with its options; raises `CompressionError` for an unknown name, option or need."""
-    module = _load(STRATEGIES, name, "strategy")
-    if not callable(getattr(module, "plan", None)) or not isinstance(getattr(module, "NEEDS", None), frozenset):
+    return strategy_of(plugins.load(STRATEGIES, name), name, settings)
+
+
+def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+    """The strategy that a module is, with its options; raises `CompressionError` for what is none."""
+    what = f"strategy {name!r}"
+    given = getattr(module, "NEEDS", None)
+    if not callable(getattr(module, "plan", None)) or not isinstance(given, frozenset):
         raise CompressionError(
-            f"strategy {name!r} is no plugin: it needs a frozenset NEEDS and a function plan(statistics, keep, "
-            "protected)"
+            f"{what} is no plugin: it needs a frozenset NEEDS and a function plan(statistics, keep, protected)"
         )
-    options_class: Any = getattr(module, "Options", None)
-    options: Any = None
-    settings = dict(settings or {})
-    if options_class is not None:
-        well_formed: bool = is_dataclass(options_class)
-        if not well_formed:
-            raise CompressionError(f"strategy {name!r}: Options should be a frozen dataclass")
-        known = {field.name for field in fields(options_class)}
-        if unknown := sorted(set(settings) - known):
-            raise CompressionError(f"strategy {name!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        for field in fields(options_class):
-            _check_type(name, field.name, settings.get(field.name, field.default), field.default)
-        options = options_class(**settings)
-    elif settings:
-        raise CompressionError(f"strategy {name!r} has no option {min(settings)!r}; it has none")
-    needs = module.needs(options) if callable(getattr(module, "needs", None)) else module.NEEDS
-    check_needs(needs, name)
-    summary = (module.__doc__ or "").strip().partition("\n")[0]
-    return Strategy(name, module.plan, needs, options, summary, getattr(module, "CORRECTION", "none"))
+    options = make_options(what, getattr(module, "Options", None), settings or {})
+    if not plugins.takes(module.plan, 3 if options is None else 4):
+        raise CompressionError(
+            f"{what} is no plugin: its plan should take (statistics, keep, protected"
+            f"{'' if options is None else ', options'})"
+        )
+    needs = _needs(module, "needs", options, given, name)
+    return Strategy(
+        name,
+        module.plan,
+        needs,
+        options,
+        summary_of(module),
+        getattr(module, "CORRECTION", "none"),
+        plugins.optional(module, "likeness", what),
+        _needs(module, "likeness_needs", options, needs, name),
+    )
+
+
+def _needs(module: Any, function: str, options: Any, default: frozenset[str], name: str) -> frozenset[str]:
+    """What an optional function (options) -> needs of the strategy `name` says, or the default."""
+    asked = plugins.optional(module, function, f"strategy {name!r}")
+    found = default if asked is None else asked(options)
+    if not isinstance(found, frozenset):
+        raise CompressionError(
+            f"strategy {name!r} is no plugin: {function}(options) should return a frozenset of statistics"
+        )
+    check_needs(found, name)
+    return found
+
+
+def summary_of(module: Any) -> str:
+    """The first line of a plugin's docstring."""
+    return (module.__doc__ or "").strip().partition("\n")[0]
+
+
+def working_strategies() -> Iterator[Strategy]:
+    """Every strategy that can be loaded, by name; another is named in a warning and left out."""
+    for name in names(STRATEGIES):
+        try:
+            yield load_strategy(name)
+        except CompressionError as error:
+            logger.warning("%s; it is left out", error)
+
+
+def option_fields(name: str) -> Mapping[str, Any]:
+    """The options of a strategy with their defaults; empty if it has none."""
+    return defaults(getattr(plugins.load(STRATEGIES, name), "Options", None))
+
+
+class Exporter(Protocol):
+    """A module that writes a finished checkpoint in another format; the first line of its docstring says which.
+
+    It may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
+    `CompressionError` where an optional package is missing, before anything is read. With an option `overwrite` it puts
+    its output in place itself; without one, `output` is a hidden folder that is renamed when `export` returns.
+    """
+
+    def export(self, checkpoint: Path, output: Path, options: Any, progress: Progress) -> Any:
+        """Write the checkpoint folder `checkpoint` to the new folder `output`.
+
+        `options` is an instance of `Options`, None without them. Returns a dataclass that sums up what was written, or
+        None. Raises `CompressionError` and leaves nothing in `output` where it fails.
+        """
+
+
+def load_exporter(name: str) -> Any:
+    """The exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
+    module, what = plugins.load(EXPORTERS, name), f"exporter {name!r}"
+    if not plugins.takes(getattr(module, "export", getattr(module, "write", None)), 4):
+        raise CompressionError(
+            f"{what} is no plugin: it needs a function export(checkpoint, output, options, progress)"
+        )
+    plugins.optional(module, "require_packages", what)
+    return module
+
+
+def exporter_names() -> list[str]:
+    """Names of the exporters that are installed."""
+    return names(EXPORTERS)
+
+
+def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """An exporter's options with these settings, None where it has none; raises `CompressionError`."""
+    return make_options(f"exporter {name!r}", getattr(load_exporter(name), "Options", None), settings or {})

@@ -4,21 +4,25 @@ Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA
 arXiv:1905.00414) stands in where a strategy compares no experts. E experts, S sampled tokens, H hidden.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.calibration.statistics import LayerStatistics, LayerWeights
+from compressor.calibration.statistics import DENSE, SAMPLED, WEIGHTS, LayerStatistics, LayerWeights
+from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
+from compressor.planning.registry import load_strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.report.data import Matrix, rounded
 
+logger = logging.getLogger(__name__)
+
 SAMPLE, SMALL_SAMPLE, MANY_EXPERTS = 256, 128, 64
-CLOSENESS = "1 - distance / largest distance"
 ROUTER_LABEL = "cosine of the centred router rows, negative ones as 0"
 
 
@@ -33,79 +37,62 @@ def sample_size(experts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """A way to compare a layer's experts: what it needs measured, its name, and the matrix [E, E], 0 to 1."""
+    """A way to compare a layer's experts: what it needs measured, and a label with the matrix [E, E], 0 to 1."""
 
     needs: frozenset[str]
-    label: str  # with {tokens} where it is measured on tokens
-    matrix: Callable[[LayerStatistics], Tensor]
+    measure: Callable[[LayerStatistics], tuple[str, Tensor]]
 
     @property
     def by_weights(self) -> bool:
         """Whether no token is needed."""
-        return self.needs == frozenset({"weights"})
-
-
-def closeness(distances: Tensor) -> Tensor:
-    """1 - d / largest d: [E, E] -> [E, E] in [0, 1]; all 1 where all are equal."""
-    largest = float(distances.max())
-    return (1 - distances / largest if largest > 0 else torch.ones_like(distances)).clamp(0, 1)
+        return self.needs == WEIGHTS
 
 
 def likeness_of(plan: CompressionPlan, layer: LayerPlan) -> Likeness:
-    """How the layer's strategy compared its experts, or linear CKA of their outputs where it did not."""
+    """How the layer's strategy compared its experts, or linear CKA of their outputs where it does not say."""
     won = layer.figures.get("won")  # by a strategy that tries several, each with its default options
     name, options = (str(won), {}) if won is not None else (plan.strategy, plan.options)
-    if name == "data-centric":
-        return _data_centric(options)
-    if name == "model-centric":
-        return _model_centric(options)
-    return Likeness(
-        frozenset({"expert_outputs"}),
-        "linear CKA of expert outputs, {tokens} tokens",
-        lambda stats: linear_cka(stats.expert_outputs),
-    )
+    try:
+        strategy = load_strategy(name, options)
+    except CompressionError:  # it need not be installed where a report is made
+        return Likeness(frozenset({"expert_outputs"}), _by_outputs)
+    measure = strategy.likeness
+    if measure is None:
+        return Likeness(frozenset({"expert_outputs"}), _by_outputs)
+    return Likeness(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
 
 
-def _data_centric(options: Mapping[str, Any]) -> Likeness:
-    from strategies.data_centric import Options, distances
-
-    wanted = Options(**options)
-    name = "mixed_outputs" if wanted.mix_tokens else "expert_outputs"
-    on = "{tokens} random mixtures of tokens" if wanted.mix_tokens else "{tokens} tokens"
-
-    def matrix(stats: LayerStatistics) -> Tensor:
-        found = distances(getattr(stats, name), wanted.similarity)
-        return closeness(found) if wanted.similarity == "mean-output" else 1 - found
-
-    kinds = {
-        "linear-cka": "linear CKA of expert outputs",
-        "rbf-cka": "CKA of expert outputs with a Gaussian kernel",
-        "mean-output": f"closeness of mean expert outputs ({CLOSENESS})",
-    }
-    return Likeness(frozenset({name}), f"{kinds[wanted.similarity]}, {on}", matrix)
+def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
+    outputs = stats.expert_outputs
+    return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
 
 
-def _model_centric(options: Mapping[str, Any]) -> Likeness:
-    from strategies.model_centric import Options, surrogate_distances, vectorized_distances
-
-    representation = Options(**options).representation
-    distances = surrogate_distances if representation == "surrogate" else vectorized_distances
-    return Likeness(
-        frozenset({"weights"}),
-        f"closeness of {representation} weights ({CLOSENESS})",
-        lambda stats: closeness(distances(stats.weights, stats.layer.experts)),
-    )
+def _reached(stats: LayerStatistics, needs: frozenset[str]) -> bool:
+    """Whether tokens were sampled for what is to be compared, if it takes any."""
+    sampled = needs & (SAMPLED | DENSE) - {"router_arguments"}
+    found = [getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled]
+    return needs == WEIGHTS or (stats.tokens > 0 and all(found))
 
 
 @torch.no_grad()
 def compared(likeness: Likeness, stats: LayerStatistics, model: Any) -> tuple[Matrix | None, str]:
     """The matrix and its label; by the router's rows where no token reached the layer, which must be loaded."""
-    tokens = 0
-    for name in likeness.needs & {"expert_outputs", "mixed_outputs"}:
-        tokens = getattr(stats, name).shape[1]
-    if tokens or likeness.by_weights:
-        return _matrix(likeness.matrix(stats)), likeness.label.format(tokens=tokens)
+    if _reached(stats, likeness.needs):
+        try:
+            label, table = likeness.measure(stats)
+            return _matrix(_checked(table, stats.layer.experts)), str(label)
+        except Exception as error:  # of a plugin: a report can do without
+            logger.warning(
+                "%s: its strategy cannot tell how alike its experts are (%s), so its router rows are compared",
+                stats.layer.name, reason_of(error),
+            )  # fmt: skip
     return compared_by_rows(stats.layer, model)
+
+
+def _checked(table: Tensor, experts: int) -> Tensor:
+    if table.shape != (experts, experts) or not bool(table.isfinite().all()):
+        raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
+    return table
 
 
 def compared_by_weights(likeness: Likeness, layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:

@@ -11,13 +11,21 @@ from compressor.cli.terminal import progress_bars
 Printing = Annotated[Running, ("as_json",)]
 
 
-def strategies(running: Printing) -> None:
+def strategies(
+    running: Printing,
+    needs: Annotated[
+        bool, typer.Option("--needs", help="List the statistics that a strategy may ask for instead.")
+    ] = False,
+) -> None:
     """List the strategies that are installed, built-in and third-party."""
+    from compressor.calibration.meters import statistics_table
     from compressor.cli import rendering
     from compressor.planning import registry
 
-    loaded = [registry.load_strategy(name) for name in registry.names(registry.STRATEGIES)]
-    rendering.show_strategies(loaded, running.as_json)
+    if needs:
+        rendering.show_needs(statistics_table(), running.as_json)
+        return
+    rendering.show_strategies(list(registry.working_strategies()), running.as_json)
 
 
 def demo(

@@ -14,10 +14,10 @@ from torch import Tensor
 from compressor.api import compressing as api
 from compressor.calibration import collecting
 from compressor.calibration.batches import sample_positions
+from compressor.calibration.meters import METERS
 from compressor.calibration.statistics import (
     ALL,
     DENSE,
-    MEANINGS,
     ROUTED,
     ROUTED_OUTPUTS,
     SAMPLED,
@@ -336,6 +336,6 @@ def test_an_unknown_need_is_refused_and_known_ones_are_described() -> None:
     ):
         check_needs(frozenset({"weights", "routed_cuont"}), "mine")
     check_needs(ALL, "mine")
-    assert set(MEANINGS) == ALL
+    assert set(METERS) == ALL and all(meter.meaning for meter in METERS.values())
     assert not needs_data(frozenset({"weights"}))
     assert all(needs_data(frozenset({need, "weights"})) for need in DATA)

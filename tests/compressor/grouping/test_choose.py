@@ -84,6 +84,19 @@ def test_needs_of_every_method_exist() -> None:
         merge_needs("mean", True)
 
 
+def test_scores_that_rank_nothing_are_refused() -> None:
+    scores = COUNTS.clone()
+    scores[[2, 5]] = torch.nan
+    with pytest.raises(
+        CompressionError, match=r"^model\.layers\.3\.mlp\.experts: the score of expert 2 is not a number"
+    ):
+        keep_best(stats(LAYER), scores, 4, frozenset())
+    with pytest.raises(CompressionError, match=r"scores of the shape \[7\] cannot rank 8 experts; give one each"):
+        keep_best(stats(LAYER), COUNTS[:7], 4, frozenset())
+    infinite = torch.tensor([0.0, -torch.inf, torch.inf, 1, 2, 3, 4, 5])
+    assert keep_best(stats(LAYER), infinite, 7, frozenset()).dropped == (1,)
+
+
 def test_keep_best_by_hand() -> None:
     def kept(scores: torch.Tensor, keep: int, protected: set[int], layer: MoeLayer = LAYER) -> list[int]:
         before = scores.clone()

@@ -1,5 +1,6 @@
 """A strategy from another package: found by its entry point, measured, planned and refused like the built-in ones."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,13 @@ import torch
 
 from compressor.errors import CompressionError
 from compressor.planning import registry
-from compressor.planning.make import make_plan
+from compressor.planning.make import Wish, make_plan, make_plans
+from compressor.planning.options import helps
+from compressor.planning.plugins import packages
 from compressor.planning.registry import load_strategy, names, option_fields
 from compressor.progress import Silent
+from tests import small
+from tests.command_line import Run
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plugins import REAP, install
 
@@ -112,3 +117,170 @@ def test_a_plugin_reads_frozen_statistics(tmp_path: Path, monkeypatch: pytest.Mo
             stats.layer = None  # type: ignore[assignment,misc]
         seen.append(stats)
     assert len(seen) == 2
+
+
+# --- faults of one plugin, which must not be everybody's --------------------------------------------------------------
+
+BROKEN = {
+    "an-error": ("raise RuntimeError('no\\nGPU here')", "RuntimeError: no GPU here"),
+    "an-exit": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    "a-missing-module": ("import no_such_package_anywhere", "No module named 'no_such_package_anywhere'"),
+    "a-syntax-error": ("def plan(:", "SyntaxError"),
+    "no-plan": ("NEEDS = frozenset()", "is no plugin"),
+    "other-arguments": ("NEEDS = frozenset()\ndef plan(stats): ...", "its plan should take .statistics, keep, prot"),
+    "needs-a-list": ("NEEDS = frozenset()\ndef needs(o): return []\ndef plan(*a): ...", "should return a frozenset"),
+    "likeness-is-data": ("NEEDS = frozenset()\nlikeness = 3\ndef plan(*a): ...", "likeness should be a function"),
+    "bad-defaults": (
+        "from dataclasses import dataclass\nNEEDS = frozenset()\n@dataclass(frozen=True)\nclass Options:\n"
+        "    a: int = 1\n    def __post_init__(self): 1 / 0\ndef plan(*a): ...",
+        "does not take these options: division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_plugin_is_named_and_left_out(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, message = BROKEN[fault]
+    install(tmp_path, monkeypatch, fault, source)
+    found = [strategy.name for strategy in registry.working_strategies()]
+    assert "reap" in found and len(found) == 9 and fault not in found
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert record.levelname == "WARNING" and f"strategy '{fault}'" in said and message.partition(".")[0] in said
+    with pytest.raises(CompressionError, match=f"strategy '{fault}'.*{message}"):
+        load_strategy(fault)
+
+
+def test_strategies_and_compare_go_on_without_a_broken_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    install(tmp_path, monkeypatch, "broken", "raise RuntimeError('no GPU here')")
+    shown = run("strategies", "--json")
+    assert shown.status == 0 and len(json.loads(shown.out)) == 9
+    assert "'broken'" in shown.err and "no GPU here; it is left out" in shown.err
+    small.save(tmp_path / "model")
+    text = small.text_file(tmp_path)
+    arguments = ("--experts", 4, "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2)
+    result = run(
+        "compare", tmp_path / "model", "-o", tmp_path / "found", *arguments, "--calibration", text, "--samples", 8,
+        "--sequence-length", 16,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert "reap" in result.out and "broken" not in result.out and "it is left out" in result.err
+    refused = run("compare", tmp_path / "model", "-o", tmp_path / "more", "--strategies", "broken", "--experts", 4)
+    assert refused.status == 2 and "RuntimeError: no GPU here" in refused.err and "Traceback" not in refused.err
+
+
+def test_a_name_that_two_packages_offer_is_left_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path / "one", monkeypatch, "their-reap", REAP, "first_package")
+    install(tmp_path / "two", monkeypatch, "their-reap", REAP, "second_package")
+    assert len(list(registry.working_strategies())) == 9
+    assert "two packages offer 'their-reap'" in caplog.text
+
+
+PLANS = {
+    "None": ("return None", "returned NoneType instead of a LayerPlan"),
+    "a list": ("return [0, 1, 2, 3]", "returned list instead of a LayerPlan"),
+    "another layer": (
+        "from dataclasses import replace\n"
+        "    return LayerPlan.keep(replace(stats.layer, name='model.layers.9.mlp.experts'), range(keep))",
+        r"returned a plan of model\.layers\.9\.mlp\.experts with 8 experts",
+    ),
+    "another number": ("return LayerPlan.keep(stats.layer, range(keep + 1))", "planned 5 experts instead of 4"),
+    "other weights": (
+        "import torch\n    with torch.no_grad(): stats.weights.experts.down_proj.mul_(2)\n"
+        "    return LayerPlan.keep(stats.layer, range(keep))",
+        "changed the layer's weights, which are only to be read",
+    ),
+    "scores that are no numbers": (
+        "return keep_best(stats, stats.routed_count * float('nan'), keep, protected)",
+        r"the score of expert 0 is not a number; mend how it is computed",
+    ),
+    "written statistics": (
+        "stats.routed_count[0] = 1e9\n    return LayerPlan.keep(stats.layer, range(keep))",
+        r"statistic 'routed_count' of model\.layers\.0\.mlp\.experts is read-only",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANS)
+def test_what_is_no_plan_of_the_layer_is_refused(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, message = PLANS[fault]
+    source = (
+        "from compressor.plugins import LayerPlan, keep_best\nNEEDS = frozenset({'routed_count', 'weights'})\n"
+        f"def plan(stats, keep, protected=frozenset()):\n    {body}\n"
+    )
+    install(tmp_path / "site", monkeypatch, "odd", source)
+    stock, model = opened("mixtral", tmp_path / "model")
+    where = "" if "statistic" in message else r"model\.layers\.0\.mlp\.experts: "
+    who = "" if "score" in message or "statistic" in message else "strategy 'odd' "
+    with pytest.raises(CompressionError, match=f"{where}{who}{message}"):
+        make_plan(model, load_strategy("odd"), 4, {}, calibration(batches(stock)), Silent())
+
+
+def test_what_one_strategy_writes_no_other_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "import torch\nfrom compressor.plugins import LayerPlan\nNEEDS = frozenset({'routed_count'})\n"
+        "def plan(stats, keep, protected=frozenset()):\n"
+        "    torch.from_numpy(stats.routed_count.numpy()).fill_(0)[7] = 1e9\n"
+        "    stats.routed_count.data = torch.zeros(8)\n"
+        "    return LayerPlan.keep(stats.layer, range(keep))\n"
+    )
+    install(tmp_path / "site", monkeypatch, "rude", source)
+    stock, model = opened("mixtral", tmp_path / "model")
+    data, polite = calibration(batches(stock)), load_strategy("count-guided")
+    alone = make_plans(model, [Wish(polite, 4, {})], data, Silent())[0].plan
+    wishes = [Wish(load_strategy("rude"), 4, {}), Wish(polite, 4, {})]
+    assert make_plans(model, wishes, data, Silent())[1].plan.layers == alone.layers
+
+
+# --- exporters, options and the packages behind them ------------------------------------------------------------------
+
+
+def test_an_exporter_is_checked_and_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "from dataclasses import dataclass\nfrom compressor.plugins import option\n@dataclass(frozen=True)\n"
+        "class Options:\n    level: int = option(3, help='how small')\n"
+        "def export(checkpoint, output, options, progress): ...\n"
+    )
+    install(tmp_path / "good", monkeypatch, "npz", source, group=registry.EXPORTERS)
+    assert {"npz", "onnx", "safetensors"} <= set(registry.exporter_names())
+    assert callable(registry.load_exporter("npz").export)
+    assert registry.exporter_options("npz", {"level": 5}).level == 5
+    assert helps(registry.exporter_options("npz")) == {"level": "how small"}
+    with pytest.raises(CompressionError, match="exporter 'npz' has no option 'lvel'; it has level"):
+        registry.exporter_options("npz", {"lvel": 5})
+    with pytest.raises(CompressionError, match="exporter 'npz': option level is 'x', it should be like its default 3"):
+        registry.exporter_options("npz", {"level": "x"})
+    for number, (wrong, message) in enumerate(
+        [
+            ("def run(): ...", "is no plugin: it needs a function export"),
+            ("def export(checkpoint): ...", "is no plugin: it needs a function export"),
+            ("def export(*a): ...\nrequire_packages = 3", "require_packages should be a function, not int"),
+            ("raise ValueError('x')", "cannot be imported: ValueError: x"),
+        ]
+    ):
+        install(tmp_path / str(number), monkeypatch, f"odd{number}", wrong, group=registry.EXPORTERS)
+        with pytest.raises(CompressionError, match=f"exporter 'odd{number}'.*{message}"):
+            registry.load_exporter(f"odd{number}")
+
+
+@pytest.mark.parametrize("name", ["onnx", "safetensors"])
+def test_the_built_in_exporters_are_exporters(name: str) -> None:
+    assert registry.load_exporter(name).__doc__
+
+
+def test_every_option_of_a_built_in_strategy_has_a_help_text(run: Run) -> None:
+    shown = json.loads(run("strategies", "--json").out)
+    assert len(shown) == 9
+    for entry in shown:
+        assert set(entry["help"]) == set(entry["options"]) and all(entry["help"].values())
+
+
+def test_the_packages_of_plugins_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "their-reap", REAP)
+    assert packages() == ["exporters", "strategies", "their_reap_plugin"]

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.calibration.statistics import mix_tokens
-from compressor.grouping.similarity import linear_cka
+from compressor.grouping.similarity import closeness, linear_cka
 from compressor.model.opened import OpenModel
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Silent
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring_experts import (
-    closeness,
     compared_by_weights,
     likeness_of,
     sample_size,
@@ -27,6 +26,7 @@ from compressor.report.measuring_experts import (
 )
 from compressor.report.measuring_pass import measure_layers
 from tests.opened import batches, one_expert, opened, plain_calls
+from tests.plugins import install
 
 
 @pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
@@ -180,3 +180,61 @@ def test_closeness_turns_distances_round(experts: int, scale: float, seed: int) 
 
 def test_samples_shrink_with_many_experts() -> None:
     assert [sample_size(experts) for experts in (8, 64, 65, 256)] == [256, 256, 128, 128]
+
+
+# --- a third party's likeness -----------------------------------------------------------------------------------------
+
+THEIRS = """
+import torch
+NEEDS = frozenset({{"routed_count"}})
+def plan(stats, keep, protected=frozenset()): ...
+def likeness_needs(options): return frozenset({{"router_logits"}})
+def likeness(stats, options): {body}
+"""
+
+
+def test_a_plugins_likeness_is_asked(
+    both: tuple[Any, OpenModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "return 'logits on <36>', (stats.router_logits.T.corrcoef() + 1) / 2"
+    install(tmp_path, monkeypatch, "theirs", THEIRS.format(body=body))
+    stock, model = both
+    for layer in measured(both, plan_of(model, "theirs", {})):
+        calls = plain_calls(stock, model.architecture, batches(stock))[layer.module]
+        logits = torch.cat([output[0].reshape(-1, 8) for output in calls.router_outputs]).double().numpy()
+        assert layer.similarity_label == "logits on <36>"
+        assert np.allclose(layer.similarity or (), (np.corrcoef(logits.T) + 1) / 2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise IndexError('out of\\nbounds')", "out of bounds"),
+        ("return 'a label', torch.ones(8)", "no matrix of 8 x 8 finite numbers"),
+        ("return 'a label', torch.full((8, 8), torch.nan)", "no matrix of 8 x 8 finite numbers"),
+        ("return stats.norm_sum", "'norm_sum' was not collected"),
+        ("return None", "None"),
+    ],
+)
+def test_a_likeness_that_fails_breaks_no_report(
+    both: tuple[Any, OpenModel],
+    body: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(tmp_path, monkeypatch, "theirs", THEIRS.format(body=body))
+    model = both[1]
+    found = measured(both, plan_of(model, "auto", {}, won="theirs"))
+    assert [(layer.similarity, layer.similarity_label) for layer in found] == [
+        by_weights(model, plan_of(model, "reap", {}))[layer.module] for layer in found
+    ]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(found) and all(reason in line and "router rows are compared" in line for line in said)
+
+
+def test_a_strategy_that_is_not_installed_is_compared_by_outputs(both: tuple[Any, OpenModel]) -> None:
+    plan = plan_of(both[1], "no-longer-there", {"some": "option"})
+    assert likeness_of(plan, plan.layers[0]).needs == {"expert_outputs"}
+    assert all("linear CKA of expert outputs" in layer.similarity_label for layer in measured(both, plan))

@@ -1,0 +1,264 @@
+"""Meters: how each statistic of an MoE layer is measured, with its shape and meaning; a class is all there is to one.
+
+A meter sees every batch that passes the layer and in the end gives its statistic. Sums run over all tokens that the
+router sent to an expert and are float64. Samples hold S of the tokens and are float32. The gate weight is the one that
+really multiplies an expert's output. S sampled tokens, E experts, K top-k, H hidden.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from compressor.calibration.observing import (
+    ExpertsCall,
+    LayerWeights,
+    Meter,
+    Observed,
+    RouterArguments,
+    RouterCall,
+    SmallerRouter,
+)
+from compressor.model.buffers import token_dim
+from compressor.model.experts import apply_expert, expert_parameters
+
+
+class _Sum(Meter):
+    kind, shape = "routed", "[E]"
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.total = torch.zeros(observed.layer.experts, dtype=torch.float64)
+
+    def absorb(self, other: Self, scale: float) -> None:
+        self.total += scale * other.total
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.total
+
+
+class RoutedCount(_Sum):
+    name, meaning = "routed_count", "tokens sent to each expert"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.total += torch.bincount(call.index[call.used], minlength=len(self.total)).cpu()
+
+
+class GateWeightSum(_Sum):
+    name, meaning = "gate_weight_sum", "sum of gate weights over those tokens"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        found = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
+        self.total += found.index_add_(0, call.index[call.used], call.weights[call.used].double()).cpu()
+
+
+class ProbabilitySum(_Sum):
+    name = "probability_sum"
+    meaning = "softmax of the router logits (over a skip expert too), summed over all tokens"
+
+    def router_called(self, call: RouterCall) -> None:
+        if len(call.logits):
+            shares = call.logits.softmax(-1).sum(0, dtype=torch.float64)
+            self.total += shares[: len(self.total)].cpu()
+
+
+class _OutputSum(_Sum):
+    kind, outputs = "routed outputs", True
+
+
+class NormSum(_OutputSum):
+    name, meaning = "norm_sum", "L2 norm of the expert's output, summed over its tokens"
+
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
+        self.total[expert] += norms[weights != 0].sum().cpu()
+
+
+class SquaredNormSum(_OutputSum):
+    name, meaning = "squared_norm_sum", "square of that norm, summed over its tokens"
+
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
+        self.total[expert] += norms[weights != 0].square().sum().cpu()
+
+
+class GatedNormSum(_OutputSum):
+    name, meaning = "gated_norm_sum", "gate weight times the norm, summed over its tokens"
+
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
+        self.total[expert] += (weights.double() * norms).sum().cpu()
+
+
+class _Sample(Meter):
+    kind = "sampled"
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.parts: list[Any] = []
+
+    def absorb(self, other: Self, scale: float) -> None:
+        self.parts.extend(other.parts)
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.parts)
+
+    def take(self, value: Tensor, rows: Tensor) -> None:
+        """Keep these rows of a tensor [T, ...]."""
+        if rows.numel():
+            taken = value[rows.to(value.device)].detach()
+            self.parts.append(taken.float() if taken.is_floating_point() else taken)
+
+    def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All rows; of a layer that no sampled token reached, none, and so wide."""
+        return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
+
+
+class Inputs(_Sample):
+    name, shape, meaning = "inputs", "[S, H]", "inputs of the experts at the sampled tokens"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call.hidden, call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(1)
+
+
+class RouterLogits(_Sample):
+    name, shape, meaning = "router_logits", "[S, E]", "router logits there"
+
+    def router_called(self, call: RouterCall) -> None:
+        self.take(call.logits[:, : self.observed.layer.experts], call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.experts)
+
+
+class TopKIndex(_Sample):
+    name, shape, meaning = "top_k_index", "[S, K]", "experts chosen there"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call.index, call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.top_k, torch.long)
+
+
+class TopKWeights(_Sample):
+    name, shape, meaning = "top_k_weights", "[S, K]", "their gate weights"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call.weights, call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.top_k)
+
+
+class RouterArgumentsThere(_Sample):
+    name, meaning = "router_arguments", "positional and by keyword, what the router was called with there"
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        block = observed.block
+        self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
+
+    def router_called(self, call: RouterCall) -> None:
+        if call.rows.numel():
+            tokens = len(call.logits)
+            self.parts.append([(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments])
+
+    def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
+        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
+
+        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
+        """
+        dim = None if id(value) in self.own else token_dim(value, tokens)
+        if dim is None:
+            return None, value
+        by_token = value if dim == 0 else value.flatten(0, 1)
+        taken = by_token[rows.to(value.device)].detach().clone()
+        return dim, taken if dim == 0 else taken[None]
+
+    def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
+        positional: list[Any] = []
+        by_keyword: dict[str, Any] = {}
+        dims: dict[int | str, int | None] = {}
+        for column in zip(*self.parts, strict=True):
+            (name, dim, first), values = column[0], [value for _, _, value in column]
+            joined = first if dim is None else torch.cat(values, dim)
+            dims[len(positional) if name is None else name] = dim
+            if name is None:
+                positional.append(joined)
+            else:
+                by_keyword[name] = joined
+        return RouterArguments(tuple(positional), by_keyword, dims)
+
+
+class ExpertOutputs(_Sample):
+    name, shape, meaning, kind = "expert_outputs", "[E, S, H]", "every expert's output there", "dense"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        if call.rows.numel():
+            self.parts.append(call.hidden[call.rows.to(call.hidden.device)].detach())
+
+    def inputs(self) -> Tensor:
+        """What the experts are run on, [S, H]."""
+        return torch.cat(self.parts)
+
+    @torch.no_grad()
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        experts, count = self.observed.experts, self.observed.layer.experts
+        if not self.parts:
+            return torch.zeros(count, 0, 1)
+        hidden = self.inputs()
+        outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)
+        for expert in range(count):
+            outputs[expert] = apply_expert(experts, expert_parameters(experts, expert), hidden)
+        return outputs
+
+
+class MixedOutputs(ExpertOutputs):
+    name, meaning = "mixed_outputs", "every expert's output on random mixtures of those inputs"
+
+    def inputs(self) -> Tensor:
+        """What the experts are run on, [S, H]."""
+        return mix_tokens(super().inputs(), self.observed.seed)
+
+
+class Weights(Meter):
+    name, kind, meaning = "weights", "weights", "the layer's live experts and router modules, to be read only"
+
+    def finish(self, smaller_router: SmallerRouter) -> LayerWeights:
+        return LayerWeights(self.observed.experts, self.observed.router, self.observed.block, smaller_router)
+
+
+class Heldout(Meter):
+    """Measured by a collector of its own, on other tokens."""
+
+    name, kind = "heldout", "heldout"
+    meaning = "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output"
+
+
+METERS: Mapping[str, type[Meter]] = {
+    meter.name: meter
+    for meter in (
+        RoutedCount, GateWeightSum, ProbabilitySum, NormSum, SquaredNormSum, GatedNormSum, Inputs, RouterLogits,
+        TopKIndex, TopKWeights, RouterArgumentsThere, ExpertOutputs, MixedOutputs, Weights, Heldout,
+    )
+}  # fmt: skip
+
+
+def statistics_table() -> list[tuple[str, str, str]]:
+    """Name, shape ("" where there is none) and meaning of each statistic that a strategy may need."""
+    return [(name, meter.shape, meter.meaning) for name, meter in METERS.items()]
+
+
+def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
+    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly.
+
+    Section 3.4 of Zhang et al. 2024, arXiv:2407.09590.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
+    share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
+    mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
+    return mixed.to(hidden.dtype)

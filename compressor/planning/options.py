@@ -1,0 +1,78 @@
+"""Options of strategies and exporters: fields of a frozen dataclass, each with a default and a help text."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from compressor.errors import CompressionError, reason_of
+
+T = TypeVar("T")
+
+
+def option(default: T, help: str) -> T:
+    """A field of an `Options` dataclass, with the text that tells users what it does."""
+    made: T = field(default=default, metadata={"help": help})
+    return made
+
+
+def helps(options: Any) -> dict[str, str]:
+    """Help texts of the options, a dataclass or one of its instances, that have one."""
+    return {entry.name: entry.metadata["help"] for entry in _fields(options) if "help" in entry.metadata}
+
+
+def defaults(options_class: Any) -> dict[str, Any]:
+    """Options with their defaults."""
+    return {entry.name: _default(entry) for entry in _fields(options_class)}
+
+
+def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
+    """The options of a plugin with these settings, None where it has none; raises `CompressionError`.
+
+    `what` names the plugin, such as "strategy 'reap'".
+    """
+    if options_class is None:
+        if settings:
+            raise CompressionError(f"{what} has no option {min(settings)!r}; it has none")
+        return None
+    if not isinstance(options_class, type) or not is_dataclass(options_class):
+        raise CompressionError(f"{what}: Options should be a frozen dataclass")
+    known = defaults(options_class)
+    if unknown := sorted(set(settings) - set(known)):
+        raise CompressionError(f"{what} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    for name, default in known.items():
+        _check_type(what, name, settings.get(name, default), default)
+    try:
+        return options_class(**settings)
+    except CompressionError:
+        raise
+    except Exception as error:  # a plugin checks its options as it likes
+        raise CompressionError(f"{what} does not take these options: {reason_of(error)}") from error
+
+
+def read_option(text: str, fault: str) -> tuple[str, Any]:
+    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with `fault`."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise CompressionError(fault)
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value
+
+
+def _fields(options: Any) -> tuple[Field[Any], ...]:
+    return fields(options) if is_dataclass(options) else ()
+
+
+def _default(entry: Field[Any]) -> Any:
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
+
+
+def _check_type(what: str, name: str, value: Any, default: Any) -> None:
+    """Refuse an option's value of another kind than its default; one without a plain default checks itself."""
+    if not isinstance(default, bool | int | float | str) or type(value) is type(default):
+        return
+    if isinstance(default, float) and type(value) is int:
+        return
+    raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")

@@ -1,0 +1,76 @@
+"""Finding and loading what other packages offer through entry points: on equal terms with what is built in."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from compressor.errors import CompressionError, reason_of
+
+STRATEGIES = "moe_compressor.strategies"
+EXPORTERS = "moe_compressor.exporters"
+KINDS = {STRATEGIES: "strategy", EXPORTERS: "exporter"}
+
+
+def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
+    """Entry points by name and by what they stand for: two packages may offer one name."""
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for entry in entry_points(group=group):
+        found.setdefault(entry.name, {})[entry.value] = entry
+    return found
+
+
+def names(group: str) -> list[str]:
+    """Names offered in an entry-point group."""
+    return sorted(_entries(group))
+
+
+def packages() -> list[str]:
+    """Top-level packages of all installed plugins, the built-in ones included."""
+    entries = [entry for group in KINDS for entry in entry_points(group=group)]
+    return sorted({entry.module.partition(".")[0] for entry in entries})
+
+
+def load(group: str, name: str) -> Any:
+    """What stands behind a name; raises `CompressionError` for one that is unknown, offered twice or broken."""
+    offered, what = _entries(group), KINDS[group]
+    if name not in offered:
+        near = difflib.get_close_matches(name, offered, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise CompressionError(
+            f"there is no {what} {name!r}; {hint}known are "
+            f"{', '.join(sorted(offered)) or 'none (is the package installed?)'}"
+        )
+    value, *others = offered[name]
+    if others:
+        raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")
+    try:
+        return offered[name][value].load()
+    except ImportError as error:
+        raise CompressionError(f"{what} {name!r} ({value}) cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # a plugin runs what it likes
+        raise CompressionError(
+            f"{what} {name!r} ({value}) cannot be imported: {type(error).__name__}: {reason_of(error)}"
+        ) from error
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether something can be called with so many positional arguments, as far as that can be told."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # what is not written in Python may have no signature
+        return True
+    return True
+
+
+def optional(module: Any, name: str, what: str) -> Callable[..., Any] | None:
+    """An optional function of a plugin; one that cannot be called is refused."""
+    found = getattr(module, name, None)
+    if found is not None and not callable(found):
+        raise CompressionError(f"{what} is no plugin: {name} should be a function, not {type(found).__name__}")
+    return found

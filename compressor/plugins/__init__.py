@@ -1,0 +1,55 @@
+"""The one door for authors of plugins: everything here is public, and nothing else need be imported.
+
+A strategy is a module with `NEEDS` and `plan(stats, keep, protected[, options])`, an exporter one with
+`export(checkpoint, output, options, progress)`; entry points announce them. docs/plugins.md tells the contract, and
+`compressor.plugins.testing` holds a fake layer to try a strategy on. The built-in strategies are written with this.
+"""
+
+from compressor.calibration.statistics import (
+    HELDOUT,
+    RECONSTRUCTION,
+    LayerStatistics,
+    LayerWeights,
+    RouterArguments,
+)
+from compressor.errors import CompressionError
+from compressor.grouping.choose import (
+    METHODS,
+    competing,
+    keep_best,
+    kept_share,
+    merge_groups,
+    merge_needs,
+    routing_blocks,
+)
+from compressor.grouping.partition import Grouping, group_experts
+from compressor.grouping.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
+from compressor.grouping.similarity import (
+    CLOSENESS,
+    closeness,
+    fast_squared_distances,
+    linear_cka,
+    mean_output_distances,
+    mean_output_noise,
+    noise,
+    pairwise_distances,
+    rbf_cka,
+)
+from compressor.model.architecture import MoeLayer
+from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
+from compressor.model.routers import check_count
+from compressor.planning.options import option
+from compressor.planning.registry import Exporter, Strategy, load_strategy
+from compressor.plans.layer import Group, LayerPlan
+from compressor.progress import Progress
+from compressor.ties import FLOAT32, SQUARED, exceeds, least, rounded
+
+__all__ = [
+    "CLOSENESS", "FLOAT32", "HELDOUT", "METHODS", "RECONSTRUCTION", "SQUARED", "CompressionError", "Exporter",
+    "Group", "Grouping", "KeptErrors", "LayerPlan", "LayerStatistics", "LayerWeights", "MoeLayer", "Progress",
+    "Projections", "Routed", "RouterArguments", "Strategy", "apply_expert", "check_count", "closeness", "competing",
+    "exceeds", "expert_parameters", "fast_squared_distances", "group_experts", "keep_best", "kept_share", "least",
+    "linear_cka", "load_strategy", "mean_output_distances", "mean_output_noise", "merge_groups", "merge_needs",
+    "noise", "option", "original", "pairwise_distances", "projections", "rbf_cka", "reconstruct", "relative_error",
+    "rounded", "routing_blocks",
+]  # fmt: skip

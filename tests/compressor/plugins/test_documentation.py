@@ -1,0 +1,112 @@
+"""docs/plugins.md: its table is the meters', and its template is a package that works in every command."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import compressor.plugins
+from compressor.calibration.meters import statistics_table
+from compressor.calibration.statistics import ALL, LayerStatistics
+from compressor.planning.registry import exporter_options, load_exporter, load_strategy
+from compressor.plugins.testing import check_strategy
+from compressor.progress import Silent
+from tests import small
+from tests.command_line import Run
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+
+
+def files() -> dict[str, str]:
+    """The template's files: code blocks whose first line is a path."""
+    return dict(re.findall(r"^```\w+\n# (\S+/\S+|pyproject\.toml)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The template as `pip install` would leave it: its files, and the metadata with its entry points."""
+    site = tmp_path / "site"
+    for name, content in files().items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(content, encoding="utf-8")
+    project = tomllib.loads((site / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = site / f"moe_loudest-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    (info / "entry_points.txt").write_text(
+        "\n".join(f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items()) for group, names in groups)
+    )
+    monkeypatch.syspath_prepend(str(site))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "moe_loudest"]:
+        monkeypatch.delitem(sys.modules, name)
+    return site
+
+
+def test_the_table_of_statistics_is_that_of_the_meters(run: Run) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", TEXT, re.MULTILINE)
+    written = [(name, "" if shape == "-" else shape, meaning) for name, shape, meaning in rows if name in ALL]
+    assert written == statistics_table()
+    printed = json.loads(run("strategies", "--needs", "--json").out)
+    assert [(row["name"], row["shape"], row["meaning"]) for row in printed] == written
+    table = run("strategies", "--needs").out
+    assert all(name in table for name, _, _ in written) and "[E, S, H]" in table
+
+
+def test_every_statistic_is_a_typed_field() -> None:
+    assert {name for name in ALL if name in vars(LayerStatistics)} == ALL
+
+
+def test_the_door_opens_on_what_it_names_and_the_text_names_no_other() -> None:
+    assert all(hasattr(compressor.plugins, name) for name in compressor.plugins.__all__)
+    imported = set(re.findall(r"^from (compressor\S*) import", "\n".join(files().values()), re.MULTILINE))
+    assert imported == {"compressor.plugins", "compressor.plugins.testing"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "strategies").glob("*.py")), ids=lambda file: file.stem)
+def test_the_built_in_strategies_enter_by_the_same_door(file: Path) -> None:
+    imported = re.findall(r"^ *(?:from|import) ((?:compressor|strategies)\S*)", file.read_text(), re.MULTILINE)
+    assert {name for name in imported if not name.startswith("strategies.")} <= {"compressor.plugins"}
+
+
+def test_the_template_strategy_compresses_and_compares(package: Path, tmp_path: Path, run: Run) -> None:
+    check_strategy(__import__("moe_loudest.strategy").strategy)
+    assert load_strategy("loudest", {"visits": 0.5}).options.visits == 0.5
+    assert "loudest" in run("strategies").out
+    model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
+    data = ("--calibration", text, "--samples", 8, "--sequence-length", 16)
+    made = run(
+        "compress", model, "-o", tmp_path / "out", "--experts", 4, "--strategy", "loudest", "--option", "visits=0.5",
+        *data,
+    )  # fmt: skip
+    assert made.status == 0, made.err
+    written = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))["plan"]
+    assert (written["strategy"], written["options"]) == ("loudest", {"visits": 0.5})
+    compared = run(
+        "compare", model, "-o", tmp_path / "found", "--experts", 4, "--strategies", "loudest,count-guided",
+        "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, *data,
+    )  # fmt: skip
+    assert compared.status == 0 and "loudest" in compared.out, compared.err
+
+
+def test_the_template_exporter_writes_every_tensor(package: Path, tmp_path: Path) -> None:
+    model, exporter = small.save(tmp_path / "model"), load_exporter("npz")
+    summary = exporter.export(model, tmp_path / "out", exporter_options("npz", {"compress": True}), Silent())
+    tensors = load_file(model / "model.safetensors")
+    with np.load(tmp_path / "out" / "model.npz") as found:
+        assert set(found) == set(tensors) and summary.tensors == len(tensors)
+        assert all(np.array_equal(found[name], value.float().numpy()) for name, value in tensors.items())
+
+
+def test_the_templates_own_tests_pass(package: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(package), "tests"]
+    path = {"PYTHONPATH": f"{package}:{ROOT}", "PATH": "", "HOME": str(package)}
+    done = subprocess.run(command, cwd=package, env=path, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
