@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from compressor.api.compressing import Summary
 from compressor.cli.terminal import console, print_json, print_lines, print_table
 from compressor.model.inspection import Inspection
 from compressor.planning.options import helps
 from compressor.plans.plan import CompressionPlan
 from compressor.words import human_bytes, human_count, share
 
-if TYPE_CHECKING:
-    from compressor.publishing.push import PushSummary  # what publishes is loaded only to publish
+if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
+    from compressor.api.compressing import Summary
+    from compressor.publishing.push import PushSummary
 
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
@@ -96,7 +96,7 @@ def _short(items: Sequence[Any], most: int = 12) -> str:
     return text + (f" and {len(items) - most} more" if len(items) > most else "") or "-"
 
 
-def summary_dict(summary: Summary) -> dict[str, Any]:
+def summary_dict(summary: "Summary") -> dict[str, Any]:
     """A summary as JSON types, without the plan's layers."""
     return {
         "output": summary.out,
@@ -113,7 +113,7 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def show_summary(summary: Summary, as_json: bool, pushed: "PushSummary | None" = None) -> None:
+def show_summary(summary: "Summary", as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a compression did, and where it was published."""
     if as_json:
         print_json({**summary_dict(summary), **published(pushed)})

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from compressor.api.searching import Gated
 from compressor.attribution.figures import Attribution
 from compressor.attribution.hubs import Hub, SuperExpert
 from compressor.attribution.report import (
@@ -30,8 +29,9 @@ from compressor.gates.report import full_content
 from compressor.gates.verdict import GateResult
 from compressor.words import human_bytes, human_count
 
-if TYPE_CHECKING:
-    from compressor.publishing.push import PushSummary  # what publishes is loaded only to publish
+if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
+    from compressor.api.searching import Gated
+    from compressor.publishing.push import PushSummary
 
 WIDE = 150  # columns of a terminal that shows all of the table's
 MIDDLE = tuple(column for column in COLUMNS if column not in ("metric", "detectable"))
@@ -54,7 +54,9 @@ def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -
     print_lines(_written(written))
 
 
-def show_gated(found: Gated, as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None) -> None:
+def show_gated(
+    found: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
+) -> None:
     """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
     result = found.decisive.result
     if as_json:
