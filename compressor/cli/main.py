@@ -2,11 +2,9 @@
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -16,11 +14,11 @@ from compressor.cli.parameters import spread
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError, without_tokens
 from compressor.memory import limit_caches
+from compressor.planning.plugins import packages
 from compressor.run_record import versions
 from compressor.words import one_line
 
 PACKAGE = "moe-compressor"
-PLUGINS = ("moe_compressor.strategies", "moe_compressor.exporters")  # entry-point groups
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
 INTERRUPTED = 130
 
@@ -60,9 +58,7 @@ def _own_warnings() -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
-    announced = [entry.value for group in PLUGINS for entry in entry_points(group=group)]
-    plugins = {re.split(r"\W", value, maxsplit=1)[0] for value in announced} - {""}
-    loggers = [logging.getLogger(package) for package in {"compressor", "strategies", "exporters"} | plugins]
+    loggers = [logging.getLogger(package) for package in {"compressor", "strategies", "exporters", *packages()}]
     for logger in loggers:
         logger.addHandler(handler)
     try:

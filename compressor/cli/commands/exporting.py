@@ -38,10 +38,10 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint in another format, by default as a verified ONNX graph; the model has to fit in memory."""
-    from compressor.api.exporting import export_checkpoint, find_exporter, read_options
+    from compressor.api.exporting import export_checkpoint, find_exporter
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
-    from compressor.planning.registry import read_option
+    from compressor.planning.registry import exporter_options, read_option
 
     flags: dict[str, Any] = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": False if no_past else None}
     settings = {name: value for name, value in flags.items() if value is not None}
@@ -50,7 +50,8 @@ def export(
         if name == "overwrite":
             raise CompressionError("--option overwrite is the option --overwrite; pass that")
         settings[name] = value
-    read_options(format, find_exporter(format), settings)  # refused before a model is downloaded
+    find_exporter(format)  # refused, as wrong options are, before a model is downloaded
+    exporter_options(format, settings)
     with progress_bars(running.as_json) as progress:
         folder = locate(checkpoint, running.revision, progress).folder
         summary = export_checkpoint(format, folder, output, settings, running.overwrite, progress)
