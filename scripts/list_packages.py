@@ -80,19 +80,14 @@ def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _imported(node: ast.AST) -> list[str]:
+def imported_modules(node: ast.AST) -> list[str]:
     """The modules that a statement imports; of `from package import name` the name too, if it is one."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom) or node.module is None:
         return []
     inner = [f"{node.module}.{alias.name}" for alias in node.names]
-    return [name if (ROOT / Path(*name.split("."))).with_suffix("").exists() or _is_file(name) else node.module
-            for name in inner]  # fmt: skip
-
-
-def _is_file(module: str) -> bool:
-    return (ROOT / Path(*module.split("."))).with_suffix(".py").is_file()
+    return [name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else node.module for name in inner]
 
 
 def imports() -> list[Import]:
@@ -101,7 +96,7 @@ def imports() -> list[Import]:
     for file in sources():
         package = package_of(module_of(file))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            for name in dict.fromkeys(_imported(node)):
+            for name in dict.fromkeys(imported_modules(node)):
                 if name.split(".")[0] in PRODUCT:
                     found.append(Import(file.relative_to(ROOT), getattr(node, "lineno", 0), package, package_of(name)))
     return found

@@ -75,7 +75,7 @@ def compress_gated(
         )
     listener = progress or Silent()
     source = locate(model, revision, listener)
-    judge = _Judge(source, Path(out), gate, resolve_tasks(gate.options), inconclusive, keep_failed, listener, after)
+    judge = _Trial(source, Path(out), gate, resolve_tasks(gate.options), inconclusive, keep_failed, listener, after)
     attempts: list[Attempt] = []
     summaries: list[Summary] = []
 
@@ -136,7 +136,7 @@ def _experts(folder: Path) -> int:
 
 
 @dataclass(slots=True)
-class _Judge:
+class _Trial:
     """Takes each output through the gate before it is put in place."""
 
     source: ModelSource

@@ -24,7 +24,7 @@ HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertOutputs:
+class RanExpert:
     """What one expert put out for its tokens: rows [n], gate weights [n], outputs [n, H] before those weights."""
 
     expert: int
@@ -66,7 +66,7 @@ class UnitTrace:
     context: Context
     terms: tuple[Term, ...] = ()  # of the layer's output
     logits: dict[str, Logits] = field(default_factory=dict)  # by experts module
-    routed: dict[str, list[ExpertOutputs]] = field(default_factory=dict)
+    routed: dict[str, list[RanExpert]] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
     called: set[str] = field(default_factory=set)  # experts modules whose router was called
     projected: dict[str, tuple[Heads, Tensor]] = field(default_factory=dict)  # by attention module, while it runs
@@ -191,8 +191,8 @@ def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[
             yield module.register_forward_hook(hook).remove
 
 
-def _observed(found: list[ExpertOutputs], experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    return observed_forward(experts, hidden, index, weights, lambda *seen: found.append(ExpertOutputs(*seen)))
+def _observed(found: list[RanExpert], experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return observed_forward(experts, hidden, index, weights, lambda *seen: found.append(RanExpert(*seen)))
 
 
 def _watch_router(layer: MoeLayer, router: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:

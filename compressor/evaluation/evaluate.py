@@ -44,14 +44,14 @@ def run_tasks(
     Checkpoint(source.folder)  # whose errors name the file that is wrong
     found: dict[str, ItemScores] = {}
     with quiet_lm_eval():
-        from compressor.evaluation.model import Watch, loaded_model
+        from compressor.evaluation.model import AnswerWatch, loaded_model
 
         progress.start(f"Loading {source.label}", 1)
         with _faults_told(source, "could not be loaded by lm-eval"), loaded_model(source.folder, options) as model:
             progress.advance("")
             for task in tasks:
                 with _faults_told(source, f"could not be evaluated on task {task.name!r}"):
-                    model.watch(Watch(source.label, task.name, progress))
+                    model.watch(AnswerWatch(source.label, task.name, progress))
                     found[task.name] = item_scores(task, _samples(model, task, options))
                 keep(found[task.name])
     return found

@@ -22,7 +22,7 @@ from compressor.progress import Progress
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
 
 
-class Watch:
+class AnswerWatch:
     """Takes each answer as lm-eval gets it: counts it, and refuses a log-likelihood that is not finite."""
 
     def __init__(self, model: str, task: str, progress: Progress) -> None:
@@ -70,11 +70,11 @@ class _WholeModel:
 
 
 class WatchedModel(HFLM):
-    """A causal language model whose answers a `Watch` sees."""
+    """A causal language model whose answers a `AnswerWatch` sees."""
 
     AUTO_MODEL_CLASS = _WholeModel
 
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: AnswerWatch) -> None:
         """Who sees the next answers."""
         self.watcher = watch
         self.set_cache_hook(watch)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compressor.report.data import LayerReport, Load, ReportData
-from compressor.report.drawing import FONT, Part, Sheet, colour
+from compressor.report.drawing import FONT, Panel, Sheet, colour
 from compressor.report.layers import brief_end, fates, named, share, short
 from compressor.words import counted, human_bytes, human_count
 
@@ -35,12 +35,12 @@ def left(before: float, after: float) -> str:
     return f"{100 * after / before:.1f}%" if before else "-"
 
 
-def size_parts(data: ReportData) -> tuple[Part, ...]:
+def size_parts(data: ReportData) -> tuple[Panel, ...]:
     """Bars of what is left of experts, parameters and bytes."""
     said = [
         f"{name}: {first} before, {second} after, {left(a, b)} is left" for name, a, b, first, second in size_rows(data)
     ]
-    return (Part("Sizes before and after", f"{'; '.join(said)}.", SIZES, partial(_draw_sizes, data=data)),)
+    return (Panel("Sizes before and after", f"{'; '.join(said)}.", SIZES, partial(_draw_sizes, data=data)),)
 
 
 def _draw_sizes(sheet: Sheet, data: ReportData) -> None:
@@ -56,7 +56,7 @@ def _draw_sizes(sheet: Sheet, data: ReportData) -> None:
         axes.text(1, place - 0.16, f"{first} → {second} ({left(before, after)})", ha="right", va="bottom")
 
 
-def visit_parts(data: ReportData) -> tuple[Part, ...]:
+def visit_parts(data: ReportData) -> tuple[Panel, ...]:
     """A legend, and for each layer with visits the share of every expert and slot; none if nothing was counted.
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
@@ -66,7 +66,7 @@ def visit_parts(data: ReportData) -> tuple[Part, ...]:
         return ()
     highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer, _ in shown) or 1.0
     kinds = [kind for kind in KINDS if any(kind in _kinds(layer) for layer, _ in shown)]
-    legend = Part(
+    legend = Panel(
         "What the bars are",
         f"Bars of the source's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
         f"All bars are on one scale up to {share(highest)}.",
@@ -74,7 +74,7 @@ def visit_parts(data: ReportData) -> tuple[Part, ...]:
     )  # fmt: skip
     return (
         legend,
-        *(Part(name, visit_alt(layer), VISITS, partial(_draw_visits, layer=layer, name=name, highest=highest))
+        *(Panel(name, visit_alt(layer), VISITS, partial(_draw_visits, layer=layer, name=name, highest=highest))
           for layer, name in shown),
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def phases(data: ReportData) -> list[tuple[str, float]]:
     return [(name, value) for name, value in taken if math.isfinite(value) and value >= 0]
 
 
-def time_parts(data: ReportData) -> tuple[Part, ...]:
+def time_parts(data: ReportData) -> tuple[Panel, ...]:
     """One bar of the time by phase; none without a record."""
     found = phases(data)
     total = sum(value for _, value in found)
@@ -161,7 +161,7 @@ def time_parts(data: ReportData) -> tuple[Part, ...]:
         return ()
     said = ", ".join(f"{name} {value:.1f} s ({100 * value / total:.0f}%)" for name, value in found)
     alt = f"{counted(len(found), 'phase')} in {total:.1f} seconds: {said}."
-    return (Part("Time by phase", alt, TIMES, partial(_draw_times, found=found, total=total)),)
+    return (Panel("Time by phase", alt, TIMES, partial(_draw_times, found=found, total=total)),)
 
 
 def _draw_times(sheet: Sheet, found: Sequence[tuple[str, float]], total: float) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.gates.markdown import change, margin, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.report.data import ReportData
-from compressor.report.drawing import FONT, Part, Sheet, colour, readable
+from compressor.report.drawing import FONT, Panel, Sheet, colour, readable
 from compressor.report.layers import brief, brief_end, named, short
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ MARKS = {"pass": ("o", "good", "✓"), "fail": ("X", "bad", "✗"), "inconclusiv
 Row = tuple[str, Mapping[str, float]]  # a layer's name, and its errors by field, those that are known and finite
 
 
-def error_parts(data: ReportData) -> tuple[Part, ...]:
+def error_parts(data: ReportData) -> tuple[Panel, ...]:
     """Dots of each layer's errors; none where no error is known."""
     rows: list[Row] = []
     for layer, name in named(data.layers):
@@ -41,7 +41,7 @@ def error_parts(data: ReportData) -> tuple[Part, ...]:
     row = min(max(TALLEST / len(rows), LEAST_ROW), MOST_ROW)
     kinds = len({field for _, values in rows for field in values})
     size = (WIDTH, LEGEND * kinds + row * len(rows) + BELOW + 0.05)
-    return (Part("Reconstruction error by layer", error_alt(rows), size, partial(_draw_errors, rows=rows, row=row)),)
+    return (Panel("Reconstruction error by layer", error_alt(rows), size, partial(_draw_errors, rows=rows, row=row)),)
 
 
 def error_alt(rows: Sequence[Row]) -> str:
@@ -113,12 +113,12 @@ def _draw_key(sheet: Sheet, rows: Sequence[Row], x: float, y: float) -> None:
         y += LEGEND * 0.75
 
 
-def gate_parts(data: ReportData) -> tuple[Part, ...]:
+def gate_parts(data: ReportData) -> tuple[Panel, ...]:
     """A line for each task from the drop's lower to its upper bound, over the drop allowed; none without a gate."""
     if data.gate is None or not data.gate.tasks:
         return ()
     size = (WIDTH, TASK_ROW * len(data.gate.tasks) + BELOW + 0.3)
-    return (Part("Drops and the drop allowed", gate_alt(data.gate), size, partial(_draw_gate, gate=data.gate)),)
+    return (Panel("Drops and the drop allowed", gate_alt(data.gate), size, partial(_draw_gate, gate=data.gate)),)
 
 
 def gate_alt(gate: GateResult) -> str:

@@ -62,7 +62,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Panel:
     """One drawing of a picture, such as that of one layer."""
 
     title: str  # names it among the parts
@@ -81,7 +81,7 @@ class Picture:
     alt: str  # what is to be seen, in numbers
     caption: str
     svg: str  # one SVG element for each part
-    parts: tuple[Part, ...] = field(default=(), repr=False, compare=False)
+    parts: tuple[Panel, ...] = field(default=(), repr=False, compare=False)
 
 
 @cache
@@ -116,7 +116,7 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def _part_svg(part: Part) -> str:
+def _part_svg(part: Panel) -> str:
     """The SVG file of one part, as matplotlib writes it."""
     from matplotlib.figure import Figure
 
@@ -153,7 +153,7 @@ def png(picture: Picture) -> bytes:
         return png_bytes(figure)
 
 
-def inline_svg(part: Part, prefix: str) -> str:
+def inline_svg(part: Panel, prefix: str) -> str:
     """One part as an SVG element with a title and a description; every id in it begins with `prefix`."""
     root = ElementTree.fromstring(_part_svg(part))
     for element in list(root.iter()):
@@ -170,7 +170,7 @@ def inline_svg(part: Part, prefix: str) -> str:
     return ElementTree.tostring(_dressed(root, part, prefix), encoding="unicode")
 
 
-def _dressed(root: ElementTree.Element, part: Part, prefix: str) -> ElementTree.Element:
+def _dressed(root: ElementTree.Element, part: Panel, prefix: str) -> ElementTree.Element:
     """The element with its size in the page, its text alternative and what all drawings share."""
     left, top, width, height = map(float, root.attrib["viewBox"].split())
     dressed = ElementTree.Element(

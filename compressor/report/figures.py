@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from compressor.report.bars import size_parts, time_parts, visit_parts
 from compressor.report.data import ReportData
 from compressor.report.dots import error_parts, gate_parts
-from compressor.report.drawing import Part, Picture, inline_svg
+from compressor.report.drawing import Panel, Picture, inline_svg
 from compressor.report.matrices import similarity_parts
 from compressor.words import counted
 
 SIZES, SIMILARITY, VISITS, ERRORS, GATE, TIMES = NAMES = ("sizes", "similarity", "visits", "errors", "gate", "times")
-FIGURES: Mapping[str, tuple[str, Callable[[ReportData], tuple[Part, ...]]]] = {  # title, and what draws it
+FIGURES: Mapping[str, tuple[str, Callable[[ReportData], tuple[Panel, ...]]]] = {  # title, and what draws it
     SIZES: ("What is left of experts, parameters and bytes", size_parts),
     SIMILARITY: ("Similarity of the experts, with the chosen groups", similarity_parts),
     VISITS: ("Visits of the experts before, and of the slots after", visit_parts),
@@ -31,7 +31,7 @@ def pictures(data: ReportData, names: Sequence[str] = NAMES) -> tuple[Picture, .
     return tuple(found)
 
 
-def _alt(parts: Sequence[Part]) -> str:
+def _alt(parts: Sequence[Panel]) -> str:
     """The parts' own words, each after its title if there are several."""
     said = [part for part in parts if not part.is_legend]
     return said[0].alt if len(said) == 1 else " ".join(f"{part.title}: {part.alt}" for part in said)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compressor.report.data import LayerReport, ReportData
-from compressor.report.drawing import FONT, Part, Sheet, colour
+from compressor.report.drawing import FONT, Panel, Sheet, colour
 from compressor.report.layers import brief_end, listed, mean, merged, named, order, short, within
 from compressor.words import counted
 
@@ -28,13 +28,13 @@ CASING, LINE = ("#0b0d10", 2.4), ("#fefefe", 1.1)  # an outline that any colour 
 COLOURS = "viridis"  # as in all heatmaps here; grows lighter for colour-blind readers too
 
 
-def similarity_parts(data: ReportData) -> tuple[Part, ...]:
+def similarity_parts(data: ReportData) -> tuple[Panel, ...]:
     """The scale and a matrix for each layer that has one; none if no layer has."""
     shown = [(layer, name) for layer, name in named(data.layers) if layer.similarity is not None]
     if not shown:
         return ()
     low, high = limits(layer for layer, _ in shown)
-    legend = Part(
+    legend = Panel(
         "Scale of similarity",
         f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
         "ones the dropped experts.",
@@ -46,7 +46,7 @@ def similarity_parts(data: ReportData) -> tuple[Part, ...]:
     size = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW)
     return (
         legend,
-        *(Part(name, matrix_alt(layer), size, partial(_draw, layer=layer, name=name, low=low, high=high))
+        *(Panel(name, matrix_alt(layer), size, partial(_draw, layer=layer, name=name, low=low, high=high))
           for layer, name in shown),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from compressor.plans.plan import CompressionPlan, Group, LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Portion:
     """A share of one output row: a stored tensor, or its slice `index` along the output tensor's `dim`."""
 
     tensor: str
@@ -36,7 +36,7 @@ class OutputTensor:
     dtype: str
     shape: tuple[int, ...]
     unit: str
-    rows: tuple[tuple[Part, ...], ...] = ()
+    rows: tuple[tuple[Portion, ...], ...] = ()
     dim: int | None = None
     remap: tuple[int, ...] | None = None  # for tables of expert ids: the new slot by old id, -1 for dropped
 
@@ -124,7 +124,7 @@ def plan_outputs(
         elif role.expert < len(layer_plan.groups):
             family, info = families[role.family], checkpoint.tensors[name]
             members = weighted_members(layer_plan.groups[role.expert], role.is_router)
-            row = tuple(Part(family[expert], None, coefficient) for expert, coefficient in members)
+            row = tuple(Portion(family[expert], None, coefficient) for expert, coefficient in members)
             outputs.append(OutputTensor(name, info.dtype, info.shape, role.unit, (row,)))
     order = {unit: position for position, unit in enumerate(("", *units))}
     return sorted(outputs, key=lambda output: order[output.unit])  # stable: the source's order within a unit
@@ -132,16 +132,16 @@ def plan_outputs(
 
 def _copied(checkpoint: Checkpoint, name: str, role: Role, remap: tuple[int, ...] | None = None) -> OutputTensor:
     info = checkpoint.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Part(name, None, 1.0),),), remap=remap)
+    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),), remap=remap)
 
 
 def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
     info = checkpoint.tensors[name]
     rows = [
-        tuple(Part(name, expert, coefficient) for expert, coefficient in weighted_members(group, role.is_router))
+        tuple(Portion(name, expert, coefficient) for expert, coefficient in weighted_members(group, role.is_router))
         for group in plan.groups
     ]
-    rows += [(Part(name, plan.experts + position, 1.0),) for position in range(role.extra)]
+    rows += [(Portion(name, plan.experts + position, 1.0),) for position in range(role.extra)]
     shape = (*info.shape[: role.dim], len(rows), *info.shape[role.dim + 1 :])
     return OutputTensor(name, info.dtype, shape, role.unit, tuple(rows), role.dim)
 
@@ -163,7 +163,7 @@ def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
         yield from _along(checkpoint, output, output.dim)
 
 
-def _untouched(row: tuple[Part, ...]) -> bool:
+def _untouched(row: tuple[Portion, ...]) -> bool:
     return len(row) == 1 and row[0].coefficient == 1.0
 
 
@@ -199,12 +199,12 @@ def _along(checkpoint: Checkpoint, output: OutputTensor, dim: int) -> Iterator[P
     yield tensor_bytes_view(torch.stack(rows, dim))
 
 
-def _slice(checkpoint: Checkpoint, part: Part, dim: int | None) -> torch.Tensor:
+def _slice(checkpoint: Checkpoint, part: Portion, dim: int | None) -> torch.Tensor:
     whole = checkpoint.read(part.tensor)
     return whole if part.index is None or dim is None else whole.select(dim, part.index)
 
 
-def _mixed(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Part, ...]) -> torch.Tensor:
+def _mixed(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Portion, ...]) -> torch.Tensor:
     """An output row that is mixed, in float32 at least, cast once to the stored dtype."""
     dtype = TORCH_DTYPES[output.dtype]
     if not dtype.is_floating_point or dtype.itemsize == 1:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.grouping import partition as grouping
+from compressor.grouping import search as grouping
 from compressor.grouping.partition import Grouping, group_experts
 
 Groups = tuple[tuple[int, ...], ...]
@@ -56,9 +56,9 @@ def random_distances(experts: int, seed: int, kind: str = "points") -> Tensor:
 
 def searched(distances: Tensor, count: int, seed: int = 0) -> float:
     """Objective of the heuristic path, whatever the size."""
-    labels = grouping._search(distances, count, torch.Generator().manual_seed(seed))
+    labels = grouping.search(distances, count, torch.Generator().manual_seed(seed))
     assert sorted(set(labels.tolist())) == list(range(count))
-    return grouping._cost(distances, labels)
+    return grouping.cost(distances, labels)
 
 
 @st.composite
@@ -165,7 +165,7 @@ def test_a_regrouping_leaves_a_minimum_of_moves_and_swaps() -> None:
     distances[0, 1] = distances[1, 0] = 2
     distances[2, 3] = distances[3, 2] = 1
     labels = grouping._descend(distances, torch.tensor([0, 0, 1, 2]), 3)
-    assert grouping._cost(distances, labels) == 1
+    assert grouping.cost(distances, labels) == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -177,7 +177,7 @@ def test_descent_never_costs_more_and_keeps_every_group(seed: int, experts: int,
     start = torch.cat((torch.arange(count), torch.randint(count, (experts - count,), generator=generator)))
     end = grouping._descend(distances, start, count)
     assert end.bincount(minlength=count).min() >= 1
-    assert grouping._cost(distances, end) <= grouping._cost(distances, start) * (1 + 1e-12)
+    assert grouping.cost(distances, end) <= grouping.cost(distances, start) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(("experts", "count"), [(12, 8), (48, 24), (128, 96)])
