@@ -16,6 +16,7 @@ test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell \
 		$(VENV)/bin/python -m pytest -n 2 $(DECIDING)
+	scripts/check_wheel.sh $(VENV)/bin/python
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
