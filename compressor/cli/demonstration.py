@@ -1,7 +1,6 @@
 """The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from compressor.errors import CompressionError
 from compressor.model.loading import quiet_transformers
 from compressor.progress import Progress
 
-Trial = tuple[str, dict[str, Any]]  # a strategy with its options
-STRATEGIES: tuple[Trial, ...] = (
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("count-guided", {}),
     ("model-centric", {"merge": "learned"}),
     ("data-centric", {"merge": "max"}),
@@ -44,28 +42,30 @@ class DemoRow:
         return sum(self.accuracy.values()) / len(self.accuracy)
 
 
-def measure(name: str, folder: Path, experts: int) -> DemoRow:
-    """Load a checkpoint with stock transformers and measure it on held-out text and questions."""
+def measure(name: str, folder: Path, experts: int, every: int = 1) -> DemoRow:
+    """Load a checkpoint with stock transformers and measure it on `every` nth held-out text and question."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     size = Size.of(Checkpoint(folder).tensors.values())
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")])
-    accuracy = skill_accuracy(model, tokenizer, load_items())
+    loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")[::every]])
+    accuracy = skill_accuracy(model, tokenizer, load_items()[::every])
     return DemoRow(name, experts, size.parameters, size.bytes, loss, accuracy)
 
 
-def run_demo(
-    experts: int, output: Path | None, progress: Progress, trials: Sequence[Trial] = STRATEGIES
-) -> list[DemoRow]:
-    """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models."""
+def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[DemoRow]:
+    """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models.
+
+    With `quick` it is one strategy, on a tenth of the questions and texts.
+    """
+    trials, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
     if output is not None and output.exists():
         raise CompressionError(f"{output} exists already; name a new folder")
     with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
         before = inspect(str(source)).experts
-        rows = [measure("original", source, before)]
+        rows = [measure("original", source, before, every)]
         folder = Path(scratch) if output is None else output
         for strategy, options in trials:
             label = " ".join([strategy, *(f"({value})" for value in options.values())])
@@ -75,5 +75,5 @@ def run_demo(
                 str(source), target, experts=experts, strategy=strategy, options=options, calibration="demo",
                 samples=SAMPLES, sequence_length=LENGTH, progress=progress,
             )  # fmt: skip
-            rows.append(measure(label, target, experts))
+            rows.append(measure(label, target, experts, every))
     return rows

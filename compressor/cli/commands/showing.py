@@ -34,12 +34,12 @@ def demo(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the compressed models in this new folder.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Try one strategy only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One strategy, on a tenth of the questions.")] = False,
 ) -> None:
     """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
     from compressor.cli import rendering
-    from compressor.cli.demonstration import STRATEGIES, run_demo
+    from compressor.cli.demonstration import run_demo
 
     with progress_bars(running.as_json) as progress:
-        rows = run_demo(experts, output, progress, STRATEGIES[:1] if quick else STRATEGIES)
+        rows = run_demo(experts, output, progress, quick)
     rendering.show_demo(rows, running.as_json)
