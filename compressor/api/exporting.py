@@ -4,6 +4,7 @@ import difflib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,16 @@ def export_checkpoint(
         if output.is_dir():
             shutil.rmtree(output)
         fresh.rename(output)
-    return summary
+    return _in_place(summary, fresh, output)
+
+
+def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
+    """What an exporter says of its work, with the folder that it was given named as it is called now."""
+    if not is_dataclass(summary) or isinstance(summary, type):
+        return summary
+    said = {entry.name: getattr(summary, entry.name) for entry in fields(summary) if entry.init}
+    moved = {name: type(value)(output) for name, value in said.items() if value in (fresh, str(fresh))}
+    return replace(summary, **moved) if moved else summary
 
 
 @contextmanager

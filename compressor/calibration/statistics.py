@@ -125,7 +125,8 @@ def check_needs(needs: frozenset[str], strategy: str) -> None:
     unknown = sorted(needs - ALL)
     if unknown:
         raise CompressionError(
-            f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are {sorted(ALL)}"
+            f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
+            f"{', '.join(sorted(ALL))}"
         )
 
 

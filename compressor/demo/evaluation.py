@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH_TOKENS = 4096
 
@@ -51,7 +53,7 @@ def load_documents(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def skill_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", items: Sequence[Item]
 ) -> dict[str, float]:
     """For each skill, the share of items whose right choice has the highest summed log-likelihood."""
     rows = [_row(tokenizer, item.question, choice) for item in items for choice in item.choices]
@@ -63,7 +65,7 @@ def skill_accuracy(
     return {skill: sum(marks) / len(marks) for skill, marks in right.items()}
 
 
-def heldout_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> float:
+def heldout_loss(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", documents: Sequence[str]) -> float:
     """Mean negative log-likelihood in nats per token of the documents, each read on its own."""
     rows = [_row(tokenizer, "", text) for text in documents]
     count = sum(len(row.tokens) - row.start for row in rows)
@@ -77,7 +79,7 @@ def _read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, given: str, scored: str) -> ScoredRow:
+def _row(tokenizer: "PreTrainedTokenizerBase", given: str, scored: str) -> ScoredRow:
     """Encodes the two texts apart, so that no token straddles them, after the token that opens a text."""
     opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     before = [opening, *tokenizer.encode(given, add_special_tokens=False)]
@@ -86,7 +88,7 @@ def _row(tokenizer: PreTrainedTokenizerBase, given: str, scored: str) -> ScoredR
 
 @torch.inference_mode()
 def _log_likelihoods(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[ScoredRow]
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Sequence[ScoredRow]
 ) -> list[float]:
     """Summed log-likelihood of the scored tokens of each row, in the order of the rows."""
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

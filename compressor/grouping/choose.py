@@ -79,6 +79,10 @@ def merge_groups(
     With `align`, the neurons of a group are matched to those of its most visited expert (its lowest, where visits are
     not known) when the plan is carried out.
     """
+    if method not in METHODS:
+        raise CompressionError(f"there is no merge {method!r}; known are {', '.join(METHODS)}")
+    if not all(groups):
+        raise CompressionError(f"{stats.layer.name}: a group has no members; remove it")
     counts = stats.values.get("routed_count")
     start = "uniform" if method == "learned" else method
     merged = []

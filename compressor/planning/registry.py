@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from compressor.calibration.statistics import LayerStatistics, check_needs
-from compressor.errors import CompressionError
+from compressor.correction.refit import METHODS
+from compressor.errors import CompressionError, reason_of
 from compressor.planning import plugins
 from compressor.planning.options import defaults, make_options, read_option
 from compressor.planning.plugins import EXPORTERS, STRATEGIES, names
@@ -43,8 +44,16 @@ class Strategy:
         """Plan one layer, handing on the options if the strategy has any; refuses what is no plan of this layer."""
         extra = () if self.options is None else (self.options,)
         before = _versions(statistics)
-        made = self.plan(statistics, keep, protected, *extra)
         layer, who = statistics.layer, f"strategy {self.name!r}"
+        try:
+            made = self.plan(statistics, keep, protected, *extra)
+        except CompressionError:
+            raise
+        except Exception as error:  # a plugin does what it likes
+            raise CompressionError(
+                f"{layer.name}: {who} failed: {type(error).__name__}: {reason_of(error)}; mend its plan() or choose "
+                "another strategy"
+            ) from error
         if before != _versions(statistics):
             raise CompressionError(f"{layer.name}: {who} changed the layer's weights, which are only to be read")
         if not isinstance(made, LayerPlan):
@@ -90,13 +99,16 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
             f"{'' if options is None else ', options'})"
         )
     needs = _needs(module, "needs", options, given, name)
+    correction = getattr(module, "CORRECTION", "none")
+    if correction not in METHODS:
+        raise CompressionError(f"{what} is no plugin: CORRECTION should be {', '.join(METHODS)}, not {correction!r}")
     return Strategy(
         name,
         module.plan,
         needs,
         options,
         summary_of(module),
-        getattr(module, "CORRECTION", "none"),
+        correction,
         plugins.optional(module, "likeness", what),
         _needs(module, "likeness_needs", options, needs, name),
     )

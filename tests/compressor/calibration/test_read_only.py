@@ -42,7 +42,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda x: [row.zero_() for row in x],
     "a split": lambda x: x.split(1)[0].zero_(),
     "a transpose": lambda x: x.mT.add_(1),
-    "strides": lambda x: x.as_strided((2,), (1,)).zero_(),
+    "strides": lambda x: x.as_strided((1,), (1,)).zero_(),
     "an alias": lambda x: torch.ops.aten.alias(x).zero_(),
     "an unsafe view": lambda x: torch.ops.aten._unsafe_view(x, [x.numel()]).zero_(),
     "a view of bits": lambda x: x.view(torch.uint8).zero_(),

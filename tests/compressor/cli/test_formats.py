@@ -89,7 +89,7 @@ def test_an_exporter_that_fails_leaves_nothing(run: Run, checkpoint: Path, tmp_p
         ),
         (("--format", "safetensors"), "safetensors is what compress writes"),
         (("--format", "needy"), "needy needs the package nowhere"),
-        (("--format", "broken"), "exporter 'broken' has no function export"),
+        (("--format", "broken"), "exporter 'broken' is no plugin: it needs a function export"),
         (("--format", "toy", "--option", "colour=red"), "exporter 'toy' has no option 'colour'; it has fail, title"),
         (("--format", "toy", "--option", "colour"), "--option 'colour' should be name=value"),
         (("--format", "toy", "--opset", 20), "exporter 'toy' has no option 'opset'"),
