@@ -33,6 +33,17 @@ def export(checkpoint, output, options, progress):
     output.mkdir()
     (output / "name.txt").write_text(checkpoint.name)
 """
+TELLING = """
+from dataclasses import dataclass
+from pathlib import Path
+@dataclass
+class Summary:
+    folder: Path
+    tensors: int
+def export(checkpoint, output, options, progress):
+    output.mkdir()
+    return Summary(output, 3)
+"""
 NEEDY = """
 from compressor.errors import CompressionError
 def require_packages():
@@ -48,7 +59,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, source in (("toy", TOY), ("plain", PLAIN), ("needy", NEEDY), ("broken", "export = 3")):
+    sources = {"toy": TOY, "plain": PLAIN, "telling": TELLING, "needy": NEEDY, "broken": "export = 3"}
+    for name, source in sources.items():
         folder = tmp_path_factory.mktemp("site")
         install(folder, monkeypatch, name, source)
         entries = folder / f"{name}_plugin-1.0.dist-info" / "entry_points.txt"
@@ -63,6 +75,8 @@ def test_export_by_name_with_options(run: Run, checkpoint: Path, tmp_path: Path)
     as_json = run("export", checkpoint, "-o", tmp_path / "more", "--format", "plain", "--json")
     assert json.loads(as_json.out) == {"format": "plain", "folder": str(tmp_path / "more")}
     refused(run("export", checkpoint, "-o", tmp_path / "out", "--format", "toy", "--json"), "exists already")
+    told = run("export", checkpoint, "-o", tmp_path / "third", "--format", "telling")
+    assert str(tmp_path / "third") in "".join(told.out.split()) and ".third" not in told.out
 
 
 def test_compress_with_a_subfolder_or_alone(run: Run, checkpoint: Path, tmp_path: Path) -> None:

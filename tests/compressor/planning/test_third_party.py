@@ -70,6 +70,10 @@ def test_layer_plans_of_a_plugin_are_checked(tmp_path: Path, monkeypatch: pytest
         ("NEEDS = {'routed_count'}\ndef plan(*a): ...", "is no plugin: it needs a frozenset NEEDS"),
         ("NEEDS = frozenset()", "is no plugin: .* and a function plan"),
         ("import no_such_package_anywhere", "cannot be imported: No module named 'no_such_package_anywhere'"),
+        (
+            "NEEDS = frozenset()\nCORRECTION = 'ridgid'\ndef plan(*a): ...",
+            "is no plugin: CORRECTION should be none, ridge, tune, not 'ridgid'",
+        ),
         ("NEEDS = frozenset()\nOptions = dict\ndef plan(*a): ...", "Options should be a frozen dataclass"),
     ],
 )
@@ -196,6 +200,15 @@ PLANS = {
         "    return LayerPlan.keep(stats.layer, range(keep))",
         "changed the layer's weights, which are only to be read",
     ),
+    "an exception": (
+        "return stats.routed_cuont",
+        r"failed: AttributeError: .*routed_cuont.*; mend its plan\(\) or choose another strategy",
+    ),
+    "an unknown merge": (
+        "return merge_groups(stats, [[0, 1], [2, 3], [4, 5], [6, 7]], method='avg')",
+        "there is no merge 'avg'; known are uniform, max, frequency, learned",
+    ),
+    "an empty group": ("return merge_groups(stats, [[0], [1], [2], []])", "a group has no members; remove it"),
     "scores that are no numbers": (
         "return keep_best(stats, stats.routed_count * float('nan'), keep, protected)",
         r"the score of expert 0 is not a number; mend how it is computed",
@@ -211,13 +224,14 @@ PLANS = {
 def test_what_is_no_plan_of_the_layer_is_refused(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body, message = PLANS[fault]
     source = (
-        "from compressor.plugins import LayerPlan, keep_best\nNEEDS = frozenset({'routed_count', 'weights'})\n"
+        "from compressor.plugins import LayerPlan, keep_best, merge_groups\n"
+        "NEEDS = frozenset({'routed_count', 'weights'})\n"
         f"def plan(stats, keep, protected=frozenset()):\n    {body}\n"
     )
     install(tmp_path / "site", monkeypatch, "odd", source)
     stock, model = opened("mixtral", tmp_path / "model")
-    where = "" if "statistic" in message else r"model\.layers\.0\.mlp\.experts: "
-    who = "" if "score" in message or "statistic" in message else "strategy 'odd' "
+    where = "" if "statistic" in message or "no merge" in message else r"model\.layers\.0\.mlp\.experts: "
+    who = "" if any(word in message for word in ("score", "statistic", "no merge", "a group")) else "strategy 'odd' "
     with pytest.raises(CompressionError, match=f"{where}{who}{message}"):
         make_plan(model, load_strategy("odd"), 4, {}, calibration(batches(stock)), Silent())
 
