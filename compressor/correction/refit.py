@@ -4,7 +4,7 @@
 and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -18,9 +18,40 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
 
-METHODS = ("none", "ridge", "tune")
 RATE = 0.3  # of tuning, times the error that is left: see `compressor.correction.tuning.Schedule`
 MOST_RATE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """What a step of a correction works on: the cut layer's float32 parameters and router tensors, changed in place."""
+
+    cut: CutLayer
+    router: Mapping[str, torch.Tensor]  # expert-sized tensors of the live router, by key
+    rows: torch.Tensor  # [n] recorded tokens to fit to
+    judged: torch.Tensor  # [m] those that are held out
+    correction: "Correction"
+    error: float  # that is left on the held-out ones
+    seed: int
+
+
+def _ridge(refit: Refit) -> None:
+    refit_down(refit.cut, refit.rows, refit.judged)
+
+
+def _tune(refit: Refit) -> None:
+    asked = refit.correction
+    rate = min(asked.rate * refit.error, MOST_RATE)  # bold steps only shake a layer that is near
+    tune(refit.cut, refit.rows, list(refit.router.values()), Schedule(asked.steps, asked.tokens, rate, refit.seed))
+
+
+Step = Callable[[Refit], None]
+STEPS_OF: Mapping[str, Mapping[str, Step]] = {  # of each correction, by name; what one does not better is undone
+    "none": {},
+    "ridge": {"ridge": _ridge},
+    "tune": {"ridge": _ridge, "tune": _tune},
+}
+METHODS = tuple(STEPS_OF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +198,10 @@ def correct_layer(
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
         guard = _Guard(cut, router, dtypes, writing)
         errors = {"before": guard.best}
-        if correction.wanted and guard.best > 0 and len(rows):
-            refit_down(cut, rows, judged)
-            errors["ridge"] = guard.judge("ridge")
-            if correction.method == "tune":
-                guard.restore()
-                rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
-                tune(cut, rows, list(router.values()), Schedule(correction.steps, correction.tokens, rate, seed))
-                errors["tune"] = guard.judge("tune")
+        steps = STEPS_OF[correction.method] if guard.best > 0 and len(rows) else {}
+        for name, step in steps.items():
+            step(Refit(cut, router, rows, judged, correction, guard.best, seed))
+            errors[name] = guard.judge(name)
             guard.restore()
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}
