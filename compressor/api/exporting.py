@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
+from compressor.files import replace_folder
 from compressor.planning.options import defaults
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
@@ -50,9 +51,9 @@ def export_checkpoint(
             raise CompressionError(f"exporter {name!r} failed: {type(error).__name__}: {reason_of(error)}") from error
         if not fresh.is_dir():
             raise CompressionError(f"exporter {name!r} wrote no folder; it should write one at the place it is given")
-        if output.is_dir():
-            shutil.rmtree(output)
-        fresh.rename(output)
+        with _hidden(output, f"{name}.old") as old:
+            shutil.rmtree(old, ignore_errors=True)
+            replace_folder(fresh, output, old)
     return _in_place(summary, fresh, output)
 
 

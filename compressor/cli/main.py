@@ -58,7 +58,7 @@ def _own_warnings() -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
-    loggers = [logging.getLogger(package) for package in {"compressor", "strategies", "exporters", *packages()}]
+    loggers = [logging.getLogger(package) for package in {"compressor", *packages()}]
     for logger in loggers:
         logger.addHandler(handler)
     try:
@@ -113,7 +113,3 @@ for command in (
     showing.demo,
 ):
     app.command()(spread(command))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from compressor.calibration.batches import Calibration
 from compressor.calibration.statistics import needs_data
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
+from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
 from compressor.planning import make
 from compressor.planning.make import Wish
@@ -96,9 +97,8 @@ def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionP
             pass  # an unreadable leftover is no reason to fail: plan again
     made, calibration = plan_request(run, request, wish)
     run.folder.mkdir(exist_ok=True)
-    fresh = kept.with_suffix(".new")
-    fresh.write_text(json.dumps({"request": run.digest, "plan": made.to_dict()}), encoding="utf-8")
-    fresh.replace(kept)
+    with replacing(kept, kept.with_suffix(".new")) as fresh:
+        fresh.write_text(json.dumps({"request": run.digest, "plan": made.to_dict()}), encoding="utf-8")
     return made, calibration
 
 

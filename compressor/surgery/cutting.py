@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from compressor.errors import CompressionError
+from compressor.files import replacing
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters, parameter_names
 from compressor.plans.json import layer_from_dict, layer_to_dict
@@ -78,10 +79,10 @@ class CutFiles:
     def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a layer's tensors with its plan; a file is there whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = self._path(layer).with_suffix(".new")
+        path = self._path(layer)
         whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        safetensors.torch.save_file(whole, fresh, metadata={"plan": json.dumps(layer_to_dict(plan))})
-        fresh.replace(self._path(layer))
+        with replacing(path, path.with_suffix(".new")) as fresh:
+            safetensors.torch.save_file(whole, fresh, metadata={"plan": json.dumps(layer_to_dict(plan))})
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """The plan of a finished layer; None if it is not there."""
