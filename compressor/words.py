@@ -1,5 +1,6 @@
 """Words of reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
 
+import difflib
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
@@ -87,6 +88,12 @@ def distinct(names: Iterable[str]) -> list[str]:
             name = f"{plain_name}-{number}"
         found.append(name)
     return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'reep', ['reap'] -> "did you mean 'reap'? "; nothing where no known name is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def counted(count: int, thing: str) -> str:

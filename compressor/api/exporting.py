@@ -1,6 +1,5 @@
 """Formats beside safetensors: exporters that are installed, the built-in ONNX one and those of third parties alike."""
 
-import difflib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from compressor.files import replace_folder
 from compressor.planning.options import defaults
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
+from compressor.words import did_you_mean
 
 WRITER = "safetensors"  # what `compress` writes, and what every exporter reads
 
@@ -22,8 +22,7 @@ def find_exporter(name: str) -> Exporter:
     if name == WRITER:
         raise CompressionError(f"--format {WRITER} is what compress writes and export reads; name another format")
     if name not in (known := exporter_names()):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, known)
         raise CompressionError(f"--format {name!r} is not known; {hint}installed are {', '.join(known)}")
     module: Exporter = load_exporter(name)
     if callable(required := getattr(module, "require_packages", None)):

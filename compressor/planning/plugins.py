@@ -1,12 +1,12 @@
 """Finding and loading what other packages offer through entry points: on equal terms with what is built in."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
+from compressor.words import did_you_mean
 
 STRATEGIES = "moe_compressor.strategies"
 EXPORTERS = "moe_compressor.exporters"
@@ -36,10 +36,8 @@ def load(group: str, name: str) -> Any:
     """What stands behind a name; raises `CompressionError` for one that is unknown, offered twice or broken."""
     offered, what = _entries(group), KINDS[group]
     if name not in offered:
-        near = difflib.get_close_matches(name, offered, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise CompressionError(
-            f"there is no {what} {name!r}; {hint}known are "
+            f"there is no {what} {name!r}; {did_you_mean(name, offered)}known are "
             f"{', '.join(sorted(offered)) or 'none (is the package installed?)'}"
         )
     value, *others = offered[name]

@@ -4,7 +4,6 @@ A recipe is made from the plan alone, so that `compress`, and `plan` with `apply
 compression.json it names no folder; on the machine that made the output, the record of the run knows them.
 """
 
-import difflib
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.planning.request import Request
 from compressor.plans.plan import CompressionPlan
 from compressor.run_record import read_record
+from compressor.words import did_you_mean
 
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000
@@ -89,8 +89,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     hints = MODEL | {entry.name: get_type_hints(Request)[entry.name] for entry in fields(Request)}
     for name, value in content.items():
         if name not in hints:
-            near = difflib.get_close_matches(str(name), hints, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(str(name), hints)
             raise CompressionError(f"{path} has no field {reprlib.repr(name)}; {hint}known are {', '.join(hints)}")
         if not _fits(value, hints[name]):
             raise CompressionError(f"{path}: {name} is {reprlib.repr(value)}, it should be {_kind(hints[name])}")
