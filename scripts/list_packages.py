@@ -23,6 +23,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     WORDS: (0, "errors, whole files, memory, progress, versions, the words of all reports"),
     "demo": (1, "the embedded model with its data and tasks"),
     "drawing": (1, "one kit for every picture"),
+    "document": (2, "one way to say it: blocks, and a renderer for each medium"),
     "checkpoint": (2, "files on disk or on the Hub, read lazily"),
     "model": (3, "what transformers says the files are, one layer of it in memory at a time"),
     "plans": (4, "what shall be done, as JSON"),

@@ -1,32 +1,31 @@
-"""Heatmaps side by side and below each other, at the size that their rows and columns need."""
+"""Heat maps: one on axes of its own, or panels side by side and below each other on shared colour scales."""
 
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compressor.drawing.palette import DPI, axes_at
+from compressor.drawing.palette import FONT, HEAT
+from compressor.drawing.scales import log_limits, ticks
+from compressor.words import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
+    from matplotlib.figure import FigureBase
 
-FONT, LETTER, LINE = 7, 0.068, 0.125  # points of a label; inches of a letter and of a line
+LETTER, LINE = 0.068, 0.13  # inches of a letter and of a line
 WIDTH, LEAST_WIDTH = 4.8, 2.6  # inches of a panel
 LEAST_CELL, MOST_CELL = 0.1, 0.5  # inches
 HEIGHT, LEAST_ROW, MOST_ROW = 5.6, 0.09, 0.24
-LEAST_BODY = 2.3  # inches of height that a colour bar's label needs
-TITLE, GAP = 0.28, 0.42  # inches above a panel, and below it for the columns' numbers
-MARGIN, BAR_SPACE, BAR = 0.3, 0.85, 0.13
-DECADES = 6  # of a colour scale at the most
-TINIEST = 1e-30  # less counts as nothing
+LEAST_BODY = 2.6  # inches of height that a colour bar needs
+BESIDE = 0.75  # inches above and below a panel
+BAR = 0.95  # inches of a colour bar with its label
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One heatmap."""
+    """One heat map of a figure with several."""
 
     title: str
     rows: tuple[str, ...]
@@ -39,130 +38,102 @@ class Scale:
     """A logarithmic colour scale: the numbers of its first and last colour, and whether there are smaller ones."""
 
     label: str
-    colours: str  # a colour map's name
     low: float
     high: float
-    has_smaller: bool
+    has_smaller: bool = False
+    colours: str = HEAT
 
 
-def log_scale(label: str, colours: str, values: Iterable[float | None]) -> Scale:
+def log_scale(label: str, values: Iterable[float | None], colours: str = HEAT) -> Scale:
     """A scale for these numbers, over six decades at the most; from 0.1 to 1 if none is above 0."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
-    positive = [value for value in finite if value >= TINIEST]
-    if not positive:
-        return Scale(label, colours, 0.1, 1.0, bool(finite))
-    high = max(positive)
-    low = max(min(positive), high / 10**DECADES)
-    low = low if low < high else high / 10
-    return Scale(label, colours, low, high, min(finite) < low)
+    limits = log_limits(value for value in finite if value > 0)
+    if limits is None:
+        return Scale(label, 0.1, 1.0, bool(finite), colours)
+    low, high = limits if limits[0] < limits[1] else (limits[1] / 10, limits[1])
+    return Scale(label, low, high, min(finite) < low, colours)
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`: powers of ten, with 2 and 5 of each if there are few; the ends if none."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if last - first <= 2 else (1,)
-    found = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
-    found = [value for value in found if low <= value <= high]
-    return found if len(found) > 1 else [low, high]
-
-
-def heat_figure(
-    title: str, columns: Sequence[Sequence[Panel]], numbers: Sequence[str], scales: Sequence[Scale], all_rows: bool
-) -> "Figure":
-    """The picture, not saved yet: columns of panels over the same `numbers`, colour bars on the right.
-
-    Labels of rows are left out where they would touch, unless `all_rows` makes room for each.
-    """
-    from matplotlib.figure import Figure
-
-    columns = [column for column in columns if column]
-    panels = [panel for column in columns for panel in column]
-    if not panels:
-        return _empty(title)
-    cell = min(max(WIDTH / len(numbers), LEAST_CELL), MOST_CELL)
-    width = max(cell * len(numbers), LEAST_WIDTH)
-    tallest = max(len(panel.rows) for panel in panels)
-    row = min(max(HEIGHT / tallest, 1.2 * LINE if all_rows else LEAST_ROW), MOST_ROW)
-    left = [0.35 + LETTER * max(len(name) for panel in column for name in panel.rows) for column in columns]
-    body = max(LEAST_BODY, *(sum(_height(panel, row, width) for panel in column) for column in columns))
-    across = sum(left) + len(columns) * (width + MARGIN) + BAR_SPACE * len(scales)
-    heading = textwrap.wrap(title, max(20, int(across / 0.09)))
-    up = 0.15 + 0.19 * len(heading) + body + 0.1
-    figure = Figure(figsize=(across, up), dpi=DPI)
-    figure.text(0.15 / across, 1 - 0.1 / up, "\n".join(heading), va="top", fontsize=10, parse_math=False)
-    x = 0.0
-    for column, labels in zip(columns, left, strict=True):
-        y = 0.1 + body
-        x += labels
-        for panel in column:
-            y -= _height(panel, row, width)
-            axes = axes_at(figure, x, y + GAP, width, row * len(panel.rows))
-            _draw(axes, panel, scales[panel.scale], numbers)
-            _label(axes, panel, numbers, width, row)
-        x += width + MARGIN
-    for place, scale in enumerate(scales):
-        bar = max(LEAST_BODY, min(body, 4.0)) - TITLE - GAP
-        _draw_bar(axes_at(figure, x + BAR_SPACE * place, 0.1 + body - TITLE - bar, BAR, bar), scale)
-    return figure
-
-
-def _empty(title: str) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.0, 1.2), dpi=DPI)
-    text = "\n".join([*textwrap.wrap(title, 60), "", "nothing to show"])
-    figure.text(0.03, 0.9, text, va="top", fontsize=9, parse_math=False)
-    return figure
-
-
-def _title(panel: Panel, width: float) -> list[str]:
-    return textwrap.wrap(panel.title, max(12, int(width / 0.082)))
-
-
-def _height(panel: Panel, row: float, width: float) -> float:
-    return TITLE + LINE * (len(_title(panel, width)) - 1) + row * len(panel.rows) + GAP
-
-
-def _colours(scale: Scale) -> "Colormap":
-    from matplotlib import colormaps
-
-    return colormaps[scale.colours].with_extremes(bad="white")
-
-
-def _draw(axes: "Axes", panel: Panel, scale: Scale, numbers: Sequence[str]) -> None:
+def draw_heat(
+    axes: "Axes", values: Sequence[Sequence[float | None]], low: float | None, high: float | None, **style: Any
+) -> Any:
+    """The matrix as coloured squares from `low` to `high`, its first row above; what is not finite stays blank."""
     import numpy as np
 
-    values = np.array([[math.nan if value is None else value for value in row] for row in panel.values])
-    values[~np.isfinite(values)] = math.nan
-    shown = np.ma.masked_invalid(np.log10(np.clip(values, scale.low, scale.high)))
-    axes.imshow(
-        shown, aspect="auto", interpolation="nearest", cmap=_colours(scale),
-        vmin=math.log10(scale.low), vmax=math.log10(scale.high),
-    )  # fmt: skip
-    axes.spines[:].set_color("#999999")
-    axes.set_ylim(len(panel.rows) - 0.5, -0.5)
-    axes.set_xlim(-0.5, len(numbers) - 0.5)
+    matrix = np.array([[math.nan if value is None else value for value in row] for row in values], dtype=float)
+    shown = np.ma.masked_invalid(np.where(np.isfinite(matrix), matrix, np.nan))
+    style = {"cmap": HEAT, "interpolation": "none", "aspect": "auto", **style}
+    return axes.imshow(shown, vmin=low, vmax=high, **style)
 
 
-def _label(axes: "Axes", panel: Panel, numbers: Sequence[str], width: float, row: float) -> None:
-    letters = max(map(len, numbers))
-    step = math.ceil((letters + 1) * LETTER / (width / len(numbers)))
-    axes.set_xticks(range(0, len(numbers), step), labels=numbers[::step], fontsize=FONT)
-    step = math.ceil(LINE / row)
-    axes.set_yticks(range(0, len(panel.rows), step), labels=panel.rows[::step], fontsize=FONT, parse_math=False)
+def label_axes(axes: "Axes", rows: Sequence[str], columns: Sequence[str], width: float, height: float) -> None:
+    """Numbers of columns and names of rows, as many as have room in so many inches."""
+    step = math.ceil((max(map(len, columns)) + 1) * LETTER * len(columns) / width)
+    axes.set_xticks(range(0, len(columns), step), labels=columns[::step])
+    step = math.ceil(LINE * len(rows) / height)
+    axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows[::step]])
     axes.tick_params(length=2, pad=1.5)
-    axes.set_xlabel("layer of the receiving router", fontsize=FONT, labelpad=1)
-    axes.set_title("\n".join(_title(panel, width)), fontsize=8, loc="left", pad=3, parse_math=False)
+    axes.spines[:].set(visible=True, color="#999999")
 
 
-def _draw_bar(axes: "Axes", scale: Scale) -> None:
+def panels_size(
+    columns: Sequence[Sequence[Panel]], numbers: Sequence[str], scales: int, roomy: bool = False
+) -> tuple[float, float]:
+    """Width and height in inches that the panels need; `roomy` gives each row's name a line."""
+    widths, row = _widths(columns, numbers), _row_height(columns, roomy)
+    heights = [sum(BESIDE + row * len(panel.rows) for panel in column) for column in columns]
+    return sum(widths) + BAR * scales, max(LEAST_BODY, *heights)
+
+
+def _panel_width(numbers: Sequence[str]) -> float:
+    return max(LEAST_WIDTH, len(numbers) * min(max(WIDTH / len(numbers), LEAST_CELL), MOST_CELL))
+
+
+def _widths(columns: Sequence[Sequence[Panel]], numbers: Sequence[str]) -> list[float]:
+    """Inches of each column, with the names of its rows."""
+    return [0.4 + _panel_width(numbers) + LETTER * max(len(name) for panel in column for name in panel.rows)
+            for column in columns]  # fmt: skip
+
+
+def _row_height(columns: Sequence[Sequence[Panel]], roomy: bool) -> float:
+    tallest = max(len(panel.rows) for column in columns for panel in column)
+    return min(max(HEIGHT / tallest, 1.2 * LINE if roomy else LEAST_ROW), MOST_ROW)
+
+
+def draw_panels(
+    figure: "FigureBase", columns: Sequence[Sequence[Panel]], numbers: Sequence[str], scales: Sequence[Scale],
+    label: str, roomy: bool = False,
+) -> None:  # fmt: skip
+    """Columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale on the right."""
+    from matplotlib.colors import LogNorm
+
+    width, row = _panel_width(numbers), _row_height(columns, roomy)
+    ratios = [*_widths(columns, numbers), *[BAR] * len(scales)]
+    parts = figure.subfigures(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+    norms = [{"norm": LogNorm(scale.low, scale.high), "cmap": scale.colours} for scale in scales]
+    for part, column in zip(parts, columns, strict=False):
+        heights = [len(panel.rows) * row for panel in column]
+        grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+        for axes, panel, height in zip(grid, column, heights, strict=True):
+            low = scales[panel.scale].low
+            values = [[None if value is None else max(value, low) for value in line] for line in panel.values]
+            draw_heat(axes, values, None, None, **norms[panel.scale])
+            label_axes(axes, panel.rows, numbers, width, height)
+            title = "\n".join(textwrap.wrap(readable(panel.title), max(12, int(width / 0.075))))
+            axes.set_title(title, loc="left", fontsize=FONT)
+            axes.set_xlabel(label, fontsize=FONT - 1)
+    for part, scale, norm in zip(parts[len(columns) :], scales, norms, strict=True):
+        _draw_bar(part, scale, norm)
+
+
+def _draw_bar(part: "FigureBase", scale: Scale, norm: dict[str, Any]) -> None:
     """A colour bar with round numbers; where smaller ones share the first colour it ends in a point."""
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
 
-    low, high = math.log10(scale.low), math.log10(scale.high)
-    source = ScalarMappable(Normalize(low, high), _colours(scale))
-    bar = axes.figure.colorbar(source, cax=axes, extend="min" if scale.has_smaller else "neither")
+    axes = part.subplots(gridspec_kw={"width_ratios": [1]})
+    axes.set_box_aspect(12)
+    bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend="min" if scale.has_smaller else "neither")
     marks = ticks(scale.low, scale.high)
-    bar.set_ticks([math.log10(mark) for mark in marks], labels=[f"{mark:.2g}" for mark in marks], fontsize=FONT)
-    bar.set_label(scale.label, fontsize=FONT)
+    bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
+    bar.minorticks_off()
+    bar.set_label(scale.label, fontsize=FONT - 1)

@@ -1,0 +1,1 @@
+"""One way to say it: blocks that every subject builds once, and a renderer for each medium."""

@@ -1,0 +1,143 @@
+"""What a report is made of: frozen blocks of words, without a word of Markdown, HTML or the terminal in them.
+
+Every plain `str` is data: each renderer shows it as it is written, whatever it looks like in the renderer's language.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Literal
+
+from compressor.drawing.picture import Drawing
+
+Tone = Literal["good", "bad", "unsure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Words of a program within a line: a name of a file or a tensor, an option, a digest."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Words that lead to a web address, or to a heading of the same page by '#' and its anchor."""
+
+    text: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Strong:
+    """Words that stand out."""
+
+    words: "Words"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Words beside the point, in small letters where there are any."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Toned:
+    """Words that tell good from bad; their colour only repeats what they say."""
+
+    text: str
+    tone: Tone
+    sign: str = ""  # stands before the words where colours do
+
+
+Words = str | Code | Link | Strong | Note | Toned | tuple["Words", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading; those of level 2 with an anchor begin the sections of a page."""
+
+    words: Words
+    level: int = 2
+    anchor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    words: Words
+    tone: Tone | Literal["", "note"] = ""  # "note" for small print
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list with bullets."""
+
+    items: tuple[Words, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Lines of a program, shown as they are."""
+
+    text: str
+    language: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and what they stand for."""
+
+    pairs: tuple[tuple[str, "Words | Items"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells; the first column and those in `texts` hold words, the others numbers."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Words, ...], ...]
+    texts: Set[str] = frozenset()
+    optional: tuple[str, ...] = ()  # columns that a narrow terminal leaves out, the first of them first
+    ruled: Set[int] = frozenset()  # rows that a rule stands below, where there are rules
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Drawings under one caption, such as one for each layer."""
+
+    name: str  # of its file, without an ending
+    title: str
+    caption: str
+    drawings: tuple[Drawing, ...]
+
+    @property
+    def alt(self) -> str:
+        """The drawings' own words, each after its title if there are several."""
+        said = [drawing for drawing in self.drawings if not drawing.is_legend]
+        return said[0].alt if len(said) == 1 else " ".join(f"{each.title}: {each.alt}" for each in said)
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """Blocks that fold away below their summary; a terminal leaves them out."""
+
+    summary: Words
+    blocks: tuple["Block", ...]
+
+
+Block = Heading | Text | Items | Listing | Facts | Table | Figure | Details
+
+
+def plain_words(words: Words) -> str:
+    """Words without what sets them off."""
+    if isinstance(words, tuple):
+        return "".join(map(plain_words, words))
+    return words if isinstance(words, str) else plain_words(words.words if isinstance(words, Strong) else words.text)
+
+
+def listed(words: tuple[Words, ...], between: str = ", ") -> Words:
+    """Several words, one after the other, with the same between them."""
+    return tuple(part for place, each in enumerate(words) for part in ((between, each) if place else (each,)))

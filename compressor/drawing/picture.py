@@ -1,0 +1,136 @@
+"""Drawings by matplotlib: as SVG elements for a page, as one PNG for a file."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from compressor.drawing.palette import DPI, FONT
+from compressor.words import readable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import FigureBase
+
+PNG_WIDTH = 11.0  # inches at the most, unless one drawing alone is wider
+SETTINGS: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "moe-compressor", "font.size": FONT, "font.family": ["DejaVu Sans"],
+    "text.parse_math": False, "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": FONT, "axes.labelsize": FONT, "axes.axisbelow": True, "grid.color": "#dddddd",
+    "grid.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2,
+    "ytick.major.size": 2, "xtick.labelsize": FONT - 1, "ytick.labelsize": FONT - 1, "legend.frameon": False,
+    "legend.fontsize": FONT - 1, "axes.facecolor": "none",
+}  # fmt: skip
+REFERENCE = re.compile(r'(?<= id=")|(?<=url\(#)|(?<=href="#)')
+SHAPE = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')
+LONG = re.compile(r"(?<=\d\.\d\d)\d+")  # more digits of a point than an eye can see
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One picture: `draw` fills a figure of `size`, its width and height in inches."""
+
+    title: str
+    alt: str  # what is to be seen, in numbers
+    size: tuple[float, float]
+    draw: Callable[["FigureBase"], None] = field(repr=False, compare=False)
+    is_legend: bool = False  # stands above the others, on a line of its own
+
+
+@contextmanager
+def drawing_settings() -> Iterator[None]:
+    """With the settings of every drawing; letters that no font here has are the reader's to show."""
+    from matplotlib import rc_context
+
+    with rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def _drawn(drawing: Drawing, **style: Any) -> Any:
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=drawing.size, layout="constrained", **style)
+    drawing.draw(canvas)
+    return canvas
+
+
+def inline_svgs(name: str, drawings: Sequence[Drawing]) -> list[str]:
+    """An SVG element for each drawing, with a title and a description; every id in it begins with `name`."""
+    return [_inline_svg(drawing, f"{name}-{number}") for number, drawing in enumerate(drawings)]
+
+
+def _inline_svg(drawing: Drawing, prefix: str) -> str:
+    content = io.StringIO()
+    with drawing_settings():
+        _drawn(drawing, facecolor="none").savefig(
+            content, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
+    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
+    width, height = map(float, found.groups() if found else drawing.size)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+        f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" aria-labelledby="{prefix}-title {prefix}-desc">'
+    )
+    body = REFERENCE.sub(f"{prefix}-", re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.S))
+    body = SHAPE.sub(lambda found: LONG.sub("", found[0]), body)
+    said = "".join(
+        f'<{name} id="{prefix}-{name}">{escape(readable(text))}</{name}>'
+        for name, text in (("title", drawing.title), ("desc", drawing.alt))
+    )
+    return f"{head}{said}{body.strip()}"
+
+
+def png(title: str, drawings: Sequence[Drawing]) -> bytes:
+    """All drawings in one PNG, several below a title, on white; the same bytes for the same drawings."""
+    import numpy as np
+    from PIL import Image
+
+    lines = [[each] for each in drawings if each.is_legend]
+    if shown := [each for each in drawings if not each.is_legend]:
+        most = max(1, int(PNG_WIDTH / max(each.size[0] for each in shown)))
+        columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each line as can be
+        lines += [shown[start : start + columns] for start in range(0, len(shown), columns)]
+    if len(drawings) > 1:
+        lines.insert(0, [_title(title, max((sum(each.size[0] for each in line) for line in lines), default=3.0))])
+    with drawing_settings():
+        rows = [_beside([_pixels(each) for each in line]) for line in lines]
+    width = max(row.shape[1] for row in rows)
+    wide = [np.pad(row, ((0, 0), (0, width - row.shape[1]), (0, 0)), constant_values=255) for row in rows]
+    content = io.BytesIO()
+    Image.fromarray(np.concatenate(wide)).save(content, format="PNG", dpi=(DPI, DPI))
+    return content.getvalue()
+
+
+def _title(text: str, width: float) -> Drawing:
+    def draw(canvas: Any) -> None:
+        canvas.text(0.1 / width, 0.5, readable(text), va="center", fontsize=10, fontweight="bold")
+
+    return Drawing("", "", (width, 0.34), draw)
+
+
+def _pixels(drawing: Drawing) -> "np.ndarray[Any, Any]":
+    """RGB [rows, columns, 3] of one drawing."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(_drawn(drawing, facecolor="white", dpi=DPI))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3]
+
+
+def _beside(parts: "Sequence[np.ndarray[Any, Any]]") -> "np.ndarray[Any, Any]":
+    """Several pictures in a row, the lower ones with white below."""
+    import numpy as np
+
+    height = max(part.shape[0] for part in parts)
+    return np.concatenate(
+        [np.pad(part, ((0, height - part.shape[0]), (0, 0), (0, 0)), constant_values=255) for part in parts], axis=1
+    )
