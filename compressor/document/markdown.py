@@ -24,7 +24,7 @@ from compressor.document.blocks import (
     plain_words,
 )
 
-SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<!\w)_|_(?!\w)")  # underscores inside words mean nothing in Markdown
+SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")  # underscores inside words mean nothing in Markdown
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph
 MOST_ALTERNATIVE = 4_000  # letters that describe a picture
 NO_IMAGES: Mapping[str, str] = {}
@@ -62,6 +62,10 @@ def _words(words: Words) -> str:
             return escaped(text)
 
 
+def _paragraph(words: Words) -> str:
+    return AT_START.sub(r"\1\\\2", _words(words).strip())
+
+
 def _code(text: str) -> str:
     """Code within a line, which none of its own backticks can end; a bar would end a table's cell."""
     line = " ".join(text.split())
@@ -77,9 +81,9 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
         case Heading():
             return [f"{'#' * block.level} {_words(block.words)}"]
         case Text():
-            return [AT_START.sub(r"\1\\\2", _words(block.words))]
+            return [_paragraph(block.words)]
         case Items():
-            return [f"- {_words(item)}" for item in block.items]
+            return [f"- {_paragraph(item)}" for item in block.items]
         case Listing():
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", block.text)), 3)
             return [f"{fence}{block.language}", block.text, fence]
@@ -97,7 +101,7 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
 
 def _fact(name: str, value: Words | Items) -> list[str]:
     if isinstance(value, Items):
-        return [f"- {escaped(name)}:", *(f"  - {_words(item)}" for item in value.items)]
+        return [f"- {escaped(name)}:", *(f"  - {_paragraph(item)}" for item in value.items)]
     return [f"- {escaped(name)}: {_words(value)}"]
 
 

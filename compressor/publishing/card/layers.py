@@ -1,12 +1,12 @@
 """What became of each expert, layer by layer, as a table that folds away."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compressor.document.blocks import Block, Code, Details, Listing, Table, Text
 from compressor.plans.layer import LayerPlan, correction_of
 from compressor.plans.plan import CompressionPlan
-from compressor.words import counted, fenced, joined, markdown_table, ranges, shown
+from compressor.words import counted, joined, one_line, ranges
 
 MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
 
@@ -80,46 +80,46 @@ def error_change(layer: LayerPlan) -> str:
     return f"{before:.4g} to {after:.4g} ({figures.get('kept')})"
 
 
-def layer_table(plan: CompressionPlan) -> list[str]:
+def layer_table(plan: CompressionPlan) -> Table:
     """One row a layer; names of modules only where a decoder layer has several."""
     numbers = [layer.layer for layer in plan.layers]
     has_errors = any(correction_of(layer) for layer in plan.layers)
     columns = {
-        "layer": lambda each: str(each.layer) + (f" ({shown(each.module)})" if numbers.count(each.layer) > 1 else ""),
+        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if numbers.count(each.layer) > 1
+        else str(each.layer),
         "kept": kept,
         "merged": merged,
         "dropped": lambda layer: ranges(layer.dropped),
         **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
-        "decided by": lambda layer: shown(decided_by(layer)),
-        **({"held-out error": lambda layer: shown(error_change(layer))} if has_errors else {}),
-    }
-    rows = ([cell(layer) for cell in columns.values()] for layer in plan.layers)
-    return markdown_table(list(columns), rows, columns)
+        "decided by": lambda layer: one_line(decided_by(layer)),
+        **({"held-out error": error_change} if has_errors else {}),
+    }  # fmt: skip
+    rows = tuple(tuple(cell(layer) for cell in columns.values()) for layer in plan.layers)
+    return Table("", tuple(columns), rows, frozenset(columns))
 
 
-def layer_details(plan: CompressionPlan, protected: str | None) -> list[str]:
+def layer_details(plan: CompressionPlan, protected: str | None) -> tuple[Block, ...]:
     """The table in a fold, with a legend, and the file of protected experts for whoever repeats the command."""
-    table = layer_table(plan)
-    if sum(map(len, table)) > MOST_TABLE:
-        table = ["The list is too long for a page: `compression.json` has it under `plan`."]
-    legend = [
+    table: Block = layer_table(plan)
+    if sum(len(str(cell)) for row in layer_table(plan).rows for cell in row) > MOST_TABLE:
+        table = Text(("The list is too long for a page: ", Code("compression.json"), " has it under ", Code("plan"), "."))
+    legend = (
         "Numbers are those of the original's experts. Kept: as they were, apart from a correction. Merged: the experts "
-        "joined by `+` became one; one that stands there alone was rescaled.",
-        *(["Held-out error: the share of the layer's output energy that is missed on held-out calibration "
-           "tokens, which judged plan and correction but were fitted to by neither, before and after the correction."]
-          if any(correction_of(layer) for layer in plan.layers) else []),
-    ]  # fmt: skip
-    found = _fold("What became of each expert", [" ".join(legend), "", *table, ""])
+        "joined by + became one; one that stands there alone was rescaled."
+    )
+    if any(correction_of(layer) for layer in plan.layers):
+        legend += (
+            " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
+            "which judged plan and correction but were fitted to by neither, before and after the correction."
+        )
+    found = Details("What became of each expert", (Text(legend), table))
     if protected is None:
-        return found
-    text = ["`protected.json` for the command above:", "", *fenced(protected, "json")]
+        return (found,)
+    inner: tuple[Block, ...] = (Text((Code("protected.json"), " for the command above:")), Listing(protected, "json"))
     if len(protected) > MOST_TABLE // 3:
-        text = ["The list is too long for a page: `compression.json` has it under `plan`, `protected`.", ""]
-    return [*found, *_fold("Protected experts", text)]
-
-
-def _fold(summary: str, lines: Sequence[str]) -> list[str]:
-    return ["<details>", f"<summary>{summary}</summary>", "", *lines, "</details>", ""]
+        place = (Code("compression.json"), " has it under ", Code("plan"), ", ", Code("protected"), ".")
+        inner = (Text(("The list is too long for a page: ", *place)),)
+    return found, Details("Protected experts", inner)
 
 
 def winners(plan: CompressionPlan) -> dict[str, int]:

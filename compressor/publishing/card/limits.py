@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+from compressor.document.blocks import Block, Heading, Items
 from compressor.gates.verdict import GateResult
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.command import sources_of
 from compressor.publishing.card.facts import Facts, Graph, entry_of
 from compressor.publishing.card.metadata import base_id
-from compressor.words import counted, human_bytes, joined, label, shown
+from compressor.words import counted, human_bytes, joined, label, one_line
 
 MOST_NAMED = 8  # of a list of tensors
 
 
-def limits(facts: Facts, has_licence: bool) -> list[str]:
+def limits(facts: Facts, has_licence: bool) -> tuple[Block, ...]:
     """The last section; `has_licence` if the card inherits one."""
     is_local = base_id(facts.plan) is None
     told = [
@@ -26,7 +27,7 @@ def limits(facts: Facts, has_licence: bool) -> list[str]:
         *(["The base was a local folder; which repository it came from is not recorded."] if is_local else []),
         *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
     ]
-    return ["## Limits", "", *(f"- {line}" for line in told), ""]
+    return Heading("Limits"), Items(tuple(told))
 
 
 def _accuracy(gate: GateResult | None) -> str:
@@ -37,16 +38,16 @@ def _accuracy(gate: GateResult | None) -> str:
         )
     limit = gate.options.get("limit")
     first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
-    tasks = joined([shown(task.task) for task in gate.tasks]) or "no task"
+    tasks = joined([one_line(task.task) for task in gate.tasks]) or "no task"
     return f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
 
 
 def _text(plan: CompressionPlan) -> str:
     if plan.calibration is None:
         return "No text was read: weights alone decided."
-    names = [shown(label(str(entry["source"]))) for entry in sources_of(plan.calibration)] or ["unnamed text"]
+    names = [label(str(entry["source"])) for entry in sources_of(plan.calibration)] or ["unnamed text"]
     only = plan.calibration.get("only")
-    chosen = [shown(label(str(only)))] if only is not None else names
+    chosen = [label(str(only))] if only is not None else names
     tokens = plan.calibration.get("tokens")
     many = f" ({tokens:,} tokens, held-out ones included)" if type(tokens) is int and only is None else ""
     return f"The calibration text was {joined(chosen)}{many}. What experts do on other kinds of text did not count."
@@ -64,10 +65,10 @@ def _refitted(plan: CompressionPlan) -> str:
 def _format(facts: Facts) -> str:
     if facts.only_graph:
         return "There are no safetensors here, only the ONNX graph."
-    names = joined([f"{shown(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    names = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
     kind = facts.quantization.get("quant_method")
     if facts.quantization:
-        return f"The weights are quantised as the original's are ({shown(kind)}), stored as {names}."
+        return f"The weights are quantised as the original's are ({one_line(str(kind))}), stored as {names}."
     return f"The weights are not quantised; they are stored as {names}."
 
 
@@ -78,11 +79,11 @@ def _missing(record: Mapping[str, Any]) -> list[str]:
         more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
         found.append(
             f"{counted(len(names), 'tensor')} of the original that stock transformers does not load "
-            f"{'is' if len(names) == 1 else 'are'} left out: {', '.join(map(shown, names[:MOST_NAMED]))}{more}."
+            f"{'is' if len(names) == 1 else 'are'} left out: {', '.join(map(one_line, names[:MOST_NAMED]))}{more}."
         )
     if fields := _names(record.get("zeroed_fields")):
         found.append(
-            f"Set to zero in the config, since their tensors are left out: {joined(list(map(shown, fields)))}."
+            f"Set to zero in the config, since their tensors are left out: {joined([*map(one_line, fields)])}."
         )
     return found
 
@@ -95,11 +96,11 @@ def _graph(graph: Graph) -> str:
     """How the ONNX graph was verified, as its record has it."""
     options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
     quantize = options.get("quantize")
-    experts = f"experts {shown(quantize)}" if quantize != "none" else "not quantised"
-    told = f"The ONNX graph ({shown(options.get('dtype'))}, {experts}, {human_bytes(graph.nbytes)})"
+    experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"
+    told = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
     difference, compared = checks.get("largest_difference"), checks.get("tokens_compared")
     if isinstance(difference, float | int):
-        other = shown(checks.get("reference", "the stock model"))
+        other = one_line(str(checks.get("reference", "the stock model")))
         told += f" was compared with {other}: logits differ by at most {difference:.2g}"
         if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
             told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"

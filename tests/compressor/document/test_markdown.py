@@ -1,0 +1,124 @@
+"""Blocks as Markdown, read back by a parser of somebody else's: every foreign word is shown as it is written."""
+
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from compressor.document.blocks import (
+    Code,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Items,
+    Link,
+    Listing,
+    Note,
+    Strong,
+    Table,
+    Text,
+    Toned,
+)
+from compressor.document.markdown import markdown
+from compressor.drawing.picture import Drawing
+
+PARSER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+NASTY = st.text(st.sampled_from("ab 1._-*`|<>[]()!#&~$\\+=:{}\"'/?@^%\n"), min_size=1, max_size=24).filter(str.strip)
+LINE = st.one_of(NASTY, st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=20))
+
+
+class _Reader(HTMLParser):
+    """Texts by the element that holds them, and attributes of images and links."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.attributes: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append(dict(attrs))
+        if tag not in ("img", "hr", "br"):
+            self.open.append(tag)
+            self.texts.append((tag, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            tag, text = self.texts[-1]
+            self.texts[-1] = tag, text + data
+
+
+def _read(*blocks: object, images: dict[str, str] | None = None) -> _Reader:
+    reader = _Reader()
+    reader.feed(PARSER.render(markdown(blocks, images or {})))  # type: ignore[arg-type]
+    return reader
+
+
+def _texts(reader: _Reader) -> list[tuple[str, str]]:
+    return [(tag, " ".join(text.split())) for tag, text in reader.texts]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@settings(max_examples=300)
+@given(LINE)
+def test_foreign_text_means_nothing_in_any_block(text: str) -> None:
+    said = _line(text)
+    assert _texts(_read(Text(text))) == [("p", said)]
+    assert _texts(_read(Heading(text, 3))) == [("h3", said)]
+    assert _texts(_read(Items((text, "b")))) == [("ul", ""), ("li", said), ("li", "b")]
+    assert _texts(_read(Facts((("x", text),)))) == [("ul", ""), ("li", f"x: {said}")]
+    cells = _texts(_read(Table("", ("c", text), ((text, "2"),))))
+    assert [each for each in cells if each[0] in ("th", "td")] == [("th", "c"), ("th", said), ("td", said), ("td", "2")]
+    assert ("summary", said) in _texts(_read(Details(text, (Text("inner"),))))
+    assert _texts(_read(Text(("a ", Strong(f"b{text}c")))))[0] == ("p", "a")
+    assert _texts(_read(Text(("a ", Strong(f"b{text}c")))))[1] == ("strong", _line(f"b{text}c"))
+    assert _texts(_read(Text((Link(text, "https://example.org/x"),))))[1] == ("a", said)
+
+
+@settings(max_examples=200)
+@given(LINE)
+def test_code_is_shown_as_it_is(text: str) -> None:
+    texts = _texts(_read(Text((Code(text),))))
+    assert "".join(each for _, each in texts) == _line(text)
+    cells = [each for each in _texts(_read(Table("", ("c", "d"), (("x", Code(text)),)))) if each[0] in ("td", "code")]
+    assert "".join(each for _, each in cells) == "x" + _line(text)
+    (listing,) = [inner for tag, inner in _read(Listing(text.strip("\n"), "bash")).texts if tag == "code"]
+    assert listing.rstrip("\n").replace("\r", "\n") == text.strip("\n").rstrip("\n").replace("\r", "\n")
+
+
+@settings(max_examples=100)
+@given(LINE)
+def test_a_picture_has_its_words(text: str) -> None:
+    figure = Figure("x", "t", "c", (Drawing("t", text, (1, 1), lambda canvas: None),))
+    (image,) = [each for each in _read(figure, images={"x": "images/a b.png"}).attributes if "alt" in each]
+    assert (image["src"], _line(image["alt"] or "")) == ("images/a%20b.png", _line(text))
+    assert markdown([figure]).strip() == ""
+
+
+def test_a_table_aligns_numbers_to_the_right_and_is_called_by_its_caption() -> None:
+    table = Table("Sizes", ("", "size", "why"), (("a", "1", "x"), ("b", Toned("pass", "good", "✓"), Note("y"))), {"why"})
+    assert markdown([table]).splitlines() == [
+        "Sizes:", "", "|  | size | why |", "| :--- | ---: | :--- |", "| a | 1 | x |", "| b | pass | y |",
+    ]  # fmt: skip
+    assert "Sizes:" not in markdown([Heading("Sizes"), table])
+
+
+@pytest.mark.parametrize("text", ["- x", "1. x", "12) x", "> x", "+ x", "# x", "=== ", "--- "])
+def test_a_paragraph_does_not_become_something_else(text: str) -> None:
+    assert _texts(_read(Text(text))) == [("p", text.strip())]
+
+
+def test_nested_items_and_folds() -> None:
+    text = markdown([Facts((("parts", Items(("a", "b"))),)), Details("more", (Heading("H", 3), Text("t")))])
+    assert text.splitlines()[:3] == ["- parts:", "  - a", "  - b"]
+    assert text.splitlines()[4:] == ["<details>", "<summary>more</summary>", "", "### H", "", "t", "", "</details>"]
