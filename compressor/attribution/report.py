@@ -8,8 +8,8 @@ from typing import Any
 
 from compressor.attribution.figures import Attribution, KeyInfluence
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
-from compressor.attribution.plots import NAMES as PICTURES
-from compressor.attribution.plots import plot_attribution
+from compressor.attribution.pictures import NAMES as PICTURES
+from compressor.attribution.pictures import pictures
 from compressor.attribution.summary import (
     ZEROED,
     expert_label,
@@ -22,6 +22,7 @@ from compressor.attribution.summary import (
     strongest,
 )
 from compressor.calibration.sources import without_folders
+from compressor.drawing.picture import png
 from compressor.files import whole_folder
 from compressor.words import plain, table_line
 
@@ -30,7 +31,7 @@ KIND_COLUMNS = ("kind", "senders", "influence", "share of all")
 SENDER_COLUMNS = ("sender", "kind", "influence", "AARV", "tokens")
 STRONGEST_KEYS = 3  # key tokens named for each head
 
-NAMES = ("attribution.json", "attribution.md", "hubs.json", *PICTURES)
+NAMES = ("attribution.json", "attribution.md", "hubs.json", *(f"{name}.png" for name in PICTURES))
 
 
 def number(value: float | None) -> str:
@@ -225,5 +226,6 @@ def write_attribution(
         (made / NAMES[1]).write_text(markdown(attribution, hubs, supers, threshold, top), encoding="utf-8")
         found = json.dumps(rounded(tuple(hubs)), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[2]).write_text(found + "\n", encoding="utf-8")
-        plot_attribution(attribution, hubs, top, made)
+        for figure in pictures(attribution, hubs, top):
+            (made / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
     return [folder / name for name in NAMES]

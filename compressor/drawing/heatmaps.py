@@ -20,7 +20,7 @@ LEAST_CELL, MOST_CELL = 0.1, 0.5  # inches
 HEIGHT, LEAST_ROW, MOST_ROW = 5.6, 0.09, 0.24
 LEAST_BODY = 2.6  # inches of height that a colour bar needs
 BESIDE = 0.75  # inches above and below a panel
-BAR = 0.95  # inches of a colour bar with its label
+BAR = 1.05  # inches of a colour bar with its label
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,7 @@ def _draw_bar(part: "FigureBase", scale: Scale, norm: dict[str, Any]) -> None:
     """A colour bar with round numbers; where smaller ones share the first colour it ends in a point."""
     from matplotlib.cm import ScalarMappable
 
-    axes = part.subplots(gridspec_kw={"width_ratios": [1]})
-    axes.set_box_aspect(12)
+    axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
     bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend="min" if scale.has_smaller else "neither")
     marks = ticks(scale.low, scale.high)
     bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])

@@ -22,7 +22,7 @@ def ticks(low: float, high: float, most: int = 8) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1, 2, 5) if last - first <= 2 else (1,)
     found = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
-    found = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+    found = [value for value in found if low <= value <= high]
     return found[:: math.ceil(len(found) / most)] if len(found) > 1 else [low, high]
 
 
@@ -42,7 +42,7 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
         axes.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.3, high * 1.3)})
         marks, said = ticks(low, high), "logarithmic"
     else:
-        below = 10.0 ** math.floor(math.log10(low))
+        below = float(f"1e{math.floor(math.log10(low))}")
         getattr(axes, f"set_{which}scale")("symlog", linthresh=below, linscale=0.5)
         negative = -least if least < -below else 0.0
         axes.set(**{f"{which}lim": (-1.3 * negative - below / 3, high * 1.3)})

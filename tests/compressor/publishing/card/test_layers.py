@@ -1,18 +1,18 @@
 """The table of a model card says what the plan says, and stays readable for the largest models."""
 
-import re
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compressor.document.markdown import markdown
 from compressor.drawing.palette import COLOURS
 from compressor.model.architecture import MoeLayer
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.publishing.card.command import protected_list
 from compressor.publishing.card.layers import Fates, layer_details, layer_table
 from compressor.publishing.card.pictures import MARKS, cells, grid_figure
-from compressor.words import joined, label, ranges, shown, without_paths
+from compressor.words import joined, label, one_line, ranges, without_paths
 
 
 def group(members: list[int], scale: float = 1.0) -> Group:
@@ -60,17 +60,13 @@ def read_ranges(text: str) -> list[int]:
     return [number for each in ends for number in range(each[0], each[-1] + 1)]
 
 
-def columns_of(line: str) -> list[str]:
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-
-
 @given(plans())
 @settings(max_examples=80, deadline=None)
 def test_the_table_parses_back_to_the_plan(plan: CompressionPlan) -> None:
-    header, _, *rows = layer_table(plan)
-    assert columns_of(header) == ["layer", "kept", "merged", "dropped", "decided by"]
-    for layer, row in zip(plan.layers, rows, strict=True):
-        number, kept, merged, dropped, _ = columns_of(row)
+    table = layer_table(plan)
+    assert table.columns == ("layer", "kept", "merged", "dropped", "decided by")
+    for layer, row in zip(plan.layers, table.rows, strict=True):
+        number, kept, merged, dropped, _ = map(str, row)
         changed = [] if merged == "-" else [[int(each) for each in part.split("+")] for part in merged.split(", ")]
         found = [([expert], True) for expert in read_ranges(kept)] + [(members, False) for members in changed]
         assert sorted(found) == sorted((sorted(each.members), each.untouched) for each in layer.groups)
@@ -126,7 +122,7 @@ def largest(protect: int = 0) -> CompressionPlan:
 
 def test_64_layers_of_256_experts_stay_readable() -> None:
     plan = largest(4)
-    text = "\n".join(layer_details(plan, protected_list(plan)))
+    text = markdown(layer_details(plan, protected_list(plan)))
     assert len(text.encode()) < 150_000
     assert all(f"| {index} | 40-127 | 0+255, 1+254" in text for index in range(64))
     assert text.count("| 128-215 |") == 64
@@ -136,7 +132,7 @@ def test_a_table_that_nobody_reads_is_left_to_the_record() -> None:
     plan = largest()
     long = [replace(layer, decided_by="x" * 290) for layer in plan.layers]
     wide = a_plan([replace(layer, module=f"{n}.{layer.module}") for n in range(5) for layer in long])
-    text = "\n".join(layer_details(wide, protected_list(largest(80))))
+    text = markdown(layer_details(wide, protected_list(largest(80))))
     assert len(text) < 2_000 and text.count("`compression.json` has it") == 2
 
 
@@ -148,16 +144,15 @@ def test_corrections_are_told_as_they_were_recorded() -> None:
         {"kept": "none", "reason": "no calibration token reached the layer"},
     ]
     told = [replace(layer, figures={"correction": each}) for layer, each in zip(layers, corrections, strict=True)]
-    header, _, *rows = layer_table(a_plan(told))
-    assert columns_of(header)[-1] == "held-out error"
-    assert [columns_of(row)[-1] for row in rows] == ["0.1145 to 0.01453 (tune)", "0.2, not corrected", "-"]
+    table = layer_table(a_plan(told))
+    assert table.columns[-1] == "held-out error"
+    assert [row[-1] for row in table.rows] == ["0.1145 to 0.01453 (tune)", "0.2, not corrected", "-"]
 
 
 def test_layers_with_several_modules_are_told_apart_by_name() -> None:
     first, second = largest().layers[:2]
     plan = a_plan([first, replace(second, layer=0)])
-    rows = layer_table(plan)[2:]
-    assert [columns_of(row)[0] for row in rows] == [f"0 ({layer.module})" for layer in plan.layers]
+    assert [row[0] for row in layer_table(plan).rows] == [f"0 ({layer.module})" for layer in plan.layers]
     named = replace(plan, protected={second.module: (40,)})
     assert protected_list(named) == f'[{{"layer": 0, "expert": 40, "module": "{second.module}"}}]'
 
@@ -195,5 +190,5 @@ def test_names_lose_their_folders_and_nothing_else() -> None:
 
 def test_words_are_joined_and_names_stay_on_one_line() -> None:
     assert [joined(words) for words in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
-    assert shown("a\n\u202e|b\x00`c`") == r"a \|b \`c\`"
-    assert len(shown("y" * 10**6)) < 400
+    assert one_line("a\n\u202e|b\x00`c`") == "a |b `c`"
+    assert len(one_line("y" * 10**6)) < 400

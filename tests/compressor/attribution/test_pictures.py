@@ -13,22 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 from PIL import Image
 from scipy.stats import spearmanr
 
 from compressor.attribution.figures import Attribution, Sender
 from compressor.attribution.hubs import find_hubs
-from compressor.attribution.plots import (
+from compressor.attribution.pictures import (
     NAMES,
     causal_figure,
     experts_figure,
     influence_figure,
-    plot_attribution,
+    pictures,
     scores_figure,
 )
+from compressor.attribution.report import write_attribution
 from compressor.attribution.summary import full_content
-from compressor.drawing.heatmaps import log_scale, ticks
+from compressor.document.blocks import Figure
+from compressor.drawing.heatmaps import log_scale
+from compressor.drawing.picture import drawing_settings
+from compressor.drawing.scales import ticks
 from tests.attributions import attribution, sender
 
 SMALL = attribution(hubs={(1, 3): 400.0, (2, 6): 90.0})
@@ -56,22 +60,30 @@ MODELS: dict[str, Attribution] = {
 }
 
 
-def drawings(made: Attribution) -> dict[str, Figure]:
-    hubs = find_hubs(made)
-    figures = (
-        influence_figure(made), scores_figure(made), experts_figure(made, hubs, 10), causal_figure(made, hubs),
-    )  # fmt: skip
-    return dict(zip(NAMES, figures, strict=True))
+def canvases(figure: Figure) -> list[Canvas]:
+    """Each drawing as matplotlib draws it."""
+    found = []
+    for drawing in figure.drawings:
+        with drawing_settings():
+            canvas = Canvas(figsize=drawing.size, layout="constrained", dpi=150)
+            drawing.draw(canvas)
+            canvas.draw_without_rendering()
+        found.append(canvas)
+    return found
+
+
+def axes_of(figure: Figure) -> list[Axes]:
+    return [axes for canvas in canvases(figure) for axes in canvas.axes]
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
     """The heatmaps by title."""
-    return {axes.get_title(loc="left").replace("\n", " "): axes for axes in figure.axes if axes.images}
+    return {axes.get_title(loc="left").replace("\n", " "): axes for axes in axes_of(figure) if axes.images}
 
 
 def cells(axes: Axes) -> np.ndarray[Any, Any]:
     """The numbers that the colours stand for; NaN for blank cells."""
-    return np.asarray(10 ** np.ma.filled(axes.images[0].get_array(), np.nan))  # type: ignore[no-untyped-call]
+    return np.asarray(np.ma.filled(axes.images[0].get_array(), np.nan))  # type: ignore[no-untyped-call]
 
 
 def rows(senders: tuple[Sender, ...], name: str = "influence") -> np.ndarray[Any, Any]:
@@ -94,7 +106,7 @@ def test_cells_are_the_influences_on_one_scale(name: str) -> None:
         np.testing.assert_allclose(cells(axes), wanted[title], rtol=1e-6)
     limits = {axes.images[0].get_clim() for axes in found.values()}
     assert len(limits) == 1
-    assert 10.0 ** next(iter(limits))[1] == pytest.approx(np.nanmax(np.concatenate([*wanted.values()])))
+    assert next(iter(limits))[1] == pytest.approx(np.nanmax(np.concatenate([*wanted.values()])))
 
 
 def test_rows_and_columns_are_numbered_by_layer() -> None:
@@ -140,7 +152,7 @@ def measured(*senders: Sender) -> list[tuple[float, float]]:
 
 
 def test_points_are_influence_and_rank_change() -> None:
-    components, experts = causal_figure(SMALL, find_hubs(SMALL)).axes
+    components, experts = axes_of(causal_figure(SMALL, find_hubs(SMALL)))
     kinds = {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}
     wanted = {title: measured(*SMALL.of_kind(kind)) for title, kind in {**kinds, "shared experts": "shared"}.items()}
     assert points(components) == wanted
@@ -156,37 +168,39 @@ def test_the_rank_correlation_is_in_the_title() -> None:
         sender("expert", 1, (0.5 + n, 2.0 * n, None), number=n, rank_change=(float(n * 7 % 5), 1.0 / (1 + n), None))
         for n in range(6)
     )
-    _, experts = causal_figure(replace(SMALL, senders=senders), ()).axes
+    _, experts = axes_of(causal_figure(replace(SMALL, senders=senders), ()))
     wanted = spearmanr(*zip(*measured(*senders), strict=True)).statistic
     assert f"Spearman rank correlation {wanted:.2f} (12 pairs)" in experts.get_title()
-    flat, _ = causal_figure(MODELS["zeros"], ()).axes
+    flat, _ = axes_of(causal_figure(MODELS["zeros"], ()))
     turned = tuple(
         replace(each, rank_change=tuple(each.rank_change[1:] + each.rank_change[:1])) for each in SMALL.senders
     )
     made = replace(SMALL, senders=turned)
     said = full_content(made, (), (), 3.5)["rank_correlation"]
-    for axes, kind in zip(causal_figure(made, ()).axes, ("components", "experts"), strict=True):
+    for axes, kind in zip(axes_of(causal_figure(made, ())), ("components", "experts"), strict=True):
         assert f"Spearman rank correlation {said[kind]:.2f}" in axes.get_title()
     assert "no rank correlation" in flat.get_title()
 
 
 def test_axes_are_logarithmic_and_show_zero_where_there_is_one() -> None:
-    components, experts = causal_figure(SMALL, ()).axes
-    assert {components.get_xscale(), components.get_yscale(), experts.get_xscale()} == {"log"}
+    components, experts = axes_of(causal_figure(SMALL, ()))
+    assert {components.get_xscale(), experts.get_xscale(), experts.get_yscale()} == {"log"}
+    assert components.get_yscale() == "linear"  # within a factor of ten
     unmoved = tuple(
         replace(each, rank_change=tuple(None if value is None else 0.0 if value < 0.01 else value
                                         for value in each.rank_change)) for each in SMALL.senders
     )  # fmt: skip
-    _, experts = causal_figure(replace(SMALL, senders=unmoved), ()).axes
+    _, experts = axes_of(causal_figure(replace(SMALL, senders=unmoved), ()))
     assert (experts.get_xscale(), experts.get_yscale()) == ("log", "symlog")
     assert "0" in names(experts) and experts.get_ylim()[0] < 0
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
-    for picture, figure in drawings(MODELS[name]).items():
-        figure.draw_without_rendering()
-        shown: list[Any] = [*figure.texts, *([figure._suptitle] if getattr(figure, "_suptitle", None) else [])]
+    made = MODELS[name]
+    drawn = [(each.name, canvas) for each in pictures(made, find_hubs(made), 10) for canvas in canvases(each)]
+    for picture, figure in drawn:
+        shown: list[Any] = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
         for axes in figure.axes:
             shown += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]  # type: ignore[attr-defined]
             for axis in (axes.xaxis, axes.yaxis):
@@ -195,8 +209,6 @@ def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
                     label for tick in axis.get_major_ticks() for label in (tick.label1, tick.label2)
                     if label.get_visible() and least <= tick.get_loc() <= most
                 ]  # fmt: skip
-            if (legend := axes.get_legend()) is not None:
-                shown += legend.get_texts()
         shown = list({id(text): text for text in shown if text.get_text() and text.get_visible()}.values())
         boxes = [text.get_window_extent() for text in shown]
         corners = np.array([[*box.min, *box.max] for box in boxes])
@@ -211,16 +223,15 @@ def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
 
 
 def test_a_large_model_fits_a_screens_width() -> None:
-    for figure in drawings(LARGE).values():
-        width, height = figure.get_size_inches()
-        assert width <= 17 and height <= 16
+    for figure in pictures(LARGE, find_hubs(LARGE), 10):
+        assert all(drawing.size[0] <= 17 and drawing.size[1] <= 16 for drawing in figure.drawings)
     cell = panels(influence_figure(LARGE))["attention"].get_window_extent()
     assert cell.width / 60 >= 10 and cell.height / 64 >= 10  # pixels
 
 
 @given(st.lists(st.none() | st.floats(0, 1e12), max_size=12))
 def test_scales_hold_the_largest_numbers_and_six_decades(values: list[float | None]) -> None:
-    scale = log_scale("", "viridis", values)
+    scale = log_scale("", values)
     positive = [value for value in values if value is not None and value >= 1e-30]
     assert 0 < scale.low < scale.high
     assert scale.high / scale.low <= 1e6 * (1 + 1e-9)
@@ -237,27 +248,26 @@ def test_ticks_are_few_inside_the_scale_and_apart(low: float, factor: float) -> 
     assert all(one < other for one, other in pairwise(found))
 
 
-def test_the_files_are_pngs_of_the_figures_and_the_same_each_time(tmp_path: Path) -> None:
+def test_the_files_are_pngs_and_the_same_each_time(tmp_path: Path) -> None:
     made = attribution(layers=3, heads=1, dense=(), hubs={(0, 3): 400.0})
     for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        plot_attribution(made, find_hubs(made), 10, tmp_path / folder)
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(NAMES)
-    for name, figure in drawings(made).items():
-        width, height = figure.get_size_inches()
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-        with Image.open(tmp_path / "one" / name) as picture:
-            assert picture.format == "PNG" and picture.size == pytest.approx((width * 150, height * 150), abs=1)
+        write_attribution(made, find_hubs(made), (), tmp_path / folder, False, 3.5, 10)
+    for name in NAMES:
+        content = (tmp_path / "one" / f"{name}.png").read_bytes()
+        assert content == (tmp_path / "two" / f"{name}.png").read_bytes()
+        with Image.open(tmp_path / "one" / f"{name}.png") as picture:
+            assert picture.format == "PNG"
     with Image.open(tmp_path / "one" / "influence.png") as picture:
         assert (0xFD, 0xE7, 0x24) in {colour for _, colour in picture.convert("RGB").getcolors(1 << 24)}
 
 
-def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot(tmp_path: Path) -> None:
+def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:
     code = (
-        "import sys; from pathlib import Path; import compressor.attribution.plots as plots\n"
+        "import sys; from compressor.attribution.pictures import pictures\n"
         "from tests.attributions import attribution\n"
+        "from compressor.drawing.picture import png\n"
         "assert 'matplotlib' not in sys.modules and 'scipy' not in sys.modules\n"
-        f"plots.plot_attribution(attribution(), (), 3, Path({str(tmp_path)!r}))\n"
+        "assert all(png(figure.title, figure.drawings) for figure in pictures(attribution(), (), 3))\n"
         "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
