@@ -1,4 +1,4 @@
-"""A routing attribution as files: all numbers in attribution.json, hubs.json to protect, a text and four pictures."""
+"""A routing attribution as files: all numbers as JSON, hubs.json to protect, a text, a graph and pictures."""
 
 import json
 import math
@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.attribution.figures import Attribution, KeyInfluence
+from compressor.attribution.figures import UNRANKED, Attribution, KeyInfluence
+from compressor.attribution.graph_files import NAMES as GRAPH
+from compressor.attribution.graph_files import Drawn, graph_content, graph_tables, measured_graph, write_graph
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.attribution.plots import NAMES as PICTURES
 from compressor.attribution.plots import plot_attribution
@@ -30,7 +32,7 @@ KIND_COLUMNS = ("kind", "senders", "influence", "share of all")
 SENDER_COLUMNS = ("sender", "kind", "influence", "AARV", "tokens")
 STRONGEST_KEYS = 3  # key tokens named for each head
 
-NAMES = ("attribution.json", "attribution.md", "hubs.json", *PICTURES)
+NAMES = ("attribution.json", "attribution.md", "hubs.json", *PICTURES, *GRAPH)
 
 
 def number(value: float | None) -> str:
@@ -111,7 +113,7 @@ def sender_rows(attribution: Attribution, top: int, shown: Callable[[str], str])
             shown(label),
             sender.kind,
             number(sender.total_influence),
-            "-" if sender.kind == "head" else number(sender.total_rank_change),
+            "-" if sender.kind in UNRANKED else number(sender.total_rank_change),
             percent(sender.share),
         )
         for label, sender in zip(sender_labels(chosen), chosen, strict=True)
@@ -171,10 +173,25 @@ def _correlation_line(attribution: Attribution) -> str:
     )
 
 
+def _graph_part(made: Drawn) -> list[str]:
+    """The central experts, whether the measures agree, and the communities; nothing without a central expert."""
+    found = [(caption, columns, rows) for caption, columns, rows in graph_tables(made) if rows]
+    if not any(made.centrality.values()):
+        return []
+    note = f"`{GRAPH[0]}` and `{GRAPH[1]}` hold the whole graph: who steers which router, and how strongly."
+    tables = [line for caption, columns, rows in found for line in (caption, "", *_table(columns, rows))]
+    return ["## The routing graph", "", note, "", *tables]
+
+
 def markdown(
-    attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[SuperExpert], threshold: float, top: int
+    attribution: Attribution,
+    hubs: Sequence[Hub],
+    supers: Sequence[SuperExpert],
+    threshold: float,
+    top: int,
+    graph: Drawn,
 ) -> str:
-    """What was measured, hubs, kinds, the strongest senders and super experts."""
+    """What was measured, hubs, kinds, the strongest senders, super experts and the graph."""
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
     made_with = ", ".join(f"{name} {version}" for name, version in attribution.versions.items())
     lines = [
@@ -188,6 +205,7 @@ def markdown(
         *_hub_part(hubs, threshold),
         "## What shapes routing", "", *_table(KIND_COLUMNS, kind_rows(attribution)),
         *_sender_part(attribution, top), *_super_part(hubs, supers), *_key_part(attribution),
+        *_graph_part(graph),
         "## Does influence change the choice?", "", _correlation_line(attribution), "",
         *([f"Made with {plain(made_with)}.", ""] if made_with else []),
     ]  # fmt: skip
@@ -220,10 +238,12 @@ def write_attribution(
     With `overwrite` an earlier attribution is replaced once the new one is complete, and stays when anything fails.
     """
     with whole_folder(folder, NAMES, overwrite) as made:
-        content = full_content(attribution, hubs, supers, threshold)
+        graph = measured_graph(attribution)
+        content = {**full_content(attribution, hubs, supers, threshold), "graph": rounded(graph_content(graph))}
         (made / NAMES[0]).write_text(_one_line_each(content), encoding="utf-8")
-        (made / NAMES[1]).write_text(markdown(attribution, hubs, supers, threshold, top), encoding="utf-8")
+        (made / NAMES[1]).write_text(markdown(attribution, hubs, supers, threshold, top, graph), encoding="utf-8")
         found = json.dumps(rounded(tuple(hubs)), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[2]).write_text(found + "\n", encoding="utf-8")
         plot_attribution(attribution, hubs, top, made)
+        write_graph(graph, made)
     return [folder / name for name in NAMES]
