@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
+from compressor.attribution import graph_files
 from compressor.attribution import report as attribution_report
 from compressor.attribution.figures import Attribution, KeyInfluence, Receiver, Sender
+from compressor.attribution.graph_files import measured_graph
 from compressor.attribution.hubs import Hub, SuperExpert, find_hubs, super_experts
 from compressor.attribution.report import exactness, markdown, number, write_attribution
 from compressor.attribution.summary import (
@@ -34,7 +36,8 @@ from compressor.files import check_folder
 from tests.attributions import attribution, module, sender, with_massive
 
 NAMES = [
-    "attribution.json", "attribution.md", "causal.png", "experts.png", "hubs.json", "influence.png", "scores.png",
+    "attribution.json", "attribution.md", "causal.png", "experts.png", "graph.graphml", "graph.json", "graph.png",
+    "hubs.json", "influence.png", "scores.png",
 ]  # fmt: skip
 MADE = with_massive(attribution(hubs={(1, 3): 400.0, (2, 6): 90.0}), 1, 3, 50.0)
 HUBS, SUPERS = find_hubs(MADE), super_experts(MADE)
@@ -51,6 +54,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
                 (folder / name).write_bytes(b"drawn")
 
     monkeypatch.setattr(attribution_report, "plot_attribution", draw)
+    monkeypatch.setattr(graph_files, "png_bytes", lambda figure: b"drawn")
 
 
 def write(made: Attribution, folder: Path, overwrite: bool = False, hubs: Sequence[Hub] = HUBS) -> list[Path]:
@@ -146,7 +150,7 @@ def test_numbers_keep_six_digits(value: float) -> None:
 
 
 def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
-    text = markdown(MADE, HUBS, SUPERS, 3.5, top=6)
+    text = markdown(MADE, HUBS, SUPERS, 3.5, 6, measured_graph(MADE))
     found = tables(text)
     assert [cells[0] for cells in found["Hubs"]] == ["L1 E3", "L2 E6"]
     assert float(found["Hubs"][0][1]) == pytest.approx(HUBS[0].influence, rel=6e-3)
@@ -167,14 +171,15 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
 
 
 def test_without_hubs_the_text_says_so() -> None:
-    text = markdown(MADE, (), (), 4.25, top=3)
+    text = markdown(MADE, (), (), 4.25, 3, measured_graph(MADE))
     assert "No expert is a hub" in text and "above 4.25" in text and "--protect" not in text
     assert "Neither hubs nor super experts were found." in text
 
 
 def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
     odd = replace(sender("other", 2, (9.0, 9.0, 9.0)), name="a|b *c*")
-    text = markdown(replace(MADE, senders=(odd, *MADE.senders), model="org/[x]"), HUBS, SUPERS, 3.5, top=2)
+    made = replace(MADE, senders=(odd, *MADE.senders), model="org/[x]")
+    text = markdown(made, HUBS, SUPERS, 3.5, 2, measured_graph(made))
     assert tables(text)["Strongest senders"][0][0] == r"a\|b \*c\*"
     assert text.startswith(r"# org/\[x\]: ")
 
