@@ -13,7 +13,10 @@ from tests.command_line import Result, Run, captured, names, refused
 pytestmark = pytest.mark.usefixtures("offline")
 
 LAYERS, SENDER, HUB, READER = 4, 1, 6, 2
-FILES = ["attribution.json", "attribution.md", "causal.png", "experts.png", "hubs.json", "influence.png", "scores.png"]
+FILES = [
+    "attribution.json", "attribution.md", "causal.png", "experts.png", "graph.graphml", "graph.json", "graph.png",
+    "hubs.json", "influence.png", "scores.png",
+]  # fmt: skip
 SIZES = ("--samples", 12, "--sequence-length", 32)
 
 

@@ -76,7 +76,7 @@ def loaded_with(path: Path) -> set[str]:
     ],
 )
 def test_what_is_light_loads_neither_torch_nor_transformers(code: str) -> None:
-    after = "import atexit, sys; heavy = {'torch', 'transformers', 'numpy', 'matplotlib'}\n" \
+    after = "import atexit, sys; heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'networkx'}\n" \
         "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"  # fmt: skip
     found = subprocess.run([sys.executable, "-c", after + code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stderr.strip() == "[]"

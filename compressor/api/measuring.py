@@ -109,18 +109,20 @@ def attribute(
     *,
     keys: int = 0,
     top: int = 10,
+    edges_kept: int = 0,
     revision: str | None = None,
     progress: Progress | None = None,
     **wanted: Any,
 ) -> Attribution:
     """How every component shapes the routing of later layers; keywords are those of `Request` that speak of data.
 
-    On the first `keys` sequences the `top` most influential attention heads are split by key token, too.
+    On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
+    `edges_kept` strongest edges to single experts' scores are kept.
     """
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         calibration = read_calibration(run.model, asked, heldout=False)
-        return measure.attribute(run.model, calibration, run.progress, asked.seed, keys, top)
+        return measure.attribute(run.model, calibration, run.progress, asked.seed, keys, top, edges_kept)
 
 
 def gate(

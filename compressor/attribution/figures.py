@@ -5,13 +5,23 @@ A router's logits are the sum of sub-scores, one for each earlier component that
 routers (receivers), T tokens, E experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 # what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
-# whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream
-KINDS = ("token", "attention", "head", "mlp", "moe", "expert", "shared", "other")
+# whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream; a bias is
+# that of the projection which mixes an attention's heads
+KINDS = ("token", "attention", "head", "bias", "mlp", "moe", "expert", "shared", "other")
+UNRANKED = ("head", "bias")  # kinds whose AARV is not measured
+
+
+def adds_up(kind: str, module: str, split: Container[str]) -> bool:
+    """Whether a sender is one of those whose sub-scores add up to the logits, so that nothing counts twice.
+
+    `split` are the attention modules whose heads were told apart: there the heads and their bias count.
+    """
+    return kind != "moe" and not (kind == "attention" and module in split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,8 @@ class Sender:
     influence: tuple[float | None, ...]  # [R] variance of the sub-scores over the experts, averaged over tokens
     positive: tuple[float | None, ...]  # [R] APS: mean of the positive sub-scores' sum over the experts, over E
     negative: tuple[float | None, ...]  # [R] ANS: the same of the negative ones
-    rank_change: tuple[float | None, ...]  # [R] AARV; None throughout for heads
+    rank_change: tuple[float | None, ...]  # [R] AARV; None throughout for heads and their bias
+    covariance: tuple[float | None, ...] = ()  # [R] with the logits over the experts, averaged over tokens
 
     @property
     def total_influence(self) -> float:
@@ -80,6 +91,29 @@ class KeyInfluence:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreEdge:
+    """A sender's part in one expert's score: mean of the squared centred sub-score, over E.
+
+    Summed over the router's experts that is the sender's influence on the router.
+    """
+
+    sender: str  # its name
+    receiver: int  # number of the router among the receivers
+    expert: int
+    influence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Two experts of consecutive routers that more tokens pass one after the other than chance would send."""
+
+    receiver: int  # number of the first one's router among the receivers
+    expert: int
+    following: int  # the expert of the next router
+    excess: float  # share of the tokens that pass both, less the product of the shares that pass each
+
+
+@dataclass(frozen=True, slots=True)
 class Attribution:
     """Everything that one run of the analysis found."""
 
@@ -92,7 +126,14 @@ class Attribution:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each pass
     per_key: tuple[KeyInfluence, ...] = ()  # the strongest heads by key token, where that was asked for
+    score_edges: tuple[ScoreEdge, ...] = ()  # the strongest ones, where that was asked for
+    together: tuple[Together, ...] = ()
 
     def of_kind(self, *kinds: str) -> tuple[Sender, ...]:
         """The senders of these kinds, in model order."""
         return tuple(sender for sender in self.senders if sender.kind in kinds)
+
+    def parts(self) -> tuple[Sender, ...]:
+        """The senders whose sub-scores add up to the logits, each part once: heads instead of their attention."""
+        split = {head.module for head in self.of_kind("head")}
+        return tuple(sender for sender in self.senders if adds_up(sender.kind, sender.module, split))

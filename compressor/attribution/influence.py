@@ -1,7 +1,8 @@
 """What sub-scores do to a router: their variance, their sign, and the ranks that change without them.
 
 "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026): Proposition 1 (variance
-measures influence), APS and ANS, AARV. n tokens, R routers, E experts, K top-k.
+measures influence), APS and ANS, AARV. Beside them the covariance with the logits, which adds up.
+n tokens, R routers, E experts, K top-k.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,20 @@ def spread(scores: Tensor) -> Tensor:
     centred = scores - scores.mean(-1, keepdim=True)
     norms: Tensor = torch.linalg.vector_norm(centred, dim=(0, 2))
     return norms.double().square() / scores.shape[-1]
+
+
+def spread_by_expert(scores: Tensor) -> Tensor:
+    """The same by expert, [n, R, E] -> [R, E]: mean of squared centred scores, whose sum over the experts it is."""
+    return (scores - scores.mean(-1, keepdim=True)).square().sum(0, dtype=torch.float64) / scores.shape[-1]
+
+
+def covariance(scores: Tensor, logits: Tensor) -> Tensor:
+    """Covariance of sub-scores and logits over the experts, summed over tokens: [n, R, E] twice -> [R], float64.
+
+    Logits are sums of sub-scores, so the covariances of all components add up to the logits' variance.
+    """
+    centred = logits - logits.mean(-1, keepdim=True)
+    return (scores * centred).sum(-1).sum(0, dtype=torch.float64) / scores.shape[-1]
 
 
 def signs(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Output, Receiver, Sender
+from compressor.attribution.communities import routed_together
+from compressor.attribution.figures import KINDS, UNRANKED, Attribution, KeyInfluence, Output, Receiver, Sender
 from compressor.attribution.keys import key_influence
 from compressor.attribution.projecting import Projection, Tally
 from compressor.attribution.stream_maps import ObservedRouters, observe_routers, run_traced
@@ -29,11 +30,18 @@ FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.25  # share of the largest logit tha
 
 
 def attribute(
-    model: OpenModel, calibration: Calibration, progress: Progress, seed: int = 0, keys: int = 0, top: int = 10
+    model: OpenModel,
+    calibration: Calibration,
+    progress: Progress,
+    seed: int = 0,
+    keys: int = 0,
+    top: int = 10,
+    edges_kept: int = 0,
 ) -> Attribution:
     """Decompose every router's logits on the calibration tokens.
 
-    On the first `keys` sequences the `top` most influential heads are split by key token, too.
+    On the first `keys` sequences the `top` most influential heads are split by key token, too. If `edges_kept` is not
+    0, influence is measured on every expert's score, too, and so many of those edges are kept.
     Raises `CompressionError` naming the layer and the reason if the architecture's logits are no sum over the
     residual stream, or if sums miss the logits by more than rounding.
     """
@@ -53,7 +61,7 @@ def attribute(
         _refuse_not_finite(routers)
         seconds["routers"] = time.perf_counter() - begin
         torch.manual_seed(seed)
-        projection = Projection(model, routers, parts)
+        projection = Projection(model, routers, parts, edges_kept=edges_kept)
         run_traced(model, calibration.batches, projection.visit, progress, "attribution")
         seconds["attribution"] = time.perf_counter() - begin - seconds["routers"]
         receivers = _receivers(model, routers, projection)
@@ -69,6 +77,8 @@ def attribute(
         versions=versions(),
         seconds=seconds,
         per_key=tuple(per_key),
+        score_edges=projection.score_edges(calibration.tokens),
+        together=routed_together(routers.chosen, routers.valid, model.architecture.experts),
     )
 
 
@@ -132,11 +142,13 @@ def _senders(model: OpenModel, tallies: Mapping[str, Tally], tokens: int) -> lis
             tuple(value if reaches else None for value, reaches in zip(row, reached, strict=True))
             for row in (tally.sums / tokens).tolist()
         ]
-        if tally.kind == "head":
-            rows[3] = (None,) * len(reached)
+        if tally.kind in UNRANKED:
+            rows[4] = (None,) * len(reached)
+        influence, positive, negative, covariance, ranks = rows
         share = tally.tokens / tokens if tally.kind == "expert" else 1.0
         layer = None if tally.kind == "token" else layer_number(tally.unit)
-        found.append(Sender(name, tally.kind, layer, tally.module, tally.number, share, *rows))
+        own = (name, tally.kind, layer, tally.module, tally.number, share)
+        found.append(Sender(*own, influence, positive, negative, ranks, covariance))
     return found
 
 

@@ -4,12 +4,13 @@ T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at onc
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from compressor.attribution.influence import rank_change, signs, spread
+from compressor.attribution.figures import UNRANKED, ScoreEdge, adds_up
+from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
 from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
 from compressor.attribution.stream_maps import LeafMap, ObservedRouters, leaf_map, refuse, router_rows
 from compressor.attribution.tracing import Term
@@ -28,12 +29,13 @@ class Tally:
     unit: str
     module: str
     number: int | None
-    sums: Tensor  # [4, R]: variance, positive and negative scores, change of rank
+    sums: Tensor  # [5, R]: variance, positive and negative scores, covariance, change of rank
     reaches: Tensor  # [R]: whether the sender comes before the router
     tokens: int = 0
     norm: float = 0.0
     max_norm: float = 0.0
     max_entry: float = 0.0
+    by_expert: Tensor | None = None  # [R, E] variance by expert, while its layer passes and where that is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,9 @@ class Projection:
     routers: ObservedRouters
     parts: Mapping[str, tuple[Component, ...]]  # by decoder layer
     tallies: dict[str, Tally] = field(default_factory=dict)
+    edges_kept: int = 0  # of those to single experts' scores, which are measured if it is not 0
     remainder: Tensor = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
+    _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed over the tokens
     _unit: str = ""
     _chains: dict[tuple[str, int, int], tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
     _rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # as they look from them
@@ -80,13 +84,14 @@ class Projection:
         """The sums of the sender of this name."""
         if name not in self.tallies:
             count = len(self.routers.layers)
-            sums, reaches = torch.zeros(4, count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+            sums, reaches = torch.zeros(5, count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
             self.tallies[name] = Tally(kind, unit, module, number, sums, reaches)
         return self.tallies[name]
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
         if unit != self._unit:
+            self._keep_strongest()
             self._unit = unit
             self._chains.clear()
             self._rows.clear()
@@ -98,6 +103,25 @@ class Projection:
         for number, layer in enumerate(self.routers.layers):
             if layer.unit == unit and layer.name in trace.logits:
                 self._measure_own(unit, batch, trace, number)
+
+    def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
+        """The strongest edges to single experts' scores, averaged over so many tokens."""
+        self._keep_strongest()
+        return tuple(replace(edge, influence=edge.influence / tokens) for edge in self._strongest)
+
+    def _keep_strongest(self) -> None:
+        """Of the edges so far and those of the layer that is done, keep as many as shall stay, the strongest first."""
+        split = {tally.module for tally in self.tallies.values() if tally.kind == "head"}
+        for name, tally in self.tallies.items():
+            if tally.by_expert is not None and adds_up(tally.kind, tally.module, split):
+                values, places = tally.by_expert.flatten().sort(descending=True, stable=True)
+                kept = values > 0
+                kept[self.edges_kept :] = False
+                for value, place in zip(values[kept].tolist(), places[kept].tolist(), strict=True):
+                    receiver, expert = divmod(place, self.experts)
+                    self._strongest.append(ScoreEdge(name, receiver, expert, value))
+            tally.by_expert = None
+        self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
 
     def _note_size(self, name: str, outputs: Tensor) -> None:
         tally, norms = self.tallies[name], outputs.float().norm(dim=-1)
@@ -177,7 +201,7 @@ class Projection:
                     _add_rows(self.remainder[:, view.span], tokens, -scores)
                 yield part, tokens, scores
             if name in trace.heads:
-                self._measure_heads(unit, part, trace.heads[name], view)
+                self._measure_heads(unit, part, trace.heads[name], view, batch)
 
     def _values(
         self, unit: str, trace: UnitTrace, name: str, part: Component
@@ -191,8 +215,8 @@ class Projection:
             values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
             yield self.tally(unit, part.name, part.kind, part.name), values, None
 
-    def _measure_heads(self, unit: str, part: Component, heads: Heads, view: View) -> None:
-        """Variance and signs of each head's sub-scores, through its slice of the output projection."""
+    def _measure_heads(self, unit: str, part: Component, heads: Heads, view: View, batch: int) -> None:
+        """All but the ranks, for each head through its slice of the output projection, and for that one's bias."""
         size, key = heads.inputs.shape[-1] // heads.heads, (f"{part.name} heads", view.span.start, view.span.stop)
         if key not in self._rows:
             self._rows[key] = view.rows @ heads.weight.float()
@@ -200,24 +224,31 @@ class Projection:
             own = slice(head * size, (head + 1) * size)
             seen = View(view.span, self._rows[key][:, own], view.scales)
             tally = self.tally(unit, f"{part.name} head {head}", "head", part.name, head)
-            self._add(tally, seen.scores(heads.inputs[:, own], None, self.experts), None, None, view.span)
+            self._add(tally, seen.scores(heads.inputs[:, own], None, self.experts), None, batch, view.span)
+        if heads.bias is not None:
+            tally = self.tally(unit, f"{part.name} bias", "bias", part.name)
+            added = heads.bias.expand(len(heads.inputs), -1)
+            self._add(tally, view.scores(added, None, self.experts), None, batch, view.span)
 
-    def _add(self, tally: Tally, scores: Tensor, tokens: Tensor | None, batch: int | None, span: slice) -> None:
-        """Add the effect of sub-scores [n, r, E]; ranks are left out where no batch is named."""
-        rows = slice(None) if tokens is None else tokens
-        positive, negative = signs(scores)
-        found = [spread(scores), positive, negative]
-        if batch is not None:
-            routers = self.routers
+    def _add(self, tally: Tally, scores: Tensor, tokens: Tensor | None, batch: int, span: slice) -> None:
+        """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""
+        rows, routers = slice(None) if tokens is None else tokens, self.routers
+        logits = routers.logits[batch][rows, span]
+        found = [spread(scores), *signs(scores), covariance(scores, logits)]
+        if tally.kind not in UNRANKED:
             share = routers.valid[span] / routers.valid[span].sum(-1, keepdim=True)
             found.append(
                 rank_change(
-                    routers.logits[batch][rows, span], scores, routers.chosen[batch][rows, span],
-                    routers.before[batch][rows, span], share, routers.selection, span,
+                    logits, scores, routers.chosen[batch][rows, span], routers.before[batch][rows, span], share,
+                    routers.selection, span,
                 )
             )  # fmt: skip
         tally.sums[: len(found), span] += torch.stack(found).cpu()
         tally.reaches[span] = True
+        if self.edges_kept:
+            if tally.by_expert is None:
+                tally.by_expert = torch.zeros(len(routers.layers), self.experts, dtype=torch.float64)
+            tally.by_expert[span] += spread_by_expert(scores).cpu()
 
 
 def _add_rows(total: Tensor, tokens: Tensor | None, scores: Tensor) -> None:

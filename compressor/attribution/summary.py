@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.figures import UNRANKED, Attribution, Receiver, Sender
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.calibration.sources import without_folders
 from compressor.records import finite, plain_json
@@ -56,6 +56,13 @@ def sender_labels(senders: Iterable[Sender]) -> list[str]:
     named = [(sender_label(sender), sender.name) for sender in senders]
     often = Counter(label for label, _ in named)
     return [label if often[label] == 1 else name for label, name in named]
+
+
+def router_labels(receivers: Iterable[Receiver]) -> list[str]:
+    """'L3 router' for each, or with its experts module's name where a layer has several."""
+    named = [(f"L{receiver.layer} router", receiver.module) for receiver in receivers]
+    often = Counter(label for label, _ in named)
+    return [label if often[label] == 1 else f"{label} of {module}" for label, module in named]
 
 
 def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
@@ -137,7 +144,7 @@ def full_content(
             {
                 **rounded(sender),
                 "total_influence": rounded(float(sender.total_influence)),
-                "total_rank_change": None if sender.kind == "head" else rounded(float(sender.total_rank_change)),
+                "total_rank_change": None if sender.kind in UNRANKED else rounded(float(sender.total_rank_change)),
             }
             for sender in attribution.senders
         ],

@@ -44,11 +44,12 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What an attention's output projection was given, [T, heads * size], and its weight [H, heads * size]."""
+    """What an attention's output projection was given, [T, heads * size], its weight [H, heads * size] and bias [H]."""
 
     inputs: Tensor
     weight: Tensor
     heads: int
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,8 @@ def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[
     def hook(module: nn.Linear, args: Any, output: Tensor) -> None:
         heads = head_count(attention, module)
         if heads is not None and trace.context.fits(args[0]):
-            trace.projected[name] = (Heads(args[0].reshape(trace.context.tokens, -1), module.weight, heads), output)
+            inputs = args[0].reshape(trace.context.tokens, -1)
+            trace.projected[name] = (Heads(inputs, module.weight, heads, module.bias), output)
 
     for module in attention.modules():
         if isinstance(module, nn.Linear):

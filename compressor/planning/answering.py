@@ -13,9 +13,9 @@ from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
 from compressor.planning import make
 from compressor.planning.make import Wish
-from compressor.planning.protecting import Protected, given_protected, protect_hubs
+from compressor.planning.protecting import Protected, given_protected, protect_found
 from compressor.planning.registry import load_strategy
-from compressor.planning.request import AUTO, Request
+from compressor.planning.request import Request
 from compressor.planning.run import Run
 from compressor.plans.plan import CompressionPlan
 
@@ -53,9 +53,9 @@ def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve:
 
 
 def protected_experts(run: Run, request: Request, keep: int, calibration: Calibration | None) -> Protected:
-    """The experts that a list names, or the hubs that the calibration shows if that was asked for."""
-    if request.protect == AUTO and calibration is not None:
-        return protect_hubs(run.model, calibration, keep, run.progress, request.seed)
+    """The experts that a list names, or the hubs or central experts that the calibration shows, as was asked for."""
+    if request.protects_what_data_shows and calibration is not None:
+        return protect_found(run.model, calibration, keep, run.progress, request.seed, request.central)
     return given_protected(request.protect, run.model.architecture.layers, keep)
 
 
@@ -66,7 +66,7 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
     """
     model, wish = run.model, wish or settle(run.model, request)
     calibration = None
-    if wish.reads or request.protect == AUTO:
+    if wish.reads or request.protects_what_data_shows:
         calibration = read_calibration(model, request, wish.holds_out)
     protected = protected_experts(run, request, wish.experts, calibration)
     if request.sequential and wish.reads and calibration is not None:

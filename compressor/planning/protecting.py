@@ -1,4 +1,4 @@
-"""Protected experts, which no plan merges or drops: named in a file, or found as routing hubs."""
+"""Protected experts, which no plan merges or drops: named in a file, or found as hubs or in the routing graph."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from compressor.attribution import measure
-from compressor.attribution.hubs import Hub, find_hubs
+from compressor.attribution.centrality import most_central
+from compressor.attribution.hubs import find_hubs
 from compressor.calibration.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.planning.request import AUTO
+from compressor.planning.request import AUTO, GRAPH
 from compressor.plans.json import integer
 from compressor.progress import Progress
 from compressor.records import read_json
@@ -27,7 +28,7 @@ def given_protected(
     protect: str | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
     """The experts that a list, or a file with one, names, checked against the `keep` that stay; none without a list."""
-    if protect is None or protect == AUTO:
+    if protect is None or (isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH))):
         return {}
     protected = read_protected(protect, layers)
     check_protected(protected, layers, keep)
@@ -52,8 +53,8 @@ def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Se
 def _read_list(path: Path) -> list[Any]:
     if not path.is_file():
         raise CompressionError(
-            f"--protect {path} is neither 'auto' nor a file; write auto, or name a JSON list of experts such as the "
-            "hubs.json of moe-compress attribute"
+            f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a JSON list of experts "
+            "such as the hubs.json of moe-compress attribute"
         )
     content = read_json(path, "mend it")
     if not isinstance(content, list):
@@ -133,28 +134,36 @@ def fit_batches(calibration: Calibration) -> Calibration:
     )
 
 
-def strongest_that_fit(hubs: Sequence[Hub], layers: Sequence[MoeLayer], keep: int) -> Protected:
-    """Of the hubs, the strongest first, as many in each layer and routing group as stay there."""
+def strongest_that_fit(
+    found_experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, called: str = "hubs"
+) -> Protected:
+    """Of (module, expert), the strongest first, as many in each layer and routing group as stay there."""
     found: dict[str, frozenset[int]] = {}
     for layer in layers:
-        own = [hub.expert for hub in hubs if hub.module == layer.name]
+        own = [expert for module, expert in found_experts if module == layer.name]
         blocks = [[expert for expert in own if expert in block] for block in competing(layer)]
         if own:
             found[layer.name] = frozenset(expert for block in blocks for expert in block[: _places(layer, keep)])
-    if gone := len(hubs) - sum(map(len, found.values())):
+    if gone := len(found_experts) - sum(map(len, found.values())):
         logger.warning(
-            "%d of %d hubs do not fit where %d experts are kept in every layer, so the weakest are not protected",
-            gone, len(hubs), keep,
+            "%d of %d %s do not fit where %d experts are kept in every layer, so the weakest are not protected",
+            gone, len(found_experts), called, keep,
         )  # fmt: skip
     return found
 
 
-def protect_hubs(model: OpenModel, calibration: Calibration, keep: int, progress: Progress, seed: int = 0) -> Protected:
+def protect_found(
+    model: OpenModel, calibration: Calibration, keep: int, progress: Progress, seed: int = 0, central: int | None = None
+) -> Protected:
     """The routing hubs that the calibration shows, at the default threshold, as far as they fit.
 
+    With `central`, so many experts that stand highest in the routing graph (`centrality.STANDING`) instead.
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
     """
-    hubs = find_hubs(measure.attribute(model, fit_batches(calibration), progress, seed))
+    found, layers = measure.attribute(model, fit_batches(calibration), progress, seed), model.architecture.layers
+    if central is not None:
+        return strongest_that_fit(most_central(found, central), layers, keep, "central experts")
+    hubs = [(hub.module, hub.expert) for hub in find_hubs(found)]
     if not hubs:
         logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
-    return strongest_that_fit(hubs, model.architecture.layers, keep)
+    return strongest_that_fit(hubs, layers, keep)

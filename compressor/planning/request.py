@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from compressor.calibration.sources import WeightedSource
     from compressor.model.opened import OpenModel
 
-AUTO = "auto"
+AUTO, GRAPH = "auto", "graph:"
 KEEP, STRATEGY, CALIBRATION = "What to keep", "Strategy", "Calibration"
 CORRECTION, GATE, PUBLISHING, RUNNING = "Correction", "Gate", "Publishing", "Running"
 PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, PUBLISHING, RUNNING)  # of the help, in this order
@@ -39,8 +39,8 @@ class Request:
     protect: str | Sequence[Mapping[str, Any]] | None = described(
         None,
         KEEP,
-        "Experts that are neither merged nor dropped: auto, or a JSON list of experts to keep (hubs.json of "
-        "`moe-compress attribute`).",
+        "Experts that are neither merged nor dropped: auto (the hubs), graph:N (the N that stand highest in the "
+        "routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
         kind=str | None,
     )
     strategy: str = described("auto", STRATEGY, "How experts are chosen and merged; see `moe-compress strategies`.")
@@ -69,6 +69,7 @@ class Request:
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
+        self.central  # noqa: B018
         if not 0 <= self.seed < 2**63:
             raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
 
@@ -78,6 +79,21 @@ class Request:
         if given is not None and wanted:
             raise TypeError("give a Request or its fields, not both")
         return cls(**wanted) if given is None else given
+
+    @property
+    def central(self) -> int | None:
+        """N, where the N experts that stand highest in the routing graph are to be protected."""
+        if not isinstance(self.protect, str) or not self.protect.startswith(GRAPH):
+            return None
+        count = self.protect.removeprefix(GRAPH)
+        if not (count.isascii() and count.isdigit() and int(count)):
+            raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
+        return int(count)
+
+    @property
+    def protects_what_data_shows(self) -> bool:
+        """Whether the protected experts are found on the calibration data, as hubs or in the graph."""
+        return self.protect == AUTO or self.central is not None
 
     @property
     def sources(self) -> "tuple[WeightedSource, ...]":
@@ -116,7 +132,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.seed,
         request.correct,
         request.sequential,
-        request.protect if request.protect == AUTO else _content(request.protect),
+        request.protect if request.protects_what_data_shows else _content(request.protect),
         str(model.partial.device),
         str(model.partial.dtype),
         versions(),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from compressor.attribution.report import number, percent
+from compressor.attribution.document import number, percent
 from compressor.attribution.summary import expert_label
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.facts import shown

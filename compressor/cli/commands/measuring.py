@@ -77,7 +77,8 @@ def attribute(
     request: Annotated[Request, DATA],
     running: Running,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New folder for hubs.json, attribution.json and pictures.")
+        Path | None,
+        typer.Option("--output", "-o", help="New folder for hubs.json, attribution.json, pictures and the graph."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Strongest senders to show.")] = 10,
     threshold: Annotated[
@@ -86,17 +87,27 @@ def attribute(
     keys: Annotated[
         int, typer.Option(min=0, help="Sequences on which the strongest heads are split by key token.")
     ] = 0,
+    edges: Annotated[
+        str, typer.Option(help="What the graph's edges lead to: routers, or every later expert's score, too: experts.")
+    ] = "routers",
+    edges_kept: Annotated[int, typer.Option(min=1, help="Strongest edges to experts' scores to keep.")] = 2000,
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.attribution.hubs import find_hubs, super_experts
     from compressor.attribution.report import NAMES, write_attribution
     from compressor.cli.results import show_attribution
+    from compressor.errors import CompressionError
     from compressor.files import check_folder
 
+    if edges not in ("routers", "experts"):
+        raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
     if output is not None:
         check_folder(output, NAMES, running.overwrite)
     with progress_bars(running.as_json) as progress:
-        found = compressor.attribute(model, request, keys=keys, top=top, revision=running.revision, progress=progress)
+        found = compressor.attribute(
+            model, request, keys=keys, top=top, edges_kept=edges_kept if edges == "experts" else 0,
+            revision=running.revision, progress=progress,
+        )  # fmt: skip
         hubs, supers = find_hubs(found, threshold), super_experts(found)
         written = []
         if output is not None:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor.attribution import projecting
 from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.graph import routing_graph
 from compressor.attribution.measure import attribute
+from compressor.attribution.summary import router_labels
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
@@ -80,6 +81,10 @@ def test_sub_scores_add_to_the_logits_of_every_family(name: str, tmp_path: Path)
     assert found.tokens == 36 and len(found.outputs) == len(model.architecture.layers) * model.architecture.experts
     moe = add_up(found.of_kind("moe"), len(found.receivers))
     assert moe == pytest.approx(add_up(found.of_kind("expert", "shared"), len(found.receivers)), rel=1e-4, abs=1e-5)
+    graph = routing_graph(found)
+    for label, receiver in zip(router_labels(found.receivers), found.receivers, strict=True):
+        edges = [data for *_, data in graph.in_edges(label, data=True)]
+        assert sum(data["covariance"] for data in edges) == pytest.approx(receiver.variance, rel=1e-4)
     for sender in found.senders:
         unknown = [value is None for value in sender.influence]
         if sender.layer is not None and sender.kind != "other":  # a bias of a router reaches that router alone
@@ -99,21 +104,36 @@ def test_families_without_a_residual_stream_are_refused(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_heads_add_to_their_attention_less_its_bias(name: str, tmp_path: Path) -> None:
+def test_heads_and_their_bias_add_to_the_attention(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
-    if name == "gpt_oss":  # the only one of them whose output projection has a bias
-        folder = tmp_path / "model.safetensors"
-        tensors = load_file(folder)
-        cleared = {key: value * 0 if key.endswith("o_proj.bias") else value for key, value in tensors.items()}
-        assert any(key.endswith("o_proj.bias") for key in tensors)
-        save_file(cleared, folder, metadata={"format": "pt"})
-        model = open_model(locate(str(tmp_path)), "float32", "cpu")
     found = run(model, batches(stock))
+    assert len(found.of_kind("bias")) == (len(found.of_kind("attention")) if name == "gpt_oss" else 0)
     for attention in found.of_kind("attention"):
         heads = [head for head in found.of_kind("head") if head.module == attention.module]
         assert [head.number for head in heads] == list(range(stock.config.num_attention_heads))
         expected = [value or 0.0 for value in mean_scores(attention)]
-        assert add_up(heads, len(found.receivers)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        biases = [bias for bias in found.of_kind("bias") if bias.module == attention.module]
+        assert add_up([*heads, *biases], len(found.receivers)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_edges_to_experts_add_to_the_edge_to_their_router(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    found = attribute(model, calibration(parts), Silent(), edges_kept=100_000)
+    for sender in found.parts():
+        for number, influence in known(sender.influence).items():
+            own = [e.influence for e in found.score_edges if (e.sender, e.receiver) == (sender.name, number)]
+            assert len(own) == (model.architecture.experts if influence else 0) or 0 < influence < 1e-12
+            assert sum(own) == pytest.approx(influence, rel=1e-5)
+    named = {sender.name for sender in found.parts()}
+    assert {edge.sender for edge in found.score_edges} <= named
+    few = attribute(model, calibration(parts), Silent(), edges_kept=20)
+    assert few.score_edges == found.score_edges[:20]
+    same(few, found)
+    graph = routing_graph(few)
+    kept = [data["influence"] for *_, data in graph.edges(data=True) if data["kind"] == "scores"]
+    assert sorted(kept, reverse=True) == [edge.influence for edge in few.score_edges]
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "minimax", "nemotron_h"])

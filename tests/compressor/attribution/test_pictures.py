@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
 from PIL import Image
 from scipy.stats import spearmanr
 
@@ -31,9 +30,9 @@ from compressor.attribution.report import write_attribution
 from compressor.attribution.summary import full_content
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import log_scale
-from compressor.drawing.picture import drawing_settings
 from compressor.drawing.scales import ticks
 from tests.attributions import attribution, sender
+from tests.drawn import axes_of, canvases
 
 SMALL = attribution(hubs={(1, 3): 400.0, (2, 6): 90.0})
 LARGE = attribution(layers=64, experts=3, heads=1, dense=(0, 1, 2, 3), hubs={(n, n % 3): 500.0 for n in range(4, 40)})
@@ -58,22 +57,6 @@ MODELS: dict[str, Attribution] = {
     "nothing": replace(SMALL, senders=(), receivers=()),
     "no numbers": replace(SMALL, senders=(sender("token", None, (math.inf, math.nan, 1.0)),)),
 }
-
-
-def canvases(figure: Figure) -> list[Canvas]:
-    """Each drawing as matplotlib draws it."""
-    found = []
-    for drawing in figure.drawings:
-        with drawing_settings():
-            canvas = Canvas(figsize=drawing.size, layout="constrained", dpi=150)
-            drawing.draw(canvas)
-            canvas.draw_without_rendering()
-        found.append(canvas)
-    return found
-
-
-def axes_of(figure: Figure) -> list[Axes]:
-    return [axes for canvas in canvases(figure) for axes in canvas.axes]
 
 
 def panels(figure: Figure) -> dict[str, Axes]:

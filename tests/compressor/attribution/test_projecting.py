@@ -97,7 +97,8 @@ def test_sub_scores_are_what_a_removal_takes_from_the_logits(name: str, tmp_path
     checked = set()
     for sender in found.senders:
         some = sender.number in (None, 1, 6)
-        if sender.kind == "other" or not some or (sender.kind == "head" and sender.module not in reference.projected):
+        unprojected = sender.kind == "head" and sender.module not in reference.projected
+        if sender.kind in ("other", "bias") or not some or unprojected:
             continue
         lost = reference.sub_scores(removal(reference, sender))
         checked.add(sender.kind)
@@ -132,10 +133,12 @@ def compare(
     assert sender.influence[number] == pytest.approx(float(scores.var(-1, correction=0).mean()), **TWO), where
     assert sender.positive[number] == pytest.approx(float(scores.clamp(min=0).mean()), **TWO), where
     assert sender.negative[number] == pytest.approx(float(scores.clamp(max=0).mean()), **TWO), where
+    logits = reference.logits[name]
+    together = (scores * (logits - logits.mean(-1, keepdim=True))).mean()
+    assert sender.covariance[number] == pytest.approx(float(together), **TWO), where
     if sender.kind == "head":
         assert sender.rank_change[number] is None
         return
-    logits = reference.logits[name]
     both = [rank_by(reference.model, router, values) for values in (logits, logits - scores)]
     expected = ranking_change(*both, reference.chosen[name])
     one_swap = 2.1 / reference.chosen[name].numel()  # nearly equal experts may change places with the rounding

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from compressor.attribution import report as attribution_report
+from compressor.attribution.document import exactness, number, whole_blocks
 from compressor.attribution.figures import Attribution, KeyInfluence, Receiver, Sender
+from compressor.attribution.graph_files import measured_graph
 from compressor.attribution.hubs import Hub, SuperExpert, find_hubs, super_experts
-from compressor.attribution.report import exactness, markdown, number, write_attribution
+from compressor.attribution.report import write_attribution
 from compressor.attribution.summary import (
     COMPONENTS,
     kind_shares,
@@ -29,12 +31,14 @@ from compressor.attribution.summary import (
     strongest,
 )
 from compressor.cli.results import show_attribution
+from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
 from tests.attributions import attribution, module, sender, with_massive
 
 NAMES = [
-    "attribution.json", "attribution.md", "causal.png", "experts.png", "hubs.json", "influence.png", "scores.png",
+    "attribution.json", "attribution.md", "causal.png", "experts.png", "graph.graphml", "graph.json", "graph.png",
+    "hubs.json", "influence.png", "scores.png",
 ]  # fmt: skip
 MADE = with_massive(attribution(hubs={(1, 3): 400.0, (2, 6): 90.0}), 1, 3, 50.0)
 HUBS, SUPERS = find_hubs(MADE), super_experts(MADE)
@@ -45,12 +49,7 @@ assert [(hub.layer, hub.expert) for hub in HUBS] == [(1, 3), (2, 6)] and len(SUP
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time."""
 
-    def draw(_: Any, hubs: Any, top: Any, folder: Path) -> None:
-        for name in NAMES:
-            if name.endswith("png"):
-                (folder / name).write_bytes(b"drawn")
-
-    monkeypatch.setattr(attribution_report, "plot_attribution", draw)
+    monkeypatch.setattr(attribution_report, "png", lambda title, drawings: b"drawn")
 
 
 def write(made: Attribution, folder: Path, overwrite: bool = False, hubs: Sequence[Hub] = HUBS) -> list[Path]:
@@ -146,7 +145,7 @@ def test_numbers_keep_six_digits(value: float) -> None:
 
 
 def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
-    text = markdown(MADE, HUBS, SUPERS, 3.5, top=6)
+    text = markdown(whole_blocks(MADE, HUBS, SUPERS, 3.5, 6, measured_graph(MADE)))
     found = tables(text)
     assert [cells[0] for cells in found["Hubs"]] == ["L1 E3", "L2 E6"]
     assert float(found["Hubs"][0][1]) == pytest.approx(HUBS[0].influence, rel=6e-3)
@@ -167,14 +166,15 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
 
 
 def test_without_hubs_the_text_says_so() -> None:
-    text = markdown(MADE, (), (), 4.25, top=3)
+    text = markdown(whole_blocks(MADE, (), (), 4.25, 3, measured_graph(MADE)))
     assert "No expert is a hub" in text and "above 4.25" in text and "--protect" not in text
     assert "Neither hubs nor super experts were found." in text
 
 
 def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
     odd = replace(sender("other", 2, (9.0, 9.0, 9.0)), name="a|b *c*")
-    text = markdown(replace(MADE, senders=(odd, *MADE.senders), model="org/[x]"), HUBS, SUPERS, 3.5, top=2)
+    made = replace(MADE, senders=(odd, *MADE.senders), model="org/[x]")
+    text = markdown(whole_blocks(made, HUBS, SUPERS, 3.5, 2, measured_graph(made)))
     assert tables(text)["Strongest senders"][0][0] == r"a\|b \*c\*"
     assert text.startswith(r"# org/\[x\]: ")
 
@@ -264,15 +264,15 @@ def test_numbers_for_people(value: float | None, shown: str) -> None:
 def test_a_failure_leaves_nothing(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Path] = []
 
-    def fail(*arguments: Any) -> None:
-        (arguments[-1] / "influence.png").write_bytes(b"half a picture")
-        seen.extend(arguments[-1].iterdir())
+    def fail(graph: Any, folder: Path) -> None:
+        seen.extend(folder.iterdir())
         raise error
 
-    monkeypatch.setattr(attribution_report, "plot_attribution", fail)
+    monkeypatch.setattr(attribution_report, "png", lambda title, drawings: b"drawn")
+    monkeypatch.setattr(attribution_report, "write_graph", fail)
     with pytest.raises(type(error)):
         write(MADE, tmp_path / "out")
-    assert len(seen) == 4
+    assert len(seen) == 8
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.attribution.hubs import Hub
 from compressor.calibration.batches import Calibration
 from compressor.calibration.collecting import collect
 from compressor.calibration.statistics import ALL
@@ -98,7 +97,7 @@ def test_a_faulty_list_is_refused_in_one_sentence(content: Any, message: str, tm
 
 def test_a_word_that_names_nothing_is_refused_with_both_possibilities(tmp_path: Path) -> None:
     for name in ("Auto", str(tmp_path), str(tmp_path / "hubs.json")):
-        with pytest.raises(CompressionError, match=f"--protect {name} is neither 'auto' nor a file; write auto, or"):
+        with pytest.raises(CompressionError, match=f"--protect {name} is neither 'auto' nor a file; write auto or"):
             given_protected(name, LAYERS, 4)
 
 
@@ -133,7 +132,7 @@ def test_the_strongest_hubs_that_fit_are_protected(
 ) -> None:
     """Against taking one after another wherever there is still a place."""
     layers, taken = [moe_layer(index, groups) for index in range(2)], list[tuple[int, int]]()
-    hubs = [Hub(layers[index].name, index, expert, 1.0, 1.0, 9.0, 9.0, 0.5) for index, expert in strength[:count]]
+    hubs = [(layers[index].name, expert) for index, expert in strength[:count]]
     for index, expert in strength[:count]:
         here = [one for one in taken if (one[0], one[1] * groups // 8) == (index, expert * groups // 8)]
         taken += [(index, expert)] if len(here) < places else []
@@ -143,7 +142,7 @@ def test_the_strongest_hubs_that_fit_are_protected(
 
 
 def test_hubs_that_are_let_go_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    hubs = [Hub(LAYERS[0].name, 1, expert, 9.0 - expert, 1.0, 9.0, 9.0, 0.5) for expert in range(5)]
+    hubs = [(LAYERS[0].name, expert) for expert in range(5)]
     with caplog.at_level(logging.WARNING):
         assert strongest_that_fit(hubs, LAYERS, 3) == {LAYERS[0].name: {0, 1, 2}}
     assert [record.getMessage() for record in caplog.records] == [

@@ -1,0 +1,293 @@
+"""The routing graph: its edges are the attribution's figures, its measures those of brute force, its files open."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressor.attribution.centrality import MEASURES, agreements, centralities, most_central, ranking, strong_edges
+from compressor.attribution.figures import Attribution, ScoreEdge, Together
+from compressor.attribution.graph import ROUTES, SCORES, STEERS, edges_of, routing_graph
+from compressor.attribution.graph_files import DRAWN, graph_figure, graph_tables, measured_graph, write_graph
+from tests.attributions import attribution, module, sender
+from tests.drawn import axes_of
+
+HUB = "L1 E3"
+MADE = attribution()  # L1 E3 is 400 times as strong as the others of its layer
+
+
+def weights(graph: Any) -> dict[tuple[str, str], float]:
+    return {(start, end): data["weight"] for start, end, data in graph.edges(data=True)}
+
+
+def random_attribution(seed: int, layers: int = 4, experts: int = 4) -> Attribution:
+    """Influences and visits drawn by chance."""
+    random = np.random.default_rng(seed)
+    made = attribution(layers=layers, experts=experts, heads=1, shared=False)
+
+    def drawn(row: tuple[float | None, ...]) -> tuple[float | None, ...]:
+        return tuple(None if value is None else float(random.lognormal(sigma=2)) for value in row)
+
+    senders = tuple(
+        replace(each, influence=drawn(each.influence), share=float(random.random()) if each.kind == "expert" else 1.0)
+        for each in made.senders
+    )
+    return replace(made, senders=senders)
+
+
+def test_nodes_are_the_parts_and_the_routers() -> None:
+    graph = routing_graph(MADE)
+    kinds = [kind for _, kind in graph.nodes(data="kind")]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "token": 1, "head": 16, "mlp": 1, "shared": 3, "expert": 24, "router": 3,
+    }  # fmt: skip
+    assert graph.nodes[HUB] == {
+        "label": HUB, "kind": "expert", "layer": 1, "module": module(1), "number": 3, "share": 0.25,
+        "community": graph.nodes[HUB]["community"],
+    }  # fmt: skip
+    assert graph.nodes["token"]["layer"] == -1 and graph.nodes["L2 router"]["variance"] == 3.5
+    bare = replace(MADE, senders=tuple(each for each in MADE.senders if each.kind != "head"))
+    assert [node for node, kind in routing_graph(bare).nodes(data="kind") if kind == "attention"] == [
+        f"L{layer} attention" for layer in range(4)
+    ]  # an attention whose heads cannot be told apart stays whole
+
+
+def test_edges_have_the_figures_of_the_attribution() -> None:
+    covariances = tuple(replace(each, covariance=each.positive) for each in MADE.senders)
+    graph, seen = routing_graph(replace(MADE, senders=covariances)), 0
+    labels = {(data["module"], data["kind"], data.get("number")): node for node, data in graph.nodes(data=True)}
+    for each in (one for one in covariances if one.kind not in ("moe", "attention")):
+        for receiver, *figures in zip(MADE.receivers, each.influence, each.rank_change, each.covariance, strict=True):
+            ends = labels[each.module, each.kind, each.number], f"L{receiver.layer} router"
+            found = graph.get_edge_data(*ends)
+            assert (found is None) == (figures[0] is None)
+            if found is not None:
+                seen += 1
+                assert [found.get(name) for name in ("influence", "aarv", "covariance")] == figures
+    assert seen == edges_of(graph, STEERS).number_of_edges()
+    assert all(value is not None for *_, data in [*graph.nodes(data=True), *graph.edges(data=True)] for value in data)
+    for layer in (1, 2, 3):
+        into = dict(edges_of(graph, STEERS).pred[f"L{layer} router"])
+        total = math.fsum(data["influence"] for data in into.values())
+        assert {name: data["weight"] for name, data in into.items()} == pytest.approx(
+            {name: data["influence"] / total for name, data in into.items()}
+        )
+        out = edges_of(graph, ROUTES).succ[f"L{layer} router"]
+        assert {name: data["weight"] for name, data in out.items()} == pytest.approx(
+            {f"L{layer} E{expert}": 0.125 for expert in range(8)}
+        )
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    odd = sender("other", 1, (math.inf, math.nan, 2.0), rank_change=(None, None, math.nan), name="odd")
+    graph = routing_graph(replace(MADE, senders=(*MADE.senders, odd)))
+    assert list(graph[odd.name]) == ["L3 router"] and "aarv" not in graph[odd.name]["L3 router"]
+
+
+def test_score_edges_change_no_centrality() -> None:
+    name = next(each.name for each in MADE.of_kind("expert") if (each.layer, each.number) == (1, 3))
+    edges = (ScoreEdge(name, 1, 6, 0.5), ScoreEdge(name, 2, 0, 0.25))
+    graph = routing_graph(replace(MADE, score_edges=edges))
+    assert graph[HUB]["L2 E6"] == {"kind": SCORES, "influence": 0.5}
+    assert graph[HUB]["L3 E0"] == {"kind": SCORES, "influence": 0.25}
+    assert centralities(graph) == centralities(routing_graph(MADE))
+
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_planted_hub_is_first_by_every_measure() -> None:
+    for made in (
+        MADE,
+        attribution(layers=6, experts=16, hubs={(1, 9): 1000.0}),
+        attribution(dense=(), hubs={(0, 2): 900.0}),
+    ):
+        found = centralities(routing_graph(made))
+        ((layer, expert),) = [
+            place for place in ((1, 3), (1, 9), (0, 2)) if f"L{place[0]} E{place[1]}" == ranking(found, "influence")[0]
+        ]
+        hub = f"L{layer} E{expert}"
+        for measure in MEASURES:
+            assert ranking(found, measure)[0] == hub, measure
+            assert [name for name, value in found[measure].items() if value >= found[measure][hub]] == [hub], measure
+        assert most_central(made, 1) == [(module(layer), expert)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 999))
+def test_measures_are_those_of_brute_force(seed: int) -> None:
+    graph = routing_graph(random_attribution(seed))
+    found = centralities(graph)
+    steering, routes = weights(edges_of(graph, STEERS)), weights(edges_of(graph, ROUTES))
+    strong = set(strong_edges(edges_of(graph, STEERS)).edges)
+    nodes, routers = list(graph), [node for node in graph if graph.nodes[node]["kind"] == "router"]
+    experts = [node for node in graph if graph.nodes[node]["kind"] == "expert" and any(e[0] == node for e in steering)]
+    assert all(list(values) == experts for values in found.values()) and list(found) == list(MEASURES)
+    for expert in experts:
+        out = [graph.edges[edge] for edge in steering if edge[0] == expert]
+        for measure, name in (("influence", "influence"), ("AARV", "aarv"), ("out-degree", "weight")):
+            assert found[measure][expert] == pytest.approx(sum(data[name] for data in out))
+    assert found["PageRank"] == pytest.approx(pagerank(nodes, routers, steering, routes, experts), rel=1e-6)
+    for expert in experts:
+        beside = [found["PageRank"][other] for other in experts if other.split()[0] == expert.split()[0]]
+        assert found["standing"][expert] == pytest.approx(found["PageRank"][expert] / (sum(beside) / len(beside)))
+    for edge in steering:
+        kind = graph.nodes[edge[0]]["kind"]
+        alike = [
+            weight for (start, end), weight in steering.items() if end == edge[1] and graph.nodes[start]["kind"] == kind
+        ]
+        assert (edge in strong) == (steering[edge] >= sum(alike) / len(alike) or len(alike) == 1)
+    lengths = {edge: 1 / weight for edge, weight in {**routes, **{e: steering[e] for e in strong}}.items()}
+    assert found["betweenness"] == pytest.approx(betweenness(routers, lengths, experts))
+    assert found["core"] == {expert: float(core(strong, expert)) for expert in experts}
+
+
+def pagerank(nodes: list[str], routers: list[str], steering: Any, routes: Any, experts: list[str]) -> dict[str, float]:
+    """The stationary distribution by a linear system, instead of by iteration."""
+    place = {node: number for number, node in enumerate(nodes)}
+    step, start = np.zeros((len(nodes), len(nodes))), np.zeros(len(nodes))
+    start[[place[router] for router in routers]] = 1 / len(routers)
+    for (sender_, router), weight in steering.items():
+        step[place[router], place[sender_]] = weight
+    for router, expert in routes:
+        step[place[expert], place[router]] = 1.0
+    step[step.sum(1) == 0] = start
+    values = np.linalg.solve(np.eye(len(nodes)) - 0.85 * step.T / step.sum(1), 0.15 * start)
+    return {expert: float(values[place[expert]]) for expert in experts}
+
+
+def betweenness(routers: list[str], lengths: dict[tuple[str, str], float], experts: list[str]) -> dict[str, float]:
+    """Every path from router to router written out; there are no ties among random lengths."""
+    found, after = dict.fromkeys(experts, 0.0), dict[str, list[str]]()
+    for start, end in lengths:
+        after.setdefault(start, []).append(end)
+
+    def paths(path: list[str]) -> list[list[str]]:
+        return [path, *(longer for node in after.get(path[-1], ()) for longer in paths([*path, node]))]
+
+    for start in routers:
+        every = paths([start])
+        for end in routers:
+            own = [path for path in every if path[-1] == end and len(path) > 1]
+            if own:
+                best = min(own, key=lambda path: sum(lengths[edge] for edge in pairwise(path)))
+                for node in best[1:-1]:
+                    if node in found:
+                        found[node] += 2 / (len(routers) * (len(routers) - 1))
+    return found
+
+
+def core(edges: set[tuple[str, str]], node: str) -> int:
+    """By definition: for each k, take away whatever has fewer than k neighbours until nothing changes."""
+    best = 0
+    for k in range(1, len(edges)):
+        left = {end for edge in edges for end in edge}
+        while weak := [one for one in left if sum(one in edge and {*edge} <= left for edge in edges) < k]:
+            left -= {*weak}
+        if node not in left:
+            return best
+        best = k
+    return best
+
+
+def test_ranking_and_agreement() -> None:
+    found = {
+        "out-degree": {"a": 4.0, "b": 3.0, "c": 2.0, "d": 0.0},
+        "core": {"a": 1.0, "b": 2.0, "c": 2.0, "d": 0.0},
+        "flat": {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0},
+    }
+    assert ranking(found, "core") == ["b", "c", "a"]  # equal ones by out-degree; 0 is not central
+    first, *others = agreements(found)
+    assert (first.first, first.second, first.shared) == ("out-degree", "core", 3)
+    ranks = np.corrcoef([4, 3, 2, 1], [2, 3.5, 3.5, 1])[0, 1]
+    assert first.correlation == pytest.approx(ranks)
+    assert [each.correlation for each in others] == [None, None]
+
+
+# --- communities ------------------------------------------------------------------------------------------------------
+
+
+def together(experts: int = 8, routers: int = 3) -> tuple[Together, ...]:
+    """Even experts are followed by even ones, odd ones by odd ones; the last of each router goes alone."""
+    return tuple(
+        Together(router, one, other, 0.01)
+        for router in range(routers - 1)
+        for one in range(experts - 1)
+        for other in range(experts - 1)
+        if one % 2 == other % 2
+    )
+
+
+def test_communities_are_the_experts_that_go_together() -> None:
+    graph = routing_graph(replace(MADE, together=together()))
+    groups: dict[int, set[tuple[int, int]]] = {}
+    for _, data in graph.nodes(data=True):
+        if data["kind"] == "expert":
+            groups.setdefault(data["community"], set()).add((data["layer"], data["number"]))
+    assert groups[0] == {(layer, expert) for layer in (1, 2, 3) for expert in (0, 2, 4, 6)}
+    assert groups[1] == {(layer, expert) for layer in (1, 2, 3) for expert in (1, 3, 5)}
+    assert sorted(map(len, groups.values())) == [1, 1, 1, 9, 12]
+    caption, _, rows = graph_tables(measured_graph(replace(MADE, together=together())))[-1]
+    assert "2 groups of several experts" in caption
+    assert [row[:3] for row in rows] == [("1", "12", "3"), ("2", "9", "3")]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+EDGES = tuple(ScoreEdge(each.name, 2, 5, 0.1 * each.total_influence) for each in MADE.of_kind("expert")[:8])
+WHOLE = replace(MADE, together=together(), score_edges=EDGES, model="org/<tiny> & \x00 moe")
+
+
+def test_files_open_in_networkx_as_they_were(tmp_path: Path) -> None:
+    made = measured_graph(WHOLE)
+    write_graph(made, tmp_path)
+    text = (tmp_path / "graph.json").read_text()
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    for read in (nx.read_graphml(tmp_path / "graph.graphml"), nx.node_link_graph(content, edges="edges")):
+        assert read.is_directed() and not read.is_multigraph()
+        assert dict(read.nodes(data=True)) == dict(made.graph.nodes(data=True))
+        assert {edge: read.edges[edge] for edge in read.edges} == {e: made.graph.edges[e] for e in made.graph.edges}
+        for measure, values in centralities(read).items():
+            assert values == pytest.approx(dict(made.centrality[measure]))
+    assert made.graph.nodes[HUB]["PageRank"] == made.centrality["PageRank"][HUB]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from compressor.attribution.graph_files import measured_graph, write_graph
+from tests.compressor.attribution.test_graph import WHOLE
+write_graph(measured_graph(WHOLE), Path(sys.argv[1]))
+"""
+
+
+def test_files_are_the_same_in_every_process(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    for seed in ("1", "2"):
+        (tmp_path / seed).mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
+        subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / seed)], cwd=root, env=environment, check=True)
+    for name in ("graph.graphml", "graph.json"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_the_picture_names_hubs_and_draws_the_heaviest_edges() -> None:
+    made = measured_graph(MADE)
+    (axes,) = axes_of(graph_figure(made))
+    texts = {text.get_text() for text in axes.texts}
+    assert HUB in texts and {*ranking(made.centrality, "standing")[:8]} == texts - {""}
+    assert len([text for text in axes.texts if not text.get_text()]) == DRAWN
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["token", "L0", "L1", "L2", "L3"]
+    routers = next(line for line in axes.lines if line.get_label() == "router")
+    assert sorted(routers.get_xdata()) == pytest.approx([1.4, 2.4, 3.4])  # from left to right
