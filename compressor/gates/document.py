@@ -30,7 +30,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     )
 
 
-def brief_blocks(result: GateResult) -> tuple[Block, ...]:
+def gate_brief(result: GateResult) -> tuple[Block, ...]:
     """What a terminal shows: the tasks, the verdict and what would decide it."""
     stored = [Text("The base's results were stored by an earlier run.")] if result.reused_base else []
     return task_table(result), verdict_block(result), *advice_blocks(result), *stored
