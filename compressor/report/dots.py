@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compressor.gates.markdown import change, margin, verdict_line
+from compressor.gates.content import change, margin, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.report.data import ReportData
 from compressor.report.drawing import FONT, Panel, Sheet, colour, readable

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compressor.gates.markdown import COLUMNS, TEXTS, advice, cells, method, verdict_line
+from compressor.gates.content import COLUMNS, TEXTS, advice, cells, method, verdict_line
 from compressor.report.bars import left, phases, size_rows
 from compressor.report.data import ReportData
 from compressor.report.dots import MARKS

@@ -126,7 +126,7 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     infinite = [replace(HUBS[0], influence_score=math.inf)]
     write(odd, tmp_path / "out", hubs=infinite)
-    show_attribution(odd, infinite, SUPERS, 5, as_json=True)
+    show_attribution(odd, infinite, SUPERS, 3.5, 5, as_json=True)
     assert strict(capsys.readouterr().out)["hubs"][0]["influence_score"] is None
     content = strict((tmp_path / "out" / "attribution.json").read_text())
     assert content["senders"][-1]["influence"] == [None, None, None]
@@ -198,7 +198,7 @@ def test_any_attribution_has_reports(made: Attribution, tmp_path: Path, capsys: 
     content = strict(written[0].read_text())
     assert len(content["senders"]) == len(made.senders)
     tables(written[1].read_text())
-    show_attribution(made, hubs, supers, 5, as_json=False)
+    show_attribution(made, hubs, supers, 3.5, 5, as_json=False)
     assert f"{made.tokens:,} tokens" in capsys.readouterr().out
 
 
@@ -297,7 +297,7 @@ def test_the_terminal_shows_hubs_senders_kinds_and_exactness(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    show_attribution(MADE, HUBS, SUPERS, 4, as_json=False, written=[Path("out/hubs.json")])
+    show_attribution(MADE, HUBS, SUPERS, 3.5, 4, as_json=False, written=[Path("out/hubs.json")])
     text = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in text.splitlines() if "│" in line]
     hubs, senders, kinds = rows[:2], rows[2:6], rows[6:]
@@ -309,12 +309,12 @@ def test_the_terminal_shows_hubs_senders_kinds_and_exactness(
     ]
     assert [cells[0] for cells in kinds] == ["token", "attention", "mlp", "moe"]
     assert "within 4e-07 of the largest logit" in text and "Written: out/hubs.json" in text
-    show_attribution(MADE, (), (), 4, as_json=False)
-    assert "No hubs above the threshold" in capsys.readouterr().out
+    show_attribution(MADE, (), (), 3.5, 4, as_json=False)
+    assert "No expert is a hub" in capsys.readouterr().out
 
 
 def test_json_on_stdout_has_the_agreed_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    show_attribution(MADE, HUBS, SUPERS, 4, as_json=True, written=[Path("out/hubs.json")])
+    show_attribution(MADE, HUBS, SUPERS, 3.5, 4, as_json=True, written=[Path("out/hubs.json")])
     content = strict(capsys.readouterr().out)
     assert list(content) == [
         "model", "tokens", "hubs", "super_experts", "overlap", "receivers", "kinds", "seconds", "written",
