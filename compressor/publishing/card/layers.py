@@ -100,9 +100,9 @@ def layer_table(plan: CompressionPlan) -> Table:
 
 def layer_details(plan: CompressionPlan, protected: str | None) -> tuple[Block, ...]:
     """The table in a fold, with a legend, and the file of protected experts for whoever repeats the command."""
-    table: Block = layer_table(plan)
-    if sum(len(str(cell)) for row in layer_table(plan).rows for cell in row) > MOST_TABLE:
-        table = Text(("The list is too long for a page: ", Code("compression.json"), " has it under ", Code("plan"), "."))
+    found, told = layer_table(plan), ("The list is too long for a page: ", Code("compression.json"), " has it under ")
+    too_long = sum(len(str(cell)) for row in found.rows for cell in row) > MOST_TABLE
+    table: Block = Text((*told, Code("plan"), ".")) if too_long else found
     legend = (
         "Numbers are those of the original's experts. Kept: as they were, apart from a correction. Merged: the experts "
         "joined by + became one; one that stands there alone was rescaled."
@@ -112,14 +112,13 @@ def layer_details(plan: CompressionPlan, protected: str | None) -> tuple[Block, 
             " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
             "which judged plan and correction but were fitted to by neither, before and after the correction."
         )
-    found = Details("What became of each expert", (Text(legend), table))
+    fold = Details("What became of each expert", (Text(legend), table))
     if protected is None:
-        return (found,)
+        return (fold,)
     inner: tuple[Block, ...] = (Text((Code("protected.json"), " for the command above:")), Listing(protected, "json"))
     if len(protected) > MOST_TABLE // 3:
-        place = (Code("compression.json"), " has it under ", Code("plan"), ", ", Code("protected"), ".")
-        inner = (Text(("The list is too long for a page: ", *place)),)
-    return found, Details("Protected experts", inner)
+        inner = (Text((*told, Code("plan"), ", ", Code("protected"), ".")),)
+    return fold, Details("Protected experts", inner)
 
 
 def winners(plan: CompressionPlan) -> dict[str, int]:

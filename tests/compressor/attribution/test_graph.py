@@ -238,7 +238,8 @@ def test_communities_are_the_experts_that_go_together() -> None:
     assert groups[0] == {(layer, expert) for layer in (1, 2, 3) for expert in (0, 2, 4, 6)}
     assert groups[1] == {(layer, expert) for layer in (1, 2, 3) for expert in (1, 3, 5)}
     assert sorted(map(len, groups.values())) == [1, 1, 1, 9, 12]
-    caption, _, rows = graph_tables(measured_graph(replace(MADE, together=together())))[-1]
+    groups_table = graph_tables(measured_graph(replace(MADE, together=together())))[-1]
+    caption, rows = groups_table.caption, groups_table.rows
     assert "2 groups of several experts" in caption
     assert [row[:3] for row in rows] == [("1", "12", "3"), ("2", "9", "3")]
 

@@ -106,7 +106,8 @@ def test_a_picture_has_its_words(text: str) -> None:
 
 
 def test_a_table_aligns_numbers_to_the_right_and_is_called_by_its_caption() -> None:
-    table = Table("Sizes", ("", "size", "why"), (("a", "1", "x"), ("b", Toned("pass", "good", "✓"), Note("y"))), {"why"})
+    rows = (("a", "1", "x"), ("b", Toned("pass", "good", "✓"), Note("y")))
+    table = Table("Sizes", ("", "size", "why"), rows, {"why"})
     assert markdown([table]).splitlines() == [
         "Sizes:", "", "|  | size | why |", "| :--- | ---: | :--- |", "| a | 1 | x |", "| b | pass | y |",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from compressor.publishing.card.pictures import MARKS, cells, grid_figure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from compressor.model.architecture import MoeLayer
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.publishing.card.command import protected_list
 from compressor.publishing.card.layers import Fates, layer_details, layer_table
-from compressor.publishing.card.pictures import MARKS, cells, grid_figure
 from compressor.words import joined, label, one_line, ranges, without_paths
 
 
