@@ -1,12 +1,13 @@
 """What the figures and tables of a report say of layers and experts. E experts, N kept."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 from compressor.report.data import LayerReport
-from compressor.words import runs
+from compressor.words import counted, joined, runs
 
 
 def named(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, str]]:
@@ -29,10 +30,33 @@ def order(layer: LayerReport) -> tuple[int, ...]:
 def fates(layer: LayerReport) -> Mapping[int, str]:
     """What became of each expert, in words."""
     found = dict.fromkeys(range(layer.experts), "dropped")
-    for slot, group in enumerate(layer.groups):
-        alone = f"{'protected' if group[0] in layer.protected else 'kept'} as slot {slot}"
-        found.update(dict.fromkeys(group, f"merged into slot {slot}" if len(group) > 1 else alone))
+    for slot, (first, *others) in enumerate(layer.groups):
+        alone = "protected" if first in layer.protected else "rescaled" if first in layer.rescaled else "kept"
+        said = f"merged into slot {slot}" if others else f"{alone} as slot {slot}"
+        found.update(dict.fromkeys((first, *others), said))
     return found
+
+
+def roles(layer: LayerReport) -> list[str]:
+    """Kept, merged or dropped: [E]."""
+    return [fate.split()[0] if fate.startswith(("merged", "dropped")) else "kept" for fate in fates(layer).values()]
+
+
+def all_fates(layers: Iterable[LayerReport]) -> str:
+    """'40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        counts["groups"] += len(merged(layer))
+        counts["merged"] += sum(map(len, merged(layer)))
+        counts["rescaled"] += len(layer.rescaled)
+        counts["dropped"] += len(layer.dropped)
+        counts["kept"] += len(layer.groups) - len(merged(layer)) - len(layer.rescaled)
+    into = f" into {counts['groups']:,}"
+    said = [(what, f"{counts[what]:,} {what}{into if what == 'merged' else ''}") for what in ("rescaled", "merged", "dropped")]
+    return joined([
+        *([f"{counted(counts['kept'], 'expert')} kept"] if counts["kept"] else []),
+        *(words for what, words in said if counts[what]),
+    ])  # fmt: skip
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
@@ -54,11 +78,6 @@ def listed(numbers: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def brief(text: str, most: int = 44) -> str:
-    """The beginning of a text that is too long for a drawing."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
 def brief_end(text: str, most: int = 24) -> str:
     """The end of a name that is too long for a drawing: what tells modules apart stands there."""
     return text if len(text) <= most else f"…{text[1 - most :]}"
@@ -72,3 +91,23 @@ def short(value: float | None, digits: int = 3) -> str:
 def share(value: float) -> str:
     """0.125 -> '12.5%'."""
     return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
+
+
+def left(before: float, after: float) -> str:
+    """What is left of it: 16, 12 -> '75.0%'."""
+    return f"{100 * after / before:.1f}%" if before else "-"
+
+
+def shown(value: object) -> str:
+    """A setting in words: a mapping as 'name value, name value'."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_inner(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_inner, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _inner(value: Any) -> str:
+    return f"({shown(value)})" if isinstance(value, Mapping) else shown(value)
