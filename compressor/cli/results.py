@@ -24,7 +24,7 @@ from compressor.attribution.summary import brief_content
 from compressor.cli.rendering import published, show_summary, summary_dict
 from compressor.cli.terminal import PIPED_WIDTH, console, print_json, print_lines, print_table
 from compressor.comparison.rows import Comparison, Entry, data_line, ranked
-from compressor.gates.markdown import COLUMNS, advice, cells, verdict_line
+from compressor.gates.content import COLUMNS, advice, cells, verdict_line
 from compressor.gates.report import full_content
 from compressor.gates.verdict import GateResult
 from compressor.words import human_bytes, human_count

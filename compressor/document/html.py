@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
+NARROW = 4.8  # inches of a figure that fits beside text
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """A level 2 heading with what stands below it, the figure that leads it apart."""
@@ -43,7 +46,7 @@ class Section:
     @property
     def shape(self) -> str:
         """How the style sheet places the figure: beside the rest, or above it if it has many drawings."""
-        return "plain" if self.figure is None else "wide" if len(self.figure.drawings) > 1 else "beside"
+        return "plain" if self.figure is None else "beside" if _is_narrow(self.figure) else "wide"
 
 
 def page(title: str, kind: str, lead: str, tiles: Facts, blocks: Iterable[Block], made_by: str) -> str:
@@ -87,6 +90,14 @@ def words_html(words: Words) -> Markup:
             return Markup('<span class="verdict {}">{}{}</span>').format(tone, shown, readable(text))
 
 
+def _is_narrow(figure: Figure) -> bool:
+    return not _is_many(figure) and max(drawing.size[0] for drawing in figure.drawings) <= NARROW
+
+
+def _is_many(figure: Figure) -> bool:
+    return sum(not drawing.is_legend for drawing in figure.drawings) > 1
+
+
 def _svgs(figure: Figure) -> Markup:
     return Markup("\n").join(map(Markup, inline_svgs(figure.name, figure.drawings)))
 
@@ -104,6 +115,6 @@ def _template() -> "Template":
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "words": words_html, "kind": lambda block: type(block).__name__,
-        "svgs": _svgs,
+        "svgs": _svgs, "is_many": _is_many, "is_narrow": _is_narrow,
     }  # fmt: skip
     return environment.from_string(files("compressor.document").joinpath("page.html").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from xml.etree import ElementTree as Xml
 
-from compressor.gates.markdown import advice, cells, margin, verdict_line
+from compressor.gates.content import advice, cells, margin, verdict_line
 from compressor.gates.verdict import EXIT_STATUS, GateResult, TaskGate
 
 NAME = "moe-compress gate"

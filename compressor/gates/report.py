@@ -14,11 +14,13 @@ from typing import Any
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.files import file_digest, whole_folder
+from compressor.gates.content import change, level
+from compressor.gates.document import gate_blocks
 from compressor.gates.junit import junit
-from compressor.gates.markdown import change, level, markdown
 from compressor.gates.verdict import GateResult, TaskGate, gate_content, gate_from_content
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
     with whole_folder(folder, NAMES, overwrite) as made:
         (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         (made / NAMES[1]).write_bytes(junit(result))
-        (made / NAMES[2]).write_text(markdown(result), encoding="utf-8", errors=LONE_HALVES)
+        (made / NAMES[2]).write_text(markdown(gate_blocks(result)), encoding="utf-8", errors=LONE_HALVES)
     return [folder / name for name in NAMES]
 
 
@@ -114,7 +116,7 @@ def append_summary(result: GateResult, path: Path) -> None:
         # Without O_CREAT: CI servers make the file, so one that is not there is a mistaken path.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         with open(descriptor, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
-            stream.write(f"\n{markdown(result)}\n")
+            stream.write(f"\n{markdown(gate_blocks(result))}\n")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         logger.warning("the gate's summary could not be appended to %s: %s", path, reason)

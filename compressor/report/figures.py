@@ -10,6 +10,7 @@ from compressor.drawing.bars import draw_bars, draw_left, draw_parts
 from compressor.drawing.dots import Dots, draw_dots
 from compressor.drawing.palette import FONT, ROLES
 from compressor.drawing.picture import Drawing
+from compressor.gates.picture import gate_figure
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.layers import brief_end, fates, left, named, roles, share, short
 from compressor.report.matrices import experts, similarity
@@ -197,10 +198,8 @@ def times(data: ReportData) -> Figure | None:
 
 
 def gate(data: ReportData) -> Figure | None:
-    """A line for each task from the drop's lower to its upper bound, over the drop allowed; none without a gate."""
-    from compressor.gates.picture import gate_figure
-
-    return gate_figure(data.gate) if data.gate and data.gate.tasks else None
+    """The gate's own figure; none without a gate."""
+    return gate_figure(data.gate) if data.gate else None
 
 
 MADE: Mapping[str, Callable[[ReportData], Figure | None]] = {

@@ -12,6 +12,7 @@ from compressor.document.blocks import Block, Facts, Figure, Heading, Note, Tone
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import check_folder, whole_folder, write_whole
+from compressor.gates.content import SIGNS
 from compressor.report import run_sections, sections
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures
@@ -56,7 +57,7 @@ def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
         ("Parameters", human_count(b), f"{left(a, b)} of {human_count(a)}"),
         ("Size on disk", human_bytes(d), f"{left(c, d)} of {human_bytes(c)}"),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
-        ("Accuracy gate", toned(data.gate.verdict) if data.gate else "not run",
+        ("Accuracy gate", Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
          counted(len(data.gate.tasks), "task") if data.gate else "see below"),
     ]  # fmt: skip
     return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)

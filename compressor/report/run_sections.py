@@ -2,9 +2,12 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from compressor.document.blocks import Block, Code, Facts, Heading, Items, Listing, Table, Text, Words
+from compressor.document.blocks import Block, Code, Details, Facts, Heading, Items, Listing, Table, Text, Words
+from compressor.gates.content import SIGNS
+from compressor.gates.document import advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
 from compressor.report.layers import left, shown
@@ -58,10 +61,10 @@ def sizes(data: ReportData) -> list[Block]:
 
 def gate(data: ReportData) -> list[Block]:
     """The verdict in words, its tasks, and how it came about; or how to come by one."""
-    if data.gate is not None:
-        from compressor.gates.document import gate_blocks
-
-        return gate_blocks(data.gate)
+    if (result := data.gate) is not None:
+        verdict = replace(verdict_block(result), tone=SIGNS[result.verdict][0])
+        tested = Details("How it was tested", tested_blocks(result))
+        return [verdict, *advice_blocks(result), task_table(result), tested]
     name = data.title
     run = ["moe-compress", "gate", data.source, name, "-o", f"{name}.gate"]
     run += ["--revision", data.revision] if data.revision else []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compressor.drawing.palette import COLOURS, DPI, axes_at
-from compressor.gates.markdown import change
+from compressor.gates.content import change
 from compressor.gates.verdict import GateResult
 from compressor.plans.layer import LayerPlan
 from compressor.plans.plan import CompressionPlan

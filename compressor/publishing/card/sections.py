@@ -4,7 +4,7 @@ from typing import Any
 from urllib.parse import quote
 
 from compressor.errors import CompressionError
-from compressor.gates.markdown import change, level, method, verdict_line
+from compressor.gates.content import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.planning.registry import load_strategy
 from compressor.plans.layer import correction_of

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 
 from compressor.api.searching import Attempt, Gated
 from compressor.cli.results import show_gate, show_gated
+from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
 from compressor.gates import report as gate_report
-from compressor.gates.markdown import markdown
+from compressor.gates.document import gate_blocks
 from compressor.gates.report import (
     append_summary,
     card_metrics,
@@ -114,7 +115,7 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
     assert [path.name for path in written] == ["gate.json", "gate.xml", "gate.md"]
     assert list(tmp_path.iterdir()) == [tmp_path / "out"] and sorted(written) == sorted((tmp_path / "out").iterdir())
     assert ElementTree.parse(written[1]).getroot().tag == "testsuites"
-    assert written[2].read_text(encoding="utf-8") == markdown(mixed())
+    assert written[2].read_text(encoding="utf-8") == markdown(gate_blocks(mixed()))
     with pytest.raises(CompressionError, match="out exists already"):
         check_folder(tmp_path / "out", gate_report.NAMES)
     assert write_gate(gate(task()), tmp_path / "out", overwrite=True) == written
@@ -151,7 +152,7 @@ def test_a_summary_is_appended(tmp_path: Path) -> None:
     append_summary(gate(task()), page)
     append_summary(mixed(), page)
     text = page.read_text(encoding="utf-8")
-    assert text == f"before\n{markdown(gate(task()))}\n\n{markdown(mixed())}\n"
+    assert text == f"before\n{markdown(gate_blocks(gate(task())))}\n\n{markdown(gate_blocks(mixed()))}\n"
 
 
 def test_a_summary_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

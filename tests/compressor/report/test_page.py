@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compressor.gates.markdown import cells, verdict_line
+from compressor.gates.content import cells, verdict_line
 from compressor.report.data import ReportData, load_of
 from compressor.report.drawing import stylesheet
 from compressor.report.figures import pictures

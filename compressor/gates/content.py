@@ -1,22 +1,25 @@
-"""The gate's result in words, and as Markdown for a pull request or a job summary."""
+"""The gate's figures in words, for every medium: what a task lost, the verdict, and what would decide it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Literal
 
+from compressor.document.blocks import Tone
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import GateResult, TaskGate, Verdict
-from compressor.words import named, table_line
 
 MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
 COLUMNS = (
     "task", "metric", "items", "base", "compressed", "drop", "at least", "at most", "detectable", "lost / gained",
     "verdict",
 )  # fmt: skip
-TEXTS = ("task", "metric", "verdict")
-
-
+TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
+SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
+    "pass": ("good", "✓"),
+    "fail": ("bad", "✗"),
+    "inconclusive": ("unsure", "?"),
+}
 
 
 def level(value: float) -> str:
@@ -126,67 +129,3 @@ def method(result: GateResult) -> str:
         '"Adding Error Bars to Evals", arXiv:2411.00640). A task passes if the upper confidence bound of its drop is '
         f"within the drop allowed, fails if the lower bound is beyond it, and is inconclusive otherwise{several}."
     )
-
-
-def markdown(result: GateResult) -> str:
-    """Verdict, table, what else is to know, method and versions."""
-    lines = [
-        f"# Accuracy gate: {result.verdict}",
-        "",
-        f"**{named(verdict_line(result))}**",
-        "",
-        f"{named(result.compressed)} compared with {named(result.base)}",
-        "",
-        table_line(COLUMNS),
-        table_line([":---" if column in TEXTS else "---:" for column in COLUMNS]),
-        *(table_line([named(cell) for cell in cells(task).values()]) for task in result.tasks),
-        "",
-        _legend(result),
-        "",
-        *_list([_perplexity(task) for task in result.tasks if task.perplexity_ratio is not None]),
-    ]
-    if told := advice(result):
-        lines += ["## What would decide it", "", *_list(told)]
-    return "\n".join([*lines, "## How it was tested", "", method(result), "", *_list(_versions(result))])
-
-
-def _legend(result: GateResult) -> str:
-    return (
-        "Drop: base less compressed, of a perplexity its rise; at least and at most: its one-sided bounds, each with "
-        f"confidence {100 * result.confidence:g}%. Detectable: the smallest true drop that so many items show with "
-        f"probability {POWER:g}. Lost and gained: items answered worse and better than by the base."
-    )
-
-
-def _perplexity(task: TaskGate) -> str:
-    ratio, lower, upper = map(level, task.perplexity_ratio or ())
-    return f"{task.task}: the perplexity is {ratio} times the base's, at least {lower}, at most {upper}."
-
-
-def _list(lines: list[str]) -> list[str]:
-    return [*(f"- {named(line)}" for line in lines), ""] if lines else []
-
-
-def _versions(result: GateResult) -> list[str]:
-    """What was compared and with what, exactly."""
-    stored = " (results stored by an earlier run)" if result.reused_base else ""
-    return [
-        f"Base: {result.base}{_commit(result.base_identity)}{stored}",
-        f"Compressed: {result.compressed}{_commit(result.compressed_identity)}",
-        f"Tasks: {_pairs({task.task: f'version {task.version}' for task in result.tasks})}",
-        *([f"Options: {_pairs(result.options)}"] if result.options else []),
-        *([f"Versions: {_pairs(result.versions)}"] if result.versions else []),
-        *([f"Seconds: {_pairs({k: f'{v:.1f}' for k, v in result.seconds.items()})}"] if result.seconds else []),
-    ]
-
-
-def _commit(identity: Mapping[str, Any]) -> str:
-    return f", commit {identity['commit']}" if "commit" in identity else ", files as in gate.json" if identity else ""
-
-
-def _pairs(entries: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_shown(value)}" for name, value in entries.items())
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from compressor.gates.markdown import advice, change, items_needed, level, markdown, verdict_line
+from compressor.document import markdown as rendered
+from compressor.gates.content import advice, change, items_needed, level, verdict_line
+from compressor.gates.document import gate_blocks
 from compressor.gates.verdict import GateResult
 from compressor.words import named
 from tests.gates import DIFFERING, gate, gates, likelihood, mixed, task, tasks
+
+
+def markdown(result: GateResult) -> str:
+    return rendered.markdown(gate_blocks(result))
 
 
 def table(text: str) -> list[dict[str, str]]:
