@@ -27,7 +27,8 @@ SETTINGS: Any = {
     "legend.fontsize": FONT - 1, "axes.facecolor": "none",
 }  # fmt: skip
 CLUTTER = re.compile(  # what an element within a page does not need, or would force on it
-    r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"", re.S
+    r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"",
+    re.S,
 )
 REFERENCE = re.compile(r'(?<= id=")|(?<=url\(#)|(?<=href="#)')
 SHAPE = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')

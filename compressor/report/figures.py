@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 from compressor.document.blocks import Figure
 from compressor.drawing.bars import draw_bars, draw_left, draw_parts
 from compressor.drawing.dots import Dots, draw_dots
+from compressor.drawing.keys import draw_key
 from compressor.drawing.palette import FONT, ROLES
 from compressor.drawing.picture import Drawing
 from compressor.gates.picture import gate_figure
 from compressor.report.data import LayerReport, Load, ReportData
-from compressor.report.layers import brief_end, fates, left, named, roles, share, short
+from compressor.report.layers import brief_end, named, roles, share, short
 from compressor.report.matrices import experts, similarity
 from compressor.words import counted, human_bytes, human_count, readable
+from compressor.words import share as part_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 WIDTH = 3.6  # inches
-VISITS, TITLE = (2.5, 2.0), 0.3  # inches of a layer's drawing
+VISITS = (2.5, 2.0)  # inches of a layer's drawing
 MOST_ROW, LEAST_ROW, TALLEST = 0.26, 0.13, 7.0
 HELDOUT = ("heldout_error_before", "heldout_error_after")
 ERRORS = {  # by field: what it is, and role, marker and whether the marker is filled
@@ -45,11 +47,11 @@ def size_rows(data: ReportData) -> list[tuple[str, float, float, str, str]]:
 def sizes(data: ReportData) -> Figure:
     """Bars of what is left of experts, parameters and bytes."""
     rows = size_rows(data)
-    said = [f"{name}: {first} before, {second} after, {left(a, b)} is left" for name, a, b, first, second in rows]
-    bars = [(name, b / a if a else 0.0, f"{first} → {second} ({left(a, b)})") for name, a, b, first, second in rows]
+    said = [f"{name}: {first} before, {second} after, {part_of(b, a)} is left" for name, a, b, first, second in rows]
+    bars = [(name, b / a if a else 0.0, f"{first} → {second} ({part_of(b, a)})") for name, a, b, first, second in rows]
     drawing = Drawing(
-        "Sizes before and after", f"{'; '.join(said)}.", (WIDTH, 1.5), lambda canvas: draw_left(canvas.subplots(), bars),
-        margins=(0.05,) * 4,
+        "Sizes before and after", f"{'; '.join(said)}.", (WIDTH, 1.5),
+        lambda canvas: draw_left(canvas.subplots(), bars), margins=(0.05,) * 4,
     )  # fmt: skip
     caption = "The whole bar is the source, the filled part what the compressed model has of it."
     return Figure("sizes", "What is left of experts, parameters and bytes", caption, (drawing,))
@@ -65,15 +67,18 @@ def visits(data: ReportData) -> Figure | None:
         return None
     highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer, _ in shown) or 1.0
     kinds = [kind for kind in ("kept", "merged", "dropped") if any(kind in roles(layer) for layer, _ in shown)]
+    looks = [("slot after" if kind == "after" else kind,
+              {"facecolor": ROLES["paper" if kind == "dropped" else kind], "edgecolor": ROLES[kind]})
+             for kind in (*kinds, "after")]  # fmt: skip
     legend = Drawing(
         "What the bars are",
         f"Bars of the source's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
         f"All bars are on one scale up to {share(highest)}.",
-        (WIDTH, 0.3), partial(_draw_legend, kinds=kinds), is_legend=True, margins=(0.0,) * 4,
+        (WIDTH, 0.3), partial(draw_key, looks=looks, ncols=4), is_legend=True, margins=(0.0,) * 4,
     )  # fmt: skip
     drawings = [
         Drawing(name, visit_alt(layer), VISITS, partial(_draw_visits, layer=layer, name=name, highest=highest),
-                margins=(0.42, 0.2, 0.1, TITLE + 0.18))
+                margins=(0.42, 0.2, 0.1, 0.32))
         for layer, name in shown
     ]  # fmt: skip
     caption = (
@@ -108,7 +113,7 @@ def _side(when: str, unit: str, visits: Sequence[float] | None, load: Load | Non
 
 
 def _draw_visits(canvas: "FigureBase", layer: LayerReport, name: str, highest: float) -> None:
-    above, below = canvas.subplots(2, 1, gridspec_kw={"hspace": 0.6})
+    above, below = canvas.subplots(2, 1, gridspec_kw={"hspace": 0.75})
     above.set_title(readable(brief_end(name)), loc="left", fontweight="bold", pad=6)
     sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
     for axes, visits, when, kinds in sides:
@@ -120,16 +125,6 @@ def _draw_visits(canvas: "FigureBase", layer: LayerReport, name: str, highest: f
         else:
             axes.spines["left"].set_visible(False)
             axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
-
-
-def _draw_legend(canvas: "FigureBase", kinds: Sequence[str]) -> None:
-    from matplotlib.patches import Patch
-
-    looks = [{"facecolor": ROLES["paper" if kind == "dropped" else kind], "edgecolor": ROLES[kind], "label": kind}
-             for kind in (*kinds, "after")]  # fmt: skip
-    looks[-1]["label"] = "slot after"
-    canvas.legend(handles=[Patch(**look) for look in looks], ncols=4, loc="center left", columnspacing=1.2,
-                  handlelength=1.2)  # fmt: skip
 
 
 def errors(data: ReportData) -> Figure | None:

@@ -1,5 +1,6 @@
 """What the figures and tables of a report say of layers and experts. E experts, N kept."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -7,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from compressor.report.data import LayerReport
-from compressor.words import counted, joined, runs
+from compressor.words import joined, ranges
 
 
 def named(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, str]]:
@@ -42,21 +43,14 @@ def roles(layer: LayerReport) -> list[str]:
     return [fate.split()[0] if fate.startswith(("merged", "dropped")) else "kept" for fate in fates(layer).values()]
 
 
-def all_fates(layers: Iterable[LayerReport]) -> str:
-    """'40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
-    counts: Counter[str] = Counter()
-    for layer in layers:
-        counts["groups"] += len(merged(layer))
-        counts["merged"] += sum(map(len, merged(layer)))
-        counts["rescaled"] += len(layer.rescaled)
-        counts["dropped"] += len(layer.dropped)
-        counts["kept"] += len(layer.groups) - len(merged(layer)) - len(layer.rescaled)
-    into = f" into {counts['groups']:,}"
-    said = [(what, f"{counts[what]:,} {what}{into if what == 'merged' else ''}") for what in ("rescaled", "merged", "dropped")]
-    return joined([
-        *([f"{counted(counts['kept'], 'expert')} kept"] if counts["kept"] else []),
-        *(words for what, words in said if counts[what]),
-    ])  # fmt: skip
+def all_fates(layers: Sequence[LayerReport]) -> str:
+    """'40 kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
+    groups = [group for layer in layers for group in layer.groups]
+    several = [group for group in groups if len(group) > 1]
+    rescaled, dropped = sum(len(layer.rescaled) for layer in layers), sum(len(layer.dropped) for layer in layers)
+    counts = {"kept": len(groups) - len(several) - rescaled, "rescaled": rescaled,
+              f"merged into {len(several):,}": sum(map(len, several)), "dropped": dropped}  # fmt: skip
+    return joined([f"{count:,} {fate}" for fate, count in counts.items() if count])
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
@@ -71,11 +65,10 @@ def mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
     """0, 1, 2, 7 -> '0-2, 7'; 'none' for no number."""
-    parts = [f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
-             for first, last in runs(numbers)]  # fmt: skip
-    return ", ".join(parts) or "none"
+    found = list(numbers)
+    return ranges(found, comma=", ") if found else "none"
 
 
 def brief_end(text: str, most: int = 24) -> str:
@@ -83,19 +76,18 @@ def brief_end(text: str, most: int = 24) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def short(value: float | None, digits: int = 3) -> str:
-    """A figure for a sentence or a cell; a dash for none."""
-    return "-" if value is None else f"{value:.{digits}g}"
+def short(value: object, digits: int = 3) -> str:
+    """A figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def share(value: float) -> str:
-    """0.125 -> '12.5%'."""
+def share(value: object) -> str:
+    """0.125 -> '12.5%'; a dash for none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
     return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
-
-
-def left(before: float, after: float) -> str:
-    """What is left of it: 16, 12 -> '75.0%'."""
-    return f"{100 * after / before:.1f}%" if before else "-"
 
 
 def shown(value: object) -> str:

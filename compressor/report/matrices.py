@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.document.blocks import Figure
 from compressor.drawing.cells import MARKS, Cell, draw_cells, group_look
 from compressor.drawing.heatmaps import draw_heat, label_axes
+from compressor.drawing.keys import draw_key
 from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES
 from compressor.drawing.picture import Drawing
 from compressor.report.data import LayerReport, ReportData
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
-NUMBERED_CELL = 0.17  # from this size on a cell holds the number of the expert that its group is called by
+NUMBERED_CELL = 0.2  # from this size on a cell holds the number of the expert that its group is called by
 MOST_NUMBERS = 1_500  # which take longer to draw than marks
-KEPT = "#dcdfe3"
+KEPT = "#d0d5da"
 SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
@@ -41,22 +42,24 @@ def experts(data: ReportData) -> Figure | None:
     cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
     is_numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
     grid = [cells(layer) for layer in data.layers]
-    counts = sorted({layer.experts for layer in data.layers})
-    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    alt = f"Grid of {counted(rows, 'MoE layer')} by {span} experts: {all_fates(data.layers)}."
+    least = min(layer.experts for layer in data.layers)
+    span = f"{least} to {columns}" if least < columns else f"{columns}"
     looks = _looks(data.layers, is_numbered)
     lines = sum(label.count("\n") + 1 for label, _ in looks)
     legend = Drawing("What the cells are", f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
-                     (3.6, 0.17 * lines + 0.12), partial(_draw_key, looks=looks), is_legend=True,
+                     (3.6, 0.17 * lines + 0.12), partial(draw_key, looks=looks), is_legend=True,
                      margins=(0.0,) * 4)  # fmt: skip
     size = (max(cell * columns, 1.6) + 0.7, cell * rows + 0.5)
     names = [str(layer.layer) for layer in data.layers]
     drawing = Drawing(
-        "What became of each expert", f"{alt} The table below says the same in numbers.", size,
+        "What became of each expert",
+        f"Grid of {counted(rows, 'MoE layer')} by {span} experts: {all_fates(data.layers)}. The table below says the "
+        "same in numbers.",
+        size,
         partial(_draw_grid, grid=grid, names=names, cell=cell, is_numbered=is_numbered),
         margins=(0.5, 0.45, size[0] - 0.5 - cell * columns, 0.05),
     )  # fmt: skip
-    caption = f"A row for each MoE layer, a column for each expert of the source: {all_fates(data.layers)}."
+    caption = f"A row for each MoE layer, a column for each expert of the source; {all_fates(data.layers)}."
     return Figure("experts", "What became of each expert", caption, (legend, drawing))
 
 
@@ -78,20 +81,12 @@ def _looks(layers: Sequence[LayerReport], is_numbered: bool) -> list[tuple[str, 
     repeat = " (signs repeat)" if not is_numbered and most > len(MARKS) * len(COLOURS) else ""
     cross = {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5}
     found: list[tuple[str, dict[str, Any], bool]] = [
-        ("grey: kept", {"facecolor": KEPT}, True),
-        (f"same colour and {sign} within a row: merged into one expert{repeat}", {"facecolor": COLOURS[0]}, most > 0),
-        ("white with a cross: dropped", cross, any(layer.dropped for layer in layers)),
-        ("black frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(each.protected for each in layers)),
-    ]  # fmt: skip
+        ("kept", {"facecolor": KEPT}, True),
+        (f"merged into one: same colour and {sign} in a row{repeat}", {"facecolor": COLOURS[0]}, most > 0),
+        ("cross: dropped", cross, any(layer.dropped for layer in layers)),
+        ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(each.protected for each in layers)),
+    ]
     return [(textwrap.fill(label, 54), style) for label, style, is_there in found if is_there]
-
-
-def _draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles = [Line2D([], [], **style) if "marker" in style else Patch(**style) for _, style in looks]
-    canvas.legend(handles=handles, labels=[label for label, _ in looks], loc="center left", handlelength=1.2)
 
 
 def _draw_grid(
@@ -116,7 +111,7 @@ def similarity(data: ReportData) -> Figure | None:
         return None
     low, high = limits(layer for layer, _ in shown)
     kinds = [("merged", "solid", any(merged(layer) for layer, _ in shown)),
-             ("dropped", DASHES, any(layer.dropped for layer, _ in shown))]  # fmt: skip
+             ("✕ dropped", DASHES, any(layer.dropped for layer, _ in shown))]  # fmt: skip
     legend = Drawing(
         "Scale of similarity",
         f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
@@ -225,14 +220,15 @@ def _outline(axes: "Axes", experts: int, blocks: Sequence[tuple[int, int]], styl
 
 
 def _draw_scale(canvas: "FigureBase", low: float, high: float, kinds: Sequence[tuple[str, Any]]) -> None:
-    from matplotlib.patches import Patch
-
     bar, marks = canvas.subplots(), [low, (low + high) / 2, high]
     steps = [low + (high - low) * step / (LEVELS - 1) for step in range(LEVELS)]
     draw_heat(bar, [steps], low, high, cmap=_colours(), extent=(low, high, 0, 1))
     bar.set_yticks([])
     bar.set_xticks(marks, labels=[f"{mark:g}" for mark in marks])
     bar.spines[:].set_visible(False)
-    lines = [tuple(Patch(facecolor="#808080", edgecolor=shade, linewidth=width, linestyle=dashes)
-                   for (shade, width), dashes in ((CASING, "solid"), (LINE, style))) for _, style in kinds]  # fmt: skip
-    canvas.legend(handles=lines, labels=[said for said, _ in kinds], ncols=2, loc="center right", handlelength=1.2)
+    looks = [
+        (said, [{"facecolor": "#808080", "edgecolor": shade, "linewidth": width, "linestyle": dashes}
+                for (shade, width), dashes in ((CASING, "solid"), (LINE, style))])
+        for said, style in kinds
+    ]  # fmt: skip
+    draw_key(canvas, looks, ncols=2, bbox_to_anchor=(0.52, 0.55))

@@ -16,8 +16,8 @@ from compressor.gates.content import SIGNS
 from compressor.report import run_sections, sections
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures
-from compressor.report.layers import left, mean, short
-from compressor.words import counted, human_bytes, human_count
+from compressor.report.layers import mean, short
+from compressor.words import counted, human_bytes, human_count, share
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[ReportData], list[Block]]]] = (
@@ -54,8 +54,8 @@ def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
     errors = [layer.error for layer in data.layers if layer.error is not None]
     tiles: list[tuple[str, Words, str]] = [
         ("Experts per layer", f"{data.experts_before} → {data.experts_after}", f"top {data.top_k}"),
-        ("Parameters", human_count(b), f"{left(a, b)} of {human_count(a)}"),
-        ("Size on disk", human_bytes(d), f"{left(c, d)} of {human_bytes(c)}"),
+        ("Parameters", human_count(b), f"{share(b, a)} of {human_count(a)}"),
+        ("Size on disk", human_bytes(d), f"{share(d, c)} of {human_bytes(c)}"),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
          counted(len(data.gate.tasks), "task") if data.gate else "see below"),

@@ -10,8 +10,8 @@ from compressor.gates.content import SIGNS
 from compressor.gates.document import advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
-from compressor.report.layers import left, shown
-from compressor.words import counted, human_bytes
+from compressor.report.layers import shown
+from compressor.words import counted, human_bytes, share
 
 
 def done(data: ReportData) -> list[Block]:
@@ -53,7 +53,7 @@ def _calibration(identity: Mapping[str, Any] | None) -> list[tuple[str, Words | 
 
 def sizes(data: ReportData) -> list[Block]:
     """Experts, parameters and bytes, exactly."""
-    rows = [(name, *said, left(a, b), f"{a:,}", f"{b:,}") for name, a, b, *said in size_rows(data)]
+    rows = [(name, *said, share(b, a), f"{a:,}", f"{b:,}") for name, a, b, *said in size_rows(data)]
     rows[0] = (*rows[0][:-2], "", "")  # its number is exact already
     columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
     return [Table("Sizes before and after", columns, tuple(rows))]
@@ -79,10 +79,10 @@ def cost(data: ReportData) -> list[Block]:
     """Seconds by phase, and the memory that the run held at its peak."""
     found = phases(data)
     total = sum(value for _, value in found)
-    rows = [(str(number), name, f"{value:.2f}", left(total, value)) for number, (name, value) in enumerate(found, 1)]
+    rows = [(str(number), name, f"{value:.2f}", share(value, total)) for number, (name, value) in enumerate(found, 1)]
     peak = f"Peak memory: {human_bytes(data.peak_memory)}." if data.peak_memory else "The peak memory was not recorded."
     if not found:
         return [Text("No times were recorded."), Text(peak)]
-    rows.append(("", "all phases", f"{total:.2f}", left(total, total)))
+    rows.append(("", "all phases", f"{total:.2f}", share(total, total)))
     columns = ("number", "phase", "seconds", "share")
     return [Text(peak), Table("Seconds by phase", columns, tuple(rows), frozenset({"phase"}))]

@@ -1,23 +1,11 @@
 """A report's sections about layers and experts: fates, similarity and groups, visits, errors, hubs and protection."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
-from compressor.attribution.report import number, percent
 from compressor.attribution.summary import expert_label
-from compressor.document.blocks import (
-    Block,
-    Code,
-    Details,
-    Facts,
-    Heading,
-    Link,
-    Note,
-    Strong,
-    Table,
-    Text,
-    Words,
-)
+from compressor.document.blocks import Block, Code, Details, Facts, Heading, Link, Note, Strong, Table, Text, Words
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.layers import fates, listed, mean, merged, named, share, short, shown, within
 from compressor.words import counted
@@ -34,19 +22,16 @@ ERROR_COLUMNS = {
 
 def experts(data: ReportData) -> list[Block]:
     """What became of each expert: a row for each layer."""
-    columns = ("", "kept", "merged", "rescaled", "dropped", "protected")
-    rows = [(name, listed(_alone(layer)), _groups(layer), listed(layer.rescaled), listed(layer.dropped),
-             listed(layer.protected)) for layer, name in named(data.layers)]  # fmt: skip
+    columns: dict[str, Callable[[LayerReport], str]] = {
+        "kept": lambda layer: listed(set(chain(*layer.groups)) - set(chain(layer.rescaled, *merged(layer)))),
+        "merged": lambda layer: ", ".join("+".join(map(str, sorted(group))) for group in merged(layer)) or "none",
+        "rescaled": lambda layer: listed(layer.rescaled),
+        "dropped": lambda layer: listed(layer.dropped),
+        "protected": lambda layer: listed(layer.protected),
+    }
+    rows = tuple((name, *(cell(layer) for cell in columns.values())) for layer, name in named(data.layers))
     said = "The numbers are those of the source's experts; those joined by + became one."
-    return [Table("What became of each expert", columns, tuple(rows), frozenset(columns)), Text(said, "note")]
-
-
-def _alone(layer: LayerReport) -> list[int]:
-    return [group[0] for group in layer.groups if len(group) == 1 and group[0] not in layer.rescaled]
-
-
-def _groups(layer: LayerReport) -> str:
-    return ", ".join("+".join(map(str, sorted(group))) for group in merged(layer)) or "none"
+    return [Table("What became of each expert", ("", *columns), rows, frozenset(columns)), Text(said, "note")]
 
 
 def similarity(data: ReportData) -> list[Block]:
@@ -190,8 +175,4 @@ def _hub(hub: Any, layer: LayerReport | None) -> tuple[str, ...]:
     label = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else shown(expert)
     fate = fates(layer).get(expert, "-") if layer is not None and isinstance(expert, int) else "not in the plan"
     figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
-    return (label, fate, *(number(_float(value)) for value in figures), percent(_float(hub.get("share"))))
-
-
-def _float(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return (label, fate, *map(short, figures), share(hub.get("share")))
