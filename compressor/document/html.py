@@ -20,6 +20,7 @@ from compressor.document.blocks import (
     Link,
     Note,
     Strong,
+    Table,
     Toned,
     Words,
 )
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
+NARROW, PHONE = 5.0, 3.9  # inches of a figure that fits beside text, and on a phone
+MOST_COLUMNS = 7  # of a table that fits beside a figure
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """A level 2 heading with what stands below it, the figure that leads it apart."""
@@ -42,8 +47,11 @@ class Section:
 
     @property
     def shape(self) -> str:
-        """How the style sheet places the figure: beside the rest, or above it if it has many drawings."""
-        return "plain" if self.figure is None else "wide" if len(self.figure.drawings) > 1 else "beside"
+        """How the style sheet places the figure: above the rest if it is wide, else beside it; 'around' wide tables."""
+        if self.figure is None or _is_many(self.figure) or _width(self.figure) > NARROW:
+            return "plain" if self.figure is None else "wide"
+        most = max((len(block.columns) for block in self.blocks if isinstance(block, Table)), default=0)
+        return "beside" if most <= MOST_COLUMNS else "around"
 
 
 def page(title: str, kind: str, lead: str, tiles: Facts, blocks: Iterable[Block], made_by: str) -> str:
@@ -87,6 +95,14 @@ def words_html(words: Words) -> Markup:
             return Markup('<span class="verdict {}">{}{}</span>').format(tone, shown, readable(text))
 
 
+def _width(figure: Figure) -> float:
+    return max(drawing.size[0] for drawing in figure.drawings)
+
+
+def _is_many(figure: Figure) -> bool:
+    return sum(not drawing.is_legend for drawing in figure.drawings) > 1
+
+
 def _svgs(figure: Figure) -> Markup:
     return Markup("\n").join(map(Markup, inline_svgs(figure.name, figure.drawings)))
 
@@ -104,6 +120,6 @@ def _template() -> "Template":
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "words": words_html, "kind": lambda block: type(block).__name__,
-        "svgs": _svgs,
+        "svgs": _svgs, "is_many": _is_many, "scrolls": lambda figure: not _is_many(figure) and _width(figure) > PHONE,
     }  # fmt: skip
     return environment.from_string(files("compressor.document").joinpath("page.html").read_text(encoding="utf-8"))

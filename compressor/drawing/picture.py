@@ -26,6 +26,10 @@ SETTINGS: Any = {
     "ytick.major.size": 2, "xtick.labelsize": FONT - 1, "ytick.labelsize": FONT - 1, "legend.frameon": False,
     "legend.fontsize": FONT - 1, "axes.facecolor": "none",
 }  # fmt: skip
+CLUTTER = re.compile(  # what an element within a page does not need, or would force on it
+    r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"",
+    re.S,
+)
 REFERENCE = re.compile(r'(?<= id=")|(?<=url\(#)|(?<=href="#)')
 SHAPE = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')
 LONG = re.compile(r"(?<=\d\.\d\d)\d+")  # more digits of a point than an eye can see
@@ -40,6 +44,7 @@ class Drawing:
     size: tuple[float, float]
     draw: Callable[["FigureBase"], None] = field(repr=False, compare=False)
     is_legend: bool = False  # stands above the others, on a line of its own
+    margins: tuple[float, float, float, float] | None = None  # inches left, below, right, above; None: as needed
 
 
 @contextmanager
@@ -55,7 +60,12 @@ def drawing_settings() -> Iterator[None]:
 def _drawn(drawing: Drawing, **style: Any) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=drawing.size, layout="constrained", **style)
+    if drawing.margins is None:
+        canvas = Canvas(figsize=drawing.size, layout="constrained", **style)
+    else:  # many alike drawings line up so, and their layout takes no time
+        (left, below, right, above), (width, height) = drawing.margins, drawing.size
+        canvas = Canvas(figsize=drawing.size, **style)
+        canvas.subplots_adjust(left / width, below / height, 1 - right / width, 1 - above / height)
     drawing.draw(canvas)
     return canvas
 
@@ -75,11 +85,13 @@ def _inline_svg(drawing: Drawing, prefix: str) -> str:
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
     width, height = map(float, found.groups() if found else drawing.size)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
         f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
+        f'aria-labelledby="{prefix}-title {prefix}-desc">'
     )
-    body = REFERENCE.sub(f"{prefix}-", re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.S))
+    body = CLUTTER.sub("", body).replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, sans-serif")
+    body = REFERENCE.sub(f"{prefix}-", body)
     body = SHAPE.sub(lambda found: LONG.sub("", found[0]), body)
     said = "".join(
         f'<{name} id="{prefix}-{name}">{escape(readable(text))}</{name}>'

@@ -18,9 +18,9 @@ def log_limits(values: Iterable[float | None], decades: int = DECADES) -> tuple[
 
 
 def ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Round numbers from `low` to `high`: powers of ten, with 2 and 5 of each if there are few; the ends if none."""
+    """Round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; the ends if none."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if last - first <= 2 else (1,)
+    steps = (1, 2, 5) if high <= 100 * low else (1,)
     found = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
     found = [value for value in found if low <= value <= high]
     return found[:: math.ceil(len(found) / most)] if len(found) > 1 else [low, high]

@@ -15,7 +15,7 @@ from compressor.words import one_line
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
-WIDTH, ROW, AROUND = 4.6, 0.4, 0.7  # inches
+WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
 FARTHEST = 10.0  # drops beyond it are drawn there
 MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}

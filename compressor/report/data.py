@@ -101,6 +101,7 @@ class LayerReport:
     figures: Mapping[str, Any] = field(default_factory=dict)
     stream_error: float | None = None
     stream_cosine: float | None = None
+    rescaled: tuple[int, ...] = ()  # experts alone in their group, but not as they were
 
     @property
     def load_before(self) -> Load | None:
@@ -249,6 +250,7 @@ def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> Lay
         groups=tuple(group.members for group in layer.groups),
         dropped=layer.dropped,
         protected=tuple(plan.protected.get(layer.module, ())),
+        rescaled=tuple(group.members[0] for group in layer.groups if len(group.members) == 1 and not group.untouched),
         decided_by=layer.decided_by,
         heldout_error_before=corrected.get("heldout_error_before"),
         heldout_error_after=corrected.get("heldout_error"),

@@ -1,12 +1,14 @@
 """What the figures and tables of a report say of layers and experts. E experts, N kept."""
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 from compressor.report.data import LayerReport
-from compressor.words import runs
+from compressor.words import joined, ranges
 
 
 def named(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, str]]:
@@ -29,10 +31,26 @@ def order(layer: LayerReport) -> tuple[int, ...]:
 def fates(layer: LayerReport) -> Mapping[int, str]:
     """What became of each expert, in words."""
     found = dict.fromkeys(range(layer.experts), "dropped")
-    for slot, group in enumerate(layer.groups):
-        alone = f"{'protected' if group[0] in layer.protected else 'kept'} as slot {slot}"
-        found.update(dict.fromkeys(group, f"merged into slot {slot}" if len(group) > 1 else alone))
+    for slot, (first, *others) in enumerate(layer.groups):
+        alone = "protected" if first in layer.protected else "rescaled" if first in layer.rescaled else "kept"
+        said = f"merged into slot {slot}" if others else f"{alone} as slot {slot}"
+        found.update(dict.fromkeys((first, *others), said))
     return found
+
+
+def roles(layer: LayerReport) -> list[str]:
+    """Kept, merged or dropped: [E]."""
+    return [fate.split()[0] if fate.startswith(("merged", "dropped")) else "kept" for fate in fates(layer).values()]
+
+
+def all_fates(layers: Sequence[LayerReport]) -> str:
+    """'40 kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
+    groups = [group for layer in layers for group in layer.groups]
+    several = [group for group in groups if len(group) > 1]
+    rescaled, dropped = sum(len(layer.rescaled) for layer in layers), sum(len(layer.dropped) for layer in layers)
+    counts = {"kept": len(groups) - len(several) - rescaled, "rescaled": rescaled,
+              f"merged into {len(several):,}": sum(map(len, several)), "dropped": dropped}  # fmt: skip
+    return joined([f"{count:,} {fate}" for fate, count in counts.items() if count])
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
@@ -47,16 +65,10 @@ def mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
     """0, 1, 2, 7 -> '0-2, 7'; 'none' for no number."""
-    parts = [f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
-             for first, last in runs(numbers)]  # fmt: skip
-    return ", ".join(parts) or "none"
-
-
-def brief(text: str, most: int = 44) -> str:
-    """The beginning of a text that is too long for a drawing."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    found = list(numbers)
+    return ranges(found, comma=", ") if found else "none"
 
 
 def brief_end(text: str, most: int = 24) -> str:
@@ -64,11 +76,30 @@ def brief_end(text: str, most: int = 24) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def short(value: float | None, digits: int = 3) -> str:
-    """A figure for a sentence or a cell; a dash for none."""
-    return "-" if value is None else f"{value:.{digits}g}"
+def short(value: object, digits: int = 3) -> str:
+    """A figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def share(value: float) -> str:
-    """0.125 -> '12.5%'."""
+def share(value: object) -> str:
+    """0.125 -> '12.5%'; a dash for none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
     return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
+
+
+def shown(value: object) -> str:
+    """A setting in words: a mapping as 'name value, name value'."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_inner(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_inner, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _inner(value: Any) -> str:
+    return f"({shown(value)})" if isinstance(value, Mapping) else shown(value)

@@ -1,14 +1,13 @@
-"""A report's sections about layers and experts: similarity and groups, visits, errors, hubs and protected experts."""
+"""A report's sections about layers and experts: fates, similarity and groups, visits, errors, hubs and protection."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
-from compressor.attribution.document import number, percent
 from compressor.attribution.summary import expert_label
+from compressor.document.blocks import Block, Code, Details, Facts, Heading, Link, Note, Strong, Table, Text, Words
 from compressor.report.data import LayerReport, ReportData
-from compressor.report.facts import shown
-from compressor.report.html import Html, facts, folded, joined, paragraph, table, tag
-from compressor.report.layers import fates, listed, mean, merged, named, share, short, within
+from compressor.report.layers import fates, listed, mean, merged, named, share, short, shown, within
 from compressor.words import counted
 
 MOST_CELLS = 20_000  # of all layers' matrices as tables
@@ -21,7 +20,21 @@ ERROR_COLUMNS = {
 }  # fmt: skip
 
 
-def similarity(data: ReportData) -> Html:
+def experts(data: ReportData) -> list[Block]:
+    """What became of each expert: a row for each layer."""
+    columns: dict[str, Callable[[LayerReport], str]] = {
+        "kept": lambda layer: listed(set(chain(*layer.groups)) - set(chain(layer.rescaled, *merged(layer)))),
+        "merged": lambda layer: ", ".join("+".join(map(str, sorted(group))) for group in merged(layer)) or "none",
+        "rescaled": lambda layer: listed(layer.rescaled),
+        "dropped": lambda layer: listed(layer.dropped),
+        "protected": lambda layer: listed(layer.protected),
+    }
+    rows = tuple((name, *(cell(layer) for cell in columns.values())) for layer, name in named(data.layers))
+    said = "The numbers are those of the source's experts; those joined by + became one."
+    return [Table("What became of each expert", ("", *columns), rows, frozenset(columns)), Text(said, "note")]
+
+
+def similarity(data: ReportData) -> list[Block]:
     """The groups of each layer, with the similarities in and between them."""
     with_matrices = sum(layer.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
     folds = []
@@ -31,45 +44,41 @@ def similarity(data: ReportData) -> Html:
             f"{len(layer.dropped)} dropped"
         )
         matrix = _matrix(layer, name) if with_matrices else []
-        folds.append(folded(_headed(name, said), _groups(layer, name), *matrix))
+        folds.append(Details(_headed(name, said), (*_layer(layer, name), *matrix)))
     too_large = "The matrices have too many numbers for tables; those of the groups are below."
     is_told = with_matrices or not any(layer.similarity for layer in data.layers)
-    note = [] if is_told else [tag("p", too_large, class_="note")]
-    return joined([
-        *_unseen(data, "similarity", "similarity of experts"), *note,
+    return [
+        *_unseen(data, "similarity", "similarity of experts"), *([] if is_told else [Text(too_large, "note")]),
         *_together(folds, "groups of each layer"),
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
-def _headed(name: str, said: str) -> Html:
-    return joined([tag("strong", name), tag("span", said, class_="said")], " ")
+def _headed(name: str, said: str) -> Words:
+    return Strong(name), " ", Note(said)
 
 
-def _together(folds: Sequence[Html], what: str) -> list[Html]:
+def _together(folds: Sequence[Details], what: str) -> Sequence[Block]:
     """The folds of layers, in one of their own if they are many."""
-    if len(folds) <= MOST_OPEN:
-        return list(folds)
-    return [folded(f"All {len(folds)} layers: {what}", *folds, class_="fold all")]
+    return folds if len(folds) <= MOST_OPEN else [Details(f"All {len(folds)} layers: {what}", tuple(folds))]
 
 
-def _unseen(data: ReportData, field: str, what: str) -> list[Html]:
+def _unseen(data: ReportData, field: str, what: str) -> list[Block]:
     """A sentence where layers were not measured."""
     lacking = [name for layer, name in named(data.layers) if not getattr(layer, field)]
     if not lacking:
         return []
     if len(lacking) == len(data.layers):
-        return [paragraph(f"The {what} was not measured", _remedy(data))]
-    return [paragraph(f"Without a measured {what}: {', '.join(lacking)}.")]
+        return [Text((f"The {what} was not measured", *_remedy(data)))]
+    return [Text(f"Without a measured {what}: {', '.join(lacking)}.")]
 
 
-def _remedy(data: ReportData) -> Html:
-    if not data.missing:
-        return Html(".")
-    return joined(["; ", tag("a", "what is missing", href="#done"), " says what it takes."], "")
+def _remedy(data: ReportData) -> tuple[Words, ...]:
+    return ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
 
 
-def _groups(layer: LayerReport, name: str) -> Html:
-    rows: list[Sequence[object]] = []
+def _layer(layer: LayerReport, name: str) -> list[Block]:
+    """What decided a layer, and its groups."""
+    rows: list[tuple[str, str, str, str]] = []
     for slot, group in enumerate(layer.groups):
         if len(group) > 1:
             found = within(layer, group)
@@ -80,95 +89,90 @@ def _groups(layer: LayerReport, name: str) -> Html:
         "kept alone": [expert for expert in alone if expert not in layer.protected],
         "dropped": layer.dropped,
     }
-    rows += [(what, listed(experts), "-", "-") for what, experts in others.items() if experts]
+    rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
     columns = ("", "experts", "mean similarity", "least similarity")
     figures = [(str(name).replace("_", " ").capitalize(), shown(value)) for name, value in layer.figures.items()]
-    told = [("Module", tag("code", layer.module)), ("Decided by", layer.decided_by), *figures]
-    return joined([facts(told), table(f"{name}: groups", columns, rows, frozenset({"experts"}))])
+    told = (("Module", Code(layer.module)), ("Decided by", layer.decided_by), *figures)
+    return [Facts(told), Table(f"{name}: groups", columns, tuple(rows), frozenset({"experts"}))]
 
 
-def _matrix(layer: LayerReport, name: str) -> list[Html]:
+def _matrix(layer: LayerReport, name: str) -> list[Block]:
     if layer.similarity is None:
         return []
     columns = ("expert", *map(str, range(len(layer.similarity))))
-    rows = [(str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity)]
-    return [table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows)]
+    rows = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
+    return [Table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows)]
 
 
-def visits(data: ReportData) -> Html:
+def visits(data: ReportData) -> list[Block]:
     """How evenly tokens spread, and each expert's share."""
     counted_layers = [each for each in named(data.layers) if each[0].visits_before or each[0].visits_after]
     if not counted_layers:
-        return joined(_unseen(data, "visits_before", "share of tokens"))
+        return _unseen(data, "visits_before", "share of tokens")
     columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
-    rows = [
+    rows = tuple(
         (name, *(short(getattr(load, field, None)) for field in ("maximum_to_mean", "entropy")
                  for load in (layer.load_before, layer.load_after)))
         for layer, name in counted_layers
-    ]  # fmt: skip
+    )  # fmt: skip
     what = "shares of experts and slots"
-    folds = [folded(_headed(name, what), _shares(layer, name)) for layer, name in counted_layers]
+    folds = [Details(_headed(name, what), (_shares(layer, name),)) for layer, name in counted_layers]
     spread = "Maximum to mean is 1 where all are visited alike; so is the entropy, which is 0 where one takes all."
-    return joined([
-        *_unseen(data, "visits_before", "share of tokens"),
-        table("How evenly the visits spread", columns, rows), tag("p", spread, class_="note"),
-        *_together(folds, what),
-    ])  # fmt: skip
+    return [
+        *_unseen(data, "visits_before", "share of tokens"), Table("How evenly the visits spread", columns, rows),
+        Text(spread, "note"), *_together(folds, what),
+    ]  # fmt: skip
 
 
-def _shares(layer: LayerReport, name: str) -> Html:
+def _shares(layer: LayerReport, name: str) -> Block:
     slots = {expert: slot for slot, group in enumerate(layer.groups) for expert in group}
     fate, before, after = fates(layer), layer.visits_before or (), layer.visits_after or ()
-    rows = [
+    rows = tuple(
         (str(expert), _at(before, expert), fate.get(expert, "-"), _at(after, slots.get(expert)))
         for expert in range(max(layer.experts, len(before)))
-    ]
+    )
     columns = ("expert", "visits before", "what became of it", "visits of its slot after")
-    return table(f"{name}: visits", columns, rows, frozenset({"what became of it"}))
+    return Table(f"{name}: visits", columns, rows, frozenset({"what became of it"}))
 
 
 def _at(shares: Sequence[float], place: int | None) -> str:
     return share(shares[place]) if place is not None and place < len(shares) else "-"
 
 
-def errors(data: ReportData) -> Html:
+def errors(data: ReportData) -> list[Block]:
     """Each layer's errors as numbers."""
     heads = {field: head for field, head in ERROR_COLUMNS.items()
              if any(getattr(layer, field) is not None for layer in data.layers)}  # fmt: skip
     if not heads:
-        return paragraph("The reconstruction error was not measured", _remedy(data))
-    rows = [(name, *(short(getattr(layer, field), 4) for field in heads)) for layer, name in named(data.layers)]
+        return [Text(("The reconstruction error was not measured", *_remedy(data)))]
+    rows = tuple((name, *(short(getattr(layer, field), 4) for field in heads)) for layer, name in named(data.layers))
     alone = "Only the held-out errors of the correction are known; the block's error was not measured"
     own = "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
-    return joined([
-        *([] if "error" in heads else [paragraph(alone, _remedy(data))]),
-        table("Errors by layer", ("", *heads.values()), rows),
-        *([tag("p", own, class_="note")] if "stream_error" in heads else []),
-    ])  # fmt: skip
+    return [
+        *([] if "error" in heads else [Text((alone, *_remedy(data)))]),
+        Table("Errors by layer", ("", *heads.values()), rows),
+        *([Text(own, "note")] if "stream_error" in heads else []),
+    ]
 
 
-def hubs(data: ReportData) -> Html:
+def hubs(data: ReportData) -> list[Block]:
     """Named hubs with what became of them, and protected experts by layer."""
-    protected = [(name, listed(layer.protected)) for layer, name in named(data.layers) if layer.protected]
+    protected = tuple((name, listed(layer.protected)) for layer, name in named(data.layers) if layer.protected)
     layers = {layer.module: layer for layer in data.layers}
-    rows = [_hub(hub, layers.get(str(hub.get("module")))) for hub in data.hubs]
-    return joined([
-        tag("h3", "Hubs"),
-        table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"})) if rows
-        else paragraph("None: no hubs were named to this report."),
-        tag("h3", "Protected experts"),
-        table("Protected experts", ("", "experts"), protected, frozenset({"experts"})) if protected
-        else paragraph("None: the plan protects no expert."),
-    ])  # fmt: skip
+    rows = tuple(_hub(hub, layers.get(str(hub.get("module")))) for hub in data.hubs)
+    return [
+        Heading("Hubs", 3),
+        Table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"})) if rows
+        else Text("None: no hubs were named to this report."),
+        Heading("Protected experts", 3),
+        Table("Protected experts", ("", "experts"), protected, frozenset({"experts"})) if protected
+        else Text("None: the plan protects no expert."),
+    ]  # fmt: skip
 
 
-def _hub(hub: Any, layer: LayerReport | None) -> Sequence[str]:
+def _hub(hub: Any, layer: LayerReport | None) -> tuple[str, ...]:
     expert, place = hub.get("expert"), hub.get("layer", layer.layer if layer else None)
     label = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else shown(expert)
     fate = fates(layer).get(expert, "-") if layer is not None and isinstance(expert, int) else "not in the plan"
     figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
-    return (label, fate, *(number(_float(value)) for value in figures), percent(_float(hub.get("share"))))
-
-
-def _float(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return (label, fate, *map(short, figures), share(hub.get("share")))

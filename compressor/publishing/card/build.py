@@ -18,12 +18,12 @@ from compressor.publishing.card.limits import limits
 from compressor.publishing.card.metadata import base_metadata, is_hub_id, metadata
 from compressor.publishing.card.sections import comparison, introduction, loading, making
 from compressor.report.data import Measured, report_data
-from compressor.report.figures import ERRORS, EXPERTS, GATE, SIMILARITY, VISITS, figures
+from compressor.report.figures import figures
 from compressor.report.store import kept_measures
 from compressor.run_record import read_record
 from compressor.words import one_line, without_paths
 
-MEASURED = (SIMILARITY, VISITS, ERRORS)  # figures of the last report that a card shows
+MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def card_text(
         raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
     facts = read_facts(folder, gate)
     data = replace(report_data(folder, measured), gate=facts.gate)
-    drawn = {figure.name: figure for figure in figures(data, (EXPERTS, GATE, *(MEASURED if measured else ())))}
+    drawn = {figure.name: figure for figure in figures(data, ("experts", "gate", *(MEASURED if measured else ())))}
     images = {name: f"images/{name}.png" for name in drawn}
     header = metadata(facts, repo_id, base_metadata(facts.plan, base))
     name = repo_id.rpartition("/")[2]
@@ -62,10 +62,10 @@ def card_text(
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        *_pictures(drawn, GATE),
+        *_pictures(drawn, "gate"),
         *making(facts, command, again),
         Heading("Experts"),
-        *_pictures(drawn, EXPERTS),
+        *_pictures(drawn, "experts"),
         *layer_details(facts.plan, None if again is None or command is not None else again.protected),
         *_pictures(drawn, *MEASURED),
         *loading(facts, repo_id),
