@@ -23,6 +23,7 @@ from compressor.document.blocks import (
     Words,
     plain_words,
 )
+from compressor.words import readable
 
 SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")  # underscores inside words mean nothing in Markdown
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph
@@ -42,7 +43,7 @@ def markdown(blocks: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -> 
 
 def escaped(text: str) -> str:
     """Text on one line that means nothing in Markdown but itself."""
-    return SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
+    return SPECIAL.sub(r"\\\g<0>", " ".join(readable(text).split()))
 
 
 def _words(words: Words) -> str:
@@ -68,7 +69,7 @@ def _paragraph(words: Words) -> str:
 
 def _code(text: str) -> str:
     """Code within a line, which none of its own backticks can end; a bar would end a table's cell."""
-    line = " ".join(text.split())
+    line = " ".join(readable(text).split())
     if "|" in line or not line:
         return escaped(line)
     fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
@@ -86,7 +87,7 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
             return [f"- {_paragraph(item)}" for item in block.items]
         case Listing():
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", block.text)), 3)
-            return [f"{fence}{block.language}", block.text, fence]
+            return [f"{fence}{block.language}", readable(block.text), fence]
         case Facts():
             return [line for name, value in block.pairs for line in _fact(name, value)]
         case Table():
@@ -95,7 +96,7 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
             alternative = escaped(block.alt[:MOST_ALTERNATIVE])
             return [f"![{alternative}]({quote(images[block.name])})"] if block.name in images else []
         case Details():
-            summary = html.escape(" ".join(plain_words(block.summary).split()))
+            summary = html.escape(" ".join(readable(plain_words(block.summary)).split()))
             return ["<details>", f"<summary>{summary}</summary>", "", markdown(block.blocks, images), "</details>"]
 
 

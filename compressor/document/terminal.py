@@ -27,6 +27,7 @@ from compressor.document.blocks import (
     Words,
     plain_words,
 )
+from compressor.words import readable
 
 PIPED_WIDTH = 110  # columns of a table that no terminal limits
 LEAST_WORDS = 24  # letters of a column of words that stay on one line while there are columns to leave out
@@ -64,7 +65,7 @@ def show(blocks: Iterable[Block]) -> None:
                 for item in items:
                     out.print(_words(("- ", item)), soft_wrap=True)
             case Listing(text):
-                out.print(RichText(text), soft_wrap=True)
+                out.print(RichText(readable(text)), soft_wrap=True)
             case Figure() | Details():
                 pass
         above = ""
@@ -73,26 +74,26 @@ def show(blocks: Iterable[Block]) -> None:
 def _words(words: Words, style: str | Style = "") -> RichText:
     match words:
         case str():
-            return RichText(words, style)
+            return RichText(readable(words), style)
         case tuple():
             return RichText.assemble(*(_words(each, style) for each in words))
         case Strong(inner):
             return _words(inner, Style.parse(str(style)) + Style(bold=True))
         case Toned(text, tone):
-            return RichText(text, STYLES[tone])
+            return RichText(readable(text), STYLES[tone])
         case Link(text, target):
-            return RichText(text if target in text or target.startswith("#") else f"{text} ({target})", style)
+            return _words(text if target in text or target.startswith("#") else f"{text} ({target})", style)
         case Code(text) | Note(text):
-            return RichText(text, style)
+            return RichText(readable(text), style)
 
 
 def _facts(block: Facts, title: str) -> RichTable:
-    made = RichTable(title=RichText(title) if title else None, title_justify="left", show_header=False)
+    made = RichTable(title=_words(title) if title else None, title_justify="left", show_header=False)
     for _ in range(2):
         made.add_column(overflow="fold")
     for name, value in block.pairs:
         lines = [_words(each) for each in value.items] if isinstance(value, Items) else [_words(value)]
-        made.add_row(RichText(name), RichText("\n").join(lines))
+        made.add_row(_words(name), RichText("\n").join(lines))
     return made
 
 
@@ -124,10 +125,10 @@ def _broken(name: str, width: int) -> str:
 
 
 def _table(block: Table, title: str, heads: Mapping[int, str]) -> RichTable:
-    made = RichTable(title=RichText(title) if title else None, title_justify="left")
+    made = RichTable(title=_words(title) if title else None, title_justify="left")
     words = _word_places(block)
     for place, head in heads.items():
-        made.add_column(RichText(head), justify="left" if place in words else "right", overflow="fold")
+        made.add_column(_words(head), justify="left" if place in words else "right", overflow="fold")
     for number, row in enumerate(block.rows):
         made.add_row(*(_words(row[place]) for place in heads), end_section=number in block.ruled)
     return made

@@ -225,7 +225,7 @@ def report_data(
             experts_after=plan.experts,
             top_k=max((layer.top_k for layer in plan.layers), default=0),
             parameters=_before_after(content["parameters"]), nbytes=_before_after(content["bytes"]),
-            calibration=plan.calibration, versions=dict(content["versions"]), layers=tuple(layers),
+            calibration=plan.calibration, versions=dict(content.get("versions") or plan.versions), layers=tuple(layers),
             plan_digest=str(content["plan_digest"]), gate=read_gate_of(folder, gate), hubs=read_hubs(hubs),
             seconds=record.seconds if record else {}, peak_memory=record.peak_memory if record else None,
             command=record.command if record else None, missing=(*measured.missing, *unknown),

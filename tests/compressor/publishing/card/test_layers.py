@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 
-from compressor.publishing.card.pictures import MARKS, cells, grid_figure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.document.markdown import markdown
-from compressor.drawing.palette import COLOURS
+from compressor.drawing.cells import group_look
 from compressor.model.architecture import MoeLayer
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.publishing.card.command import protected_list
 from compressor.publishing.card.layers import Fates, layer_details, layer_table
+from compressor.report.data import LayerReport
+from compressor.report.matrices import cells
 from compressor.words import joined, label, one_line, ranges, without_paths
 
 
@@ -44,6 +45,16 @@ def layer_plans(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
     scales = [draw(st.sampled_from([1.0, 1.0, 0.5])) for _ in members]
     groups = [group(each, scale) for each, scale in zip(members, scales, strict=True)]
     return LayerPlan.of(moe_layer(index, experts), groups, decided_by=draw(st.text(max_size=12)))
+
+
+def as_report(layer: LayerPlan) -> LayerReport:
+    """What a report knows of the plan."""
+    groups = tuple(each.members for each in layer.groups)
+    rescaled = tuple(each.members[0] for each in layer.groups if len(each.members) == 1 and not each.untouched)
+    kept = len(groups)
+    return LayerReport(
+        layer.module, layer.layer, layer.experts, kept, groups, layer.dropped, (), layer.decided_by, rescaled=rescaled
+    )
 
 
 @st.composite
@@ -85,7 +96,7 @@ def test_the_counts_add_up_to_all_experts(plan: CompressionPlan) -> None:
 @settings(max_examples=40, deadline=None)
 def test_cells_look_alike_exactly_where_experts_share_a_group(plan: CompressionPlan) -> None:
     for layer in plan.layers:
-        drawn, slots = cells(layer), layer.remap()
+        drawn, slots = cells(as_report(layer)), layer.remap()
         for one in range(layer.experts):
             for other in range(one):
                 both = [slots[one], slots[other]]
@@ -101,7 +112,7 @@ def test_cells_look_alike_exactly_where_experts_share_a_group(plan: CompressionP
 
 
 def test_72_groups_of_a_row_differ_without_their_numbers() -> None:
-    assert len({(COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]) for n in range(72)}) == 72
+    assert len({group_look(number) for number in range(72)}) == 72
 
 
 @given(st.sets(st.integers(0, 60)))
@@ -155,18 +166,6 @@ def test_layers_with_several_modules_are_told_apart_by_name() -> None:
     assert [row[0] for row in layer_table(plan).rows] == [f"0 ({layer.module})" for layer in plan.layers]
     named = replace(plan, protected={second.module: (40,)})
     assert protected_list(named) == f'[{{"layer": 0, "expert": 40, "module": "{second.module}"}}]'
-
-
-def test_the_grid_has_a_row_a_layer_and_a_column_an_expert() -> None:
-    axes = grid_figure(largest(2)).axes[0]
-    assert axes.images[0].get_array().shape[:2] == (64, 256)
-    assert len(axes.patches) == 2 * 64
-    marked = sum(len(drawn.get_offsets()) for drawn in axes.collections)
-    assert marked == 64 * (80 + 88)  # merged and dropped, of which none is told by colour alone
-    small = a_plan([LayerPlan.of(moe_layer(0, 8), [group([0, 5]), group([2]), group([7])])])
-    axes = grid_figure(small).axes[0]
-    assert sorted((text.get_text(), *text.get_position()) for text in axes.texts) == [("0", 0, 0), ("0", 5, 0)]
-    assert sum(len(drawn.get_offsets()) for drawn in axes.collections) == 4
 
 
 def test_names_lose_their_folders_and_nothing_else() -> None:
