@@ -3,13 +3,11 @@
 import difflib
 import re
 import shlex
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 from compressor.errors import without_tokens
 
-SPECIAL = re.compile(r"[\\|*`<\[\]]")  # what Markdown would not show as it is written
 MOST_LETTERS = 300  # of a name; what is longer is no name
 FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
 FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
@@ -53,24 +51,6 @@ def _without_paths(line: str) -> str:
     except ValueError:  # a quotation without an end
         words = line.split()
     return shlex.join(PATH.sub("", one_line(word, None)) for word in words)
-
-
-def shown(value: Any) -> str:
-    """A name or a sentence in Markdown, also within HTML, that means nothing there but itself."""
-    return named(one_line(str(value)))
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> list[str]:
-    """A table's lines: the columns named in `texts` begin at the left, those of numbers end at the right."""
-    rule = [":---" if column in texts else "---:" for column in columns]
-    return [table_line(columns), table_line(rule), *map(table_line, rows)]
-
-
-def fenced(text: str, language: str = "") -> list[str]:
-    """A block of code that none of its own backticks can end."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}{language}", text, fence, ""]
 
 
 def ranges(numbers: Iterable[int], dash: str = "-", comma: str = ",") -> str:
@@ -135,18 +115,3 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 def share(part: float, whole: float) -> str:
     """1, 8 -> '12.5%'."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
-def plain(text: str) -> str:
-    """Text on one line, for Markdown and its tables."""
-    return SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
-
-
-def named(text: str) -> str:
-    """A name on one line of Markdown, shown as it is; underscores inside words mean nothing there."""
-    return re.sub(r"[~&$#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", plain(text))
-
-
-def table_line(cells: Sequence[str]) -> str:
-    """One row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from compressor.document import markdown as rendered
+from compressor.document.markdown import escaped
 from compressor.gates.content import advice, change, items_needed, level, verdict_line
 from compressor.gates.document import gate_blocks
 from compressor.gates.verdict import GateResult
-from compressor.words import named
 from tests.gates import DIFFERING, gate, gates, likelihood, mixed, task, tasks
 
 
@@ -82,9 +82,9 @@ def test_any_names_stay_in_their_cells(result: GateResult) -> None:
 
 def test_names_mean_nothing_in_markdown() -> None:
     for name in DIFFERING:
-        assert shown_text(named(name)) == " ".join(name.split())
-        assert not re.search(r"(?<!\\)[*`<\[\]|~&$]", named(name))
-    assert named("_x_") == r"\_x\_" and named("mmlu_law") == "mmlu_law"
+        assert shown_text(escaped(name)) == " ".join(name.split())
+        assert not re.search(r"(?<!\\)[*`<\[\]|~&$]", escaped(name))
+    assert escaped("_x_") == r"\_x\_" and escaped("mmlu_law") == "mmlu_law"
     text = markdown(gate(task("<b>"), base="<i>*a*", compressed="[x](y)"))
     assert not re.search(r"(?<!\\)<[bi]>", text) and "](y)" not in text.replace(r"\](y)", "")
 
