@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,10 @@ def model_class(config: Any) -> type[Any]:
     """The stock class that the config's `architectures` names, or the causal language model of its type."""
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type):
-            return found
-    automatic = (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForTokenClassification,
-    )
-    for mapping in automatic:
-        found = mapping._model_mapping.get(type(config), None)
+    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    kinds = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForTokenClassification")
+    automatic = (getattr(transformers, kind)._model_mapping.get(type(config), None) for kind in kinds)
+    for found in chain(named, automatic):
         if isinstance(found, type):
             return found
     raise CompressionError(
@@ -129,19 +123,15 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
             model = stock_class(_with_dtype(config, wanted))
-    except CompressionError:
-        raise
     except Exception as error:
-        raise CompressionError(
-            f"transformers cannot build {stock_class.__name__} from this config: {reason_of(error)}"
-        ) from error
+        what = f"transformers cannot build {stock_class.__name__} from this config"
+        raise CompressionError(f"{what}: {reason_of(error)}") from error
     return model.eval()
 
 
 def head_of(model: Any) -> nn.Module | None:
     """The language-model head; None if the model has none."""
-    head: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-any-return]
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -154,18 +144,14 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Names of all children of every outermost ModuleList that holds experts modules, in model order."""
     lists: dict[str, nn.ModuleList] = {}
-    modules = dict(model.named_modules())
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, _ in experts_modules(model):
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            module = modules[".".join(parts[:end])]
-            if isinstance(module, nn.ModuleList):
-                lists[".".join(parts[:end])] = module
-                break
-        else:
+        above = next((outer for outer in modules if name.startswith(f"{outer}.")), None)  # parents come first
+        if above is None:
             raise CompressionError(
                 f"experts module {name!r} lies in no list of layers; this architecture is not supported"
             )
+        lists[above] = modules[above]
     return tuple(f"{name}.{position}" for name, module in lists.items() for position in range(len(module)))
 
 
@@ -260,26 +246,15 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         own = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if any(key.startswith(f"{name}.") and key in tied for key in own):
             continue  # the same weights under a second name
-        router_child, router = find_router(block, experts, prefix, set(own))
-        groups, chosen, fewest = routing_groups_of(router)
-        top_k = top_k_of(router, block, config)
+        child, router = find_router(block, experts, prefix, set(own))
+        top_k, groups = top_k_of(router, block, config), routing_groups_of(router)
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
         layers.append(
             MoeLayer(
-                name=name,
-                block=block_name,
-                router=f"{prefix}{router_child}",
-                unit=unit,
-                index=layer_number(unit),
-                experts=count,
-                top_k=top_k,
-                routing_groups=groups,
-                chosen_groups=chosen,
-                experts_per_group=fewest,
-                tensors=tuple(own.values()),
-                tables=value_tables(router, f"{prefix}{router_child}.", top_k),
+                name, block_name, f"{prefix}{child}", unit, layer_number(unit), count, top_k, *groups,
+                tensors=tuple(own.values()), tables=value_tables(router, f"{prefix}{child}.", top_k),
             )
-        )
+        )  # fmt: skip
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     stray = sorted(key for key in tensors if key not in covered and key not in tied)
     if stray:
