@@ -17,6 +17,7 @@ from compressor.calibration.observing import ExpertsCall, LayerWeights, Meter, O
 from compressor.calibration.read_only import ReadOnly, opened
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
+from compressor.model.buffers import as_arguments
 from compressor.model.experts import observed_forward
 
 __all__ = [
@@ -206,8 +207,7 @@ class Collector:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
     ) -> None:
         logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
-        named = (*((None, value) for value in args), *kwargs.items())
-        call = RouterCall(logits, named, self._rows(len(logits)))
+        call = RouterCall(logits, as_arguments(args, kwargs), self._rows(len(logits)))
         for meter in self.meters.values():
             meter.router_called(call)
 

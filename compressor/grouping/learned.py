@@ -5,15 +5,21 @@ loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs of the experts. One mer
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from compressor.calibration.statistics import LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
-from compressor.model.experts import Parameters, apply_expert, expert_parameters, observed_forward
+from compressor.model.experts import (
+    ExpertsView,
+    Parameters,
+    apply_expert,
+    expert_parameters,
+    observed_forward,
+    routed,
+)
 from compressor.plans.plan import Group, LayerPlan
-from compressor.surgery.alignment import AlignedExperts
+from compressor.surgery.alignment import aligned_experts, mixed_parameters
 from compressor.ties import SQUARED, least
 
 STEPS = 60
@@ -42,16 +48,10 @@ def _start(plan: LayerPlan, device: torch.device) -> _Shares:
     return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=on) for on in learn))
 
 
-@torch.no_grad()
 def _merged(stats: LayerStatistics, group: Group, alpha: torch.Tensor, scale: torch.Tensor) -> Parameters:
     """Parameters of one merged expert in float32."""
-    merged: Parameters = {}
-    for share, expert in zip((alpha * scale).tolist(), group.members, strict=True):
-        for name, value in expert_parameters(stats.weights.experts, expert).items():
-            if name not in merged:
-                merged[name] = torch.zeros_like(value, dtype=torch.float32)
-            merged[name].add_(value.float(), alpha=share)
-    return merged
+    shares = (alpha.detach() * scale.detach()).tolist()
+    return mixed_parameters(stats.weights.experts, zip(group.members, shares, strict=True))
 
 
 @torch.no_grad()
@@ -70,11 +70,9 @@ def _forward(
     """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
     x = stats.inputs
     chosen = x.new_zeros(*index.shape, x.shape[1])
-    for slot, group in enumerate(plan.groups):
-        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
-        if len(rows):
-            merged = _merged(stats, group, shares.alpha(slot), shares.log_scales[slot].exp())
-            chosen[rows, places] = apply_expert(stats.weights.experts, merged, x[rows])
+    for slot, rows, places in routed(weights, index):
+        merged = _merged(stats, plan.groups[slot], shares.alpha(slot), shares.log_scales[slot].exp())
+        chosen[rows, places] = apply_expert(stats.weights.experts, merged, x[rows])
     return (weights[..., None] * chosen).sum(1), chosen
 
 
@@ -87,9 +85,9 @@ def _backward(
     slope: torch.Tensor,
 ) -> None:
     """Add the loss's gradient through the experts to the shares, one merged expert at a time; `slope` is dloss/dy."""
-    for slot, group in enumerate(plan.groups):
-        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
-        if len(group.members) > 1 and len(rows):
+    for slot, rows, places in routed(weights, index):
+        group = plan.groups[slot]
+        if len(group.members) > 1:
             alpha, scale = shares.alpha(slot), shares.log_scales[slot].exp()
             merged = {name: value.requires_grad_() for name, value in _merged(stats, group, alpha, scale).items()}
             output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
@@ -110,13 +108,11 @@ def learn_coefficients(
     """
     if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
         return plan
-    nothing = lambda *seen: None  # noqa: E731
+    wide = ExpertsView(stats.weights.experts, lambda name, expert, value: value.float())
     with torch.no_grad():
-        target = observed_forward(
-            _FloatExperts(stats.weights.experts), stats.inputs, stats.top_k_index, stats.top_k_weights, nothing
-        )
+        target = observed_forward(wide, stats.inputs, stats.top_k_index, stats.top_k_weights, lambda *seen: None)
     size = float(target.square().sum()) or 1.0
-    aligned = replace(stats.weights, experts=AlignedExperts(stats.weights.experts, plan.groups))
+    aligned = replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
     stats = replace(stats, values={**stats.values, "weights": aligned})
     shares, router = _start(plan, stats.inputs.device), SmallerRouter(stats)
     optimizer = torch.optim.Adam(shares.parameters(), lr=LEARNING_RATE)
@@ -138,25 +134,6 @@ def learn_coefficients(
         optimizer.step()
     won = least(losses, SQUARED)
     return _learned_plan(plan, states[won], merge_routers, losses[0], losses[won])
-
-
-class _FloatExperts:
-    """A view of an experts module whose parameters are read in float32, one expert at a time."""
-
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._experts, name)
-        return _FloatSlices(value) if isinstance(value, torch.Tensor) else value
-
-
-class _FloatSlices:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        return self._tensor[expert].float()
 
 
 def _learned_plan(

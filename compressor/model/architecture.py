@@ -131,7 +131,7 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 def head_of(model: Any) -> nn.Module | None:
     """The language-model head; None if the model has none."""
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-any-return]
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

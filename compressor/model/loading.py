@@ -75,8 +75,8 @@ def set_tensor(model: nn.Module, key: str, value: torch.Tensor) -> None:
     if name not in module._parameters:
         module._buffers[name] = value
     else:
-        own = isinstance(value, nn.Parameter)
-        module._parameters[name] = value if own else nn.Parameter(value, requires_grad=False)
+        kept = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+        module._parameters[name] = kept
 
 
 class PartialModel:
