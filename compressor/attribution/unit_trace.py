@@ -132,10 +132,7 @@ def trace_unit(
     hidden = args[0] if args else kwargs["hidden_states"]
     trace = UnitTrace(Context(hidden.shape[:-1].numel()))
     start = trace.context.start(STREAM, hidden)
-    if args:
-        args = (start, *args[1:])
-    else:
-        kwargs = {**kwargs, "hidden_states": start}
+    args, kwargs = ((start, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": start})
     with ExitStack() as stack:
         for handle in _watch(model, unit, layers, trace):
             stack.callback(handle)
@@ -150,19 +147,20 @@ def _watch(model: Any, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) 
     """Attach everything; yields what takes it away again."""
     for part in parts_of(unit, model.get_submodule(unit), layers):
         module = model.get_submodule(part.name)
-        yield module.register_forward_pre_hook(_plain_inputs, with_kwargs=True).remove
+        yield module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True).remove
         yield module.register_forward_hook(partial(_begin, part.name, trace)).remove
         if part.kind == "attention":
             yield from _watch_heads(part.name, module, trace)
         if part.kind == "expert":
-            module.forward = partial(_observed, trace.routed.setdefault(part.name, []), module)
+            note = partial(_note, trace.routed.setdefault(part.name, []))
+            module.forward = partial(observed_forward, module, observe=note)
             yield partial(module.__dict__.pop, "forward", None)
     for layer in layers:
         yield from _watch_router(layer, model.get_submodule(layer.router), trace)
 
 
-def _plain_inputs(module: Any, args: Any, kwargs: Any) -> Any:
-    return untraced(args), untraced(kwargs)
+def _note(found: list[RanExpert], *seen: Any) -> None:
+    found.append(RanExpert(*seen))
 
 
 def _begin(name: str, trace: UnitTrace, module: Any, args: Any, output: Any) -> Any:
@@ -189,10 +187,6 @@ def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[
     for module in attention.modules():
         if isinstance(module, nn.Linear):
             yield module.register_forward_hook(hook).remove
-
-
-def _observed(found: list[RanExpert], experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    return observed_forward(experts, hidden, index, weights, lambda *seen: found.append(RanExpert(*seen)))
 
 
 def _watch_router(layer: MoeLayer, router: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:

@@ -68,8 +68,7 @@ class Observers:
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it for its part."""
-        for collector in self.collectors.values():
-            collector.detach()
+        self.detach()
         part, number = self.places[batch]
         if not part[1] or needs_heldout(self.needs):
             self.collectors[part].enter(number)

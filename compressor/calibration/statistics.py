@@ -6,6 +6,7 @@ A statistic is a meter in `compressor.calibration.meters` and a line of `LayerSt
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -123,8 +124,7 @@ class _Values(Mapping[str, Any]):
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
     """Refuse a need that nobody can measure, before anything is read."""
-    unknown = sorted(needs - ALL)
-    if unknown:
+    if unknown := sorted(needs - ALL):
         raise CompressionError(
             f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
             f"{', '.join(sorted(ALL))}"
@@ -170,10 +170,7 @@ class Collector:
             self.observed.router.register_forward_hook(self._after_router, with_kwargs=True),
         ]
         if any(meter.outputs for meter in self.meters.values()):
-            experts.forward = self._observed_forward
-
-    def _observed_forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return observed_forward(self.observed.experts, hidden, index, weights, self._observe_outputs)
+            experts.forward = partial(observed_forward, experts, observe=self._observe_outputs)
 
     def detach(self) -> None:
         """Stop observing; the module is as it was."""

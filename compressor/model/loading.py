@@ -79,6 +79,16 @@ def set_tensor(model: nn.Module, key: str, value: torch.Tensor) -> None:
         module._parameters[name] = kept
 
 
+def load_converted(model: Any, tensors: dict[str, torch.Tensor], device: Any, conversions: Any, **more: Any) -> Any:
+    """Have the stock loader convert stored tensors and put them into the model; returns its report."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, **more)
+    with quiet_transformers():
+        return convert_and_load_state_dict_in_model(model, tensors, load_config)[0]
+
+
 class PartialModel:
     """The stock model on meta, whose parts are filled from the checkpoint and emptied again."""
 
@@ -141,24 +151,11 @@ class PartialModel:
         # the largest first and by itself: while it is put together, nothing else need be in memory
         largest = max(first_targets, key=lambda target: self.empty[target].numel(), default=None)
         for alone in (True, False):
-            self._convert({name: tensors[name] for name in names if (self.keys.targets[name] == largest) is alone})
+            stored = {name: tensors[name] for name in names if (self.keys.targets[name] == largest) is alone}
+            plan = self.model._get_dtype_plan(self.dtype)
+            more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
+            refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
         self._settle(wanted)
-
-    def _convert(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Hand stored tensors to the stock loader, which converts them and puts them into the model."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        load_config = LoadStateDictConfig(
-            device_map={"": self.device},
-            dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
-            hf_quantizer=self.quantizer,
-            weight_mapping=self.conversions,
-        )
-        with quiet_transformers():
-            info, _ = convert_and_load_state_dict_in_model(self.model, tensors, load_config)
-        refuse_faults(info)
 
     def _first_targets(self, sources: set[str]) -> set[str]:
         """Targets under which the loader files the tensors of `sources`: of a one-to-many conversion, the first."""

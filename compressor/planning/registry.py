@@ -102,16 +102,10 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     correction = getattr(module, "CORRECTION", "none")
     if correction not in METHODS:
         raise CompressionError(f"{what} is no plugin: CORRECTION should be {', '.join(METHODS)}, not {correction!r}")
-    return Strategy(
-        name,
-        module.plan,
-        needs,
-        options,
-        summary_of(module),
-        correction,
-        plugins.optional(module, "likeness", what),
-        _needs(module, "likeness_needs", options, needs, name),
-    )
+    likeness = plugins.optional(module, "likeness", what)
+    likeness_needs = _needs(module, "likeness_needs", options, needs, name)
+    summary = (module.__doc__ or "").strip().partition("\n")[0]
+    return Strategy(name, module.plan, needs, options, summary, correction, likeness, likeness_needs)
 
 
 def _needs(module: Any, function: str, options: Any, default: frozenset[str], name: str) -> frozenset[str]:
@@ -124,11 +118,6 @@ def _needs(module: Any, function: str, options: Any, default: frozenset[str], na
         )
     check_needs(found, name)
     return found
-
-
-def summary_of(module: Any) -> str:
-    """The first line of a plugin's docstring."""
-    return (module.__doc__ or "").strip().partition("\n")[0]
 
 
 def working_strategies() -> Iterator[Strategy]:

@@ -84,7 +84,41 @@ class LayerPlan:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_groups(self)
+        where, seen = self.module, set[int]()
+        for group in self.groups:
+            if not group.members:
+                raise CompressionError(f"{where}: a group has no members; remove it")
+            for expert in group.members:
+                if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.experts:
+                    raise CompressionError(
+                        f"{where}: expert {expert!r} does not exist; experts are numbered 0 to {self.experts - 1}"
+                    )
+                if expert in seen:
+                    what = f"{where}: expert {expert} is in two groups"
+                    raise CompressionError(f"{what}; an expert may be in one at most")
+                seen.add(expert)
+        check_count(self, len(self.groups), where)
+        if self.routing_groups > 1:
+            size = self.experts // self.routing_groups
+            homes: list[int] = []
+            for group in self.groups:
+                inside = {expert // size for expert in group.members}
+                if len(inside) > 1:
+                    raise CompressionError(
+                        f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it "
+                        "within one"
+                    )
+                homes.extend(inside)
+            counts = [homes.count(home) for home in range(self.routing_groups)]
+            if len(set(counts)) > 1:
+                raise CompressionError(
+                    f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally "
+                    "many in each"
+                )
+            if homes != sorted(homes):
+                raise CompressionError(
+                    f"{where}: its groups are not in the order of the routing groups; order them by their members"
+                )
 
     @classmethod
     def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
@@ -123,41 +157,3 @@ def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
     """A layer's figures of its correction; empty if there are none."""
     figures = layer.figures.get("correction")
     return figures if isinstance(figures, Mapping) else {}
-
-
-def check_groups(plan: LayerPlan) -> None:
-    """Refuse groups that cannot be carried out; raises `CompressionError` naming layer and expert."""
-    where, seen = plan.module, set[int]()
-    for group in plan.groups:
-        if not group.members:
-            raise CompressionError(f"{where}: a group has no members; remove it")
-        for expert in group.members:
-            if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < plan.experts:
-                raise CompressionError(
-                    f"{where}: expert {expert!r} does not exist; experts are numbered 0 to {plan.experts - 1}"
-                )
-            if expert in seen:
-                raise CompressionError(f"{where}: expert {expert} is in two groups; an expert may be in one at most")
-            seen.add(expert)
-    check_count(plan, len(plan.groups), where)
-    if plan.routing_groups > 1:
-        size = plan.experts // plan.routing_groups
-        homes: list[int] = []
-        for group in plan.groups:
-            inside = {expert // size for expert in group.members}
-            if len(inside) > 1:
-                raise CompressionError(
-                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it "
-                    "within one"
-                )
-            homes.extend(inside)
-        counts = [homes.count(home) for home in range(plan.routing_groups)]
-        if len(set(counts)) > 1:
-            raise CompressionError(
-                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally "
-                "many in each"
-            )
-        if homes != sorted(homes):
-            raise CompressionError(
-                f"{where}: its groups are not in the order of the routing groups; order them by their members"
-            )
