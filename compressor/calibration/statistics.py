@@ -214,10 +214,7 @@ class Collector:
             meter.expert_ran(expert, weights, norms)
 
     def finish(
-        self,
-        smaller_router: Any,
-        heldout: LayerStatistics | None = None,
-        by_source: tuple[LayerStatistics, ...] = (),
+        self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
     ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()

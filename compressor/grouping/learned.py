@@ -10,14 +10,7 @@ import torch
 
 from compressor.calibration.statistics import LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
-from compressor.model.experts import (
-    ExpertsView,
-    Parameters,
-    apply_expert,
-    expert_parameters,
-    observed_forward,
-    routed,
-)
+from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, observed_forward, routed
 from compressor.plans.plan import Group, LayerPlan
 from compressor.surgery.alignment import aligned_experts, mixed_parameters
 from compressor.ties import SQUARED, least

@@ -59,23 +59,18 @@ class Architecture:
     @property
     def experts(self) -> int:
         """Experts per layer in the config."""
-        return int(get_field(self.config, self.count_field))
+        return int(attrgetter(self.count_field)(self.config))
 
     def with_experts(self, count: int) -> Any:
         """A copy of the config that asks for `count` experts."""
         return _with_field(self.config, self.count_field, count)
 
 
-def get_field(config: Any, dotted: str) -> Any:
-    """Read a config field by its dotted path, such as text_config.num_experts."""
-    return attrgetter(dotted)(config)
-
-
 def _with_field(config: Any, dotted: str, value: Any) -> Any:
     """A copy of the config with another value at a dotted path."""
     copied = copy.deepcopy(config)
     owner, _, name = dotted.rpartition(".")
-    setattr(get_field(copied, owner) if owner else copied, name, value)
+    setattr(attrgetter(owner)(copied) if owner else copied, name, value)
     return copied
 
 
@@ -105,24 +100,19 @@ def model_class(config: Any) -> type[Any]:
     )
 
 
-def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
-    """A copy of the config that asks for `dtype`, for classes that build their inner model by its config's own."""
-    copied = copy.deepcopy(config)
-    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
-        if node is not None:
-            node.dtype = dtype
-    return copied
-
-
 def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed."""
     from transformers.utils import ContextManagers
 
     stock_class = model_class(config)
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    copied = copy.deepcopy(config)
+    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
+        if node is not None:
+            node.dtype = wanted  # some classes build their inner model by its config's own
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
-            model = stock_class(_with_dtype(config, wanted))
+            model = stock_class(copied)
     except Exception as error:
         what = f"transformers cannot build {stock_class.__name__} from this config"
         raise CompressionError(f"{what}: {reason_of(error)}") from error
@@ -234,7 +224,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
             "model, or an MoE architecture of another interface, which is not supported"
         )
     count_field = find_count_field(config, model)
-    count = int(get_field(config, count_field))
+    count = int(attrgetter(count_field)(config))
     tensors = expert_tensors(model, build_meta(_with_field(config, count_field, 2 * count)), count)
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})

@@ -4,6 +4,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,6 @@ def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[s
     return "attention" if "attn" in target or "attention" in target else "other"
 
 
-def _routing(layer: Any, router: Any) -> str:
-    kind = f"top-{layer.top_k} of {layer.experts} ({type(router).__name__})"
-    if layer.routing_groups > 1:
-        kind += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"
-    return kind
-
-
 def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
     layer = architecture.layers[0]
     if experts is not None:
@@ -108,11 +102,9 @@ def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
     for share in (0.75, 0.5, 0.25):
         count = math.ceil(layer.experts * share)
         count += -count % layer.routing_groups
-        try:
+        with suppress(CompressionError):  # the router cannot take that many
             check_count(layer, count, layer.name)
-        except CompressionError:  # the router cannot take that many
-            continue
-        wanted.append(count)
+            wanted.append(count)
     return wanted
 
 
@@ -155,6 +147,9 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
     layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
     first, tensors = architecture.layers[0], checkpoint.tensors
     outcomes = [stored_with(tensors, layout, count) for count in _candidates(architecture, experts)]
+    routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
+    if first.routing_groups > 1:
+        routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
     total = sum(info.nbytes for info in tensors.values())
     written = outcomes[0].bytes if outcomes else total
     quantization = checkpoint.raw_config.get("quantization_config") or {}
@@ -168,7 +163,7 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         layers=len(architecture.units),
         experts=architecture.experts,
         top_k=first.top_k,
-        routing=_routing(first, stock.get_submodule(first.router)),
+        routing=routing,
         quantization=str(quantization.get("quant_method")) if quantization else None,
         parameters=sum(info.parameters for info in tensors.values()),
         bytes=total,

@@ -1,5 +1,6 @@
 """Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
-from compressor.model.architecture import build_meta, discover, expert_counts, get_field, load_config
+from compressor.model.architecture import build_meta, discover, expert_counts, load_config
 from compressor.model.layout import find_layout
 from compressor.model.loading import PartialModel, load_converted
 
@@ -18,11 +19,9 @@ def verify_output(folder: Path, count_field: str, experts: int) -> None:
 
     Raises `CompressionError` naming the tensor or field that is wrong.
     """
-    config = load_config(folder)
-    if int(get_field(config, count_field)) != experts:
+    if int(said := attrgetter(count_field)(load_config(folder))) != experts:
         raise CompressionError(
-            f"the written config says {count_field} {get_field(config, count_field)} instead of {experts}; "
-            "please report this model"
+            f"the written config says {count_field} {said} instead of {experts}; please report this model"
         )
     verify_checkpoint(folder, experts)
 

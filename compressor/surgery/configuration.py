@@ -3,10 +3,11 @@
 import copy
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, get_field
+from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.plans.plan import CompressionPlan
 
@@ -28,7 +29,7 @@ def _set_count(raw: dict[str, Any], architecture: Architecture, count: int) -> N
     node = raw
     for parent in parents:
         node = node.setdefault(parent, {})
-    owner = get_field(architecture.config, ".".join(parents)) if parents else architecture.config
+    owner = attrgetter(".".join(parents))(architecture.config) if parents else architecture.config
     names, before = _aliases(owner, name), architecture.experts
     for alias in sorted(names & set(node)) or [name]:
         value = node.get(alias)

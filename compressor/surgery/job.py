@@ -66,13 +66,6 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
     return record.encode()
 
 
-def _writing_model(model: OpenModel) -> PartialModel:
-    """The partial model in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with."""
-    partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
-    same = partial.dtype == dtype and partial.device == device
-    return partial if same else PartialModel(model.checkpoint, model.config, dtype, device)
-
-
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
@@ -84,7 +77,10 @@ def make_job(
     through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
     dequantized: str | None = None
     if through_model:
-        partial = _writing_model(model)
+        # in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with
+        partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
+        if (partial.dtype, partial.device) != (dtype, device):
+            partial = PartialModel(model.checkpoint, model.config, dtype, device)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
         produce: Any = bind(convert_unit, partial, architecture, plan, small, cut)
