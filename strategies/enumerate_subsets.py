@@ -136,10 +136,7 @@ class _Greedy:
         return found
 
     def _rounds(self, kept: Kept) -> dict[Kept, float]:
-        """Errors without one expert of every routing group: one group's is exchanged at a time until none gets better.
-
-        The first to go are those with the least gate weight.
-        """
+        """Errors without one expert of every routing group, first the least used, exchanged till none gets better."""
         found: dict[Kept, float] = {}
 
         def best(tried: list[Kept]) -> Kept:

@@ -137,19 +137,18 @@ def _digest(parts: Iterable[Tensor]) -> str:
 
 def _check_sizes(samples: int, length: int, sources: int, heldout: float, reserve: int) -> None:
     if samples < 1 or length < 2:
-        raise CompressionError(
-            f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
-        )
-    if sources < 1:
-        raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    if samples < sources:
-        raise CompressionError(
-            f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
-        )
-    if reserve < 0 or 0 < reserve < sources:
-        raise CompressionError(f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each")
-    if not 0 <= heldout < 1:
-        raise CompressionError(f"a share of {heldout} cannot be held out; give at least 0 and less than 1")
+        fault = f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
+    elif sources < 1:
+        fault = "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
+    elif samples < sources:
+        fault = f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
+    elif reserve < 0 or 0 < reserve < sources:
+        fault = f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each"
+    elif not 0 <= heldout < 1:
+        fault = f"a share of {heldout} cannot be held out; give at least 0 and less than 1"
+    else:
+        return
+    raise CompressionError(fault)
 
 
 def calibrate(

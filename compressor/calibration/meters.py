@@ -247,10 +247,7 @@ def statistics_table() -> list[tuple[str, str, str]]:
 
 
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
-    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly.
-
-    Section 3.4 of Zhang et al. 2024, arXiv:2407.09590.
-    """
+    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)

@@ -44,10 +44,7 @@ def tune(
     schedule: Schedule,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Tune `layer.parameters` and the `router` tensors (leaves that the live router uses) in place.
-
-    `after` is called with the number of every finished step.
-    """
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place; `after` is told each finished step."""
     leaves = [*(value for parameters in layer.parameters for value in parameters.values()), *router]
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
 

@@ -34,11 +34,9 @@ class _Shares:
 
 
 def _start(plan: LayerPlan, device: torch.device) -> _Shares:
-    learn = [len(group.members) > 1 for group in plan.groups]
-    logits = tuple(
-        torch.zeros(len(g.members), device=device, requires_grad=on) for g, on in zip(plan.groups, learn, strict=True)
-    )
-    return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=on) for on in learn))
+    sizes = [len(group.members) for group in plan.groups]
+    logits = tuple(torch.zeros(size, device=device, requires_grad=size > 1) for size in sizes)
+    return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=size > 1) for size in sizes))
 
 
 def _merged(stats: LayerStatistics, group: Group, alpha: torch.Tensor, scale: torch.Tensor) -> Parameters:
@@ -84,9 +82,8 @@ def _backward(
             alpha, scale = shares.alpha(slot), shares.log_scales[slot].exp()
             merged = {name: value.requires_grad_() for name, value in _merged(stats, group, alpha, scale).items()}
             output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
-            slopes = torch.autograd.grad(
-                output, list(merged.values()), weights[rows, places, None].detach() * slope[rows]
-            )
+            above = weights[rows, places, None].detach() * slope[rows]
+            slopes = torch.autograd.grad(output, list(merged.values()), above)
             (scale * alpha * _products(stats, group, dict(zip(merged, slopes, strict=True)))).sum().backward()
 
 
@@ -132,16 +129,12 @@ def learn_coefficients(
 def _learned_plan(
     plan: LayerPlan, kept: list[torch.Tensor], merge_routers: bool, first: float, best: float
 ) -> LayerPlan:
-    count, groups = len(plan.groups), []
+    count, groups = len(plan.groups), list(plan.groups)
     for slot, group in enumerate(plan.groups):
-        if len(group.members) == 1:
-            groups.append(group)
-            continue
-        shares = kept[slot].double().softmax(0)
-        alpha = tuple(float(value) for value in (shares / shares.sum()).tolist())
-        router = alpha if merge_routers else group.router_coefficients
-        groups.append(
-            replace(group, coefficients=alpha, router_coefficients=router, scale=float(kept[count + slot].exp()))
-        )
+        if len(group.members) > 1:
+            shares = kept[slot].double().softmax(0)
+            alpha, scale = tuple((shares / shares.sum()).tolist()), float(kept[count + slot].exp())
+            router = alpha if merge_routers else group.router_coefficients
+            groups[slot] = replace(group, coefficients=alpha, router_coefficients=router, scale=scale)
     figures = {**plan.figures, "error_uniform": round(first, 6), "error_learned": round(best, 6)}
     return replace(plan, groups=tuple(groups), figures=figures)

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -174,42 +175,33 @@ def expert_counts(model: nn.Module) -> dict[str, int]:
 def find_count_field(config: Any, model: nn.Module) -> str:
     """The config field that counts experts: the one whose doubling doubles every experts module."""
     counts = expert_counts(model)
-    distinct = sorted(set(counts.values()))
-    if len(distinct) > 1:
+    count, *others = sorted(set(counts.values()))
+    if others:
         raise CompressionError(
-            f"layers hold unequal numbers of experts ({distinct}); one count for all layers is supported"
+            f"layers hold unequal numbers of experts ({[count, *others]}); one count for all layers is supported"
         )
-    for candidate in _candidate_fields(config, distinct[0]):
-        try:
-            doubled = build_meta(_with_field(config, candidate, 2 * distinct[0]))
-        except (CompressionError, ValueError, TypeError):
-            continue
-        if expert_counts(doubled) == {name: 2 * count for name, count in counts.items()}:
-            return candidate
-    raise CompressionError(
-        f"no field of the config counts the {distinct[0]} experts; this architecture is not supported"
-    )
+    for candidate in _candidate_fields(config, count):
+        with suppress(CompressionError, ValueError, TypeError):
+            doubled = build_meta(_with_field(config, candidate, 2 * count))
+            if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
+                return candidate
+    raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
 
 
 def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str, ExpertTensor]:
     """State-dict entries that count experts: those whose shape differs between builds with E and 2E experts."""
-    larger = {key: tuple(value.shape) for key, value in doubled.state_dict().items()}
-    found = {}
+    larger, found = doubled.state_dict(), {}
     for key, value in model.state_dict().items():
         if key not in larger:
             raise CompressionError(
                 f"tensor {key!r} exists only for {count} experts; this architecture is not supported"
             )
-        changed = [
-            dim for dim, (small, large) in enumerate(zip(value.shape, larger[key], strict=True)) if small != large
-        ]
-        if not changed:
-            continue
-        if len(changed) != 1 or larger[key][changed[0]] - value.shape[changed[0]] != count:
-            raise CompressionError(
-                f"tensor {key!r} grows from {list(value.shape)} to {list(larger[key])} with the experts; not supported"
-            )
-        found[key] = ExpertTensor(key, changed[0], value.shape[changed[0]] - count)
+        before, after = list(value.shape), list(larger[key].shape)
+        changed = [dim for dim, (small, large) in enumerate(zip(before, after, strict=True)) if small != large]
+        if changed and (len(changed) > 1 or after[changed[0]] - before[changed[0]] != count):
+            raise CompressionError(f"tensor {key!r} grows from {before} to {after} with the experts; not supported")
+        for dim in changed:
+            found[key] = ExpertTensor(key, dim, before[dim] - count)
     return found
 
 

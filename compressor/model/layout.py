@@ -48,10 +48,7 @@ class Layout:
 
 
 def _placements(checkpoint: Checkpoint, partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
-    """(target, pattern, suffix) of every stored tensor, and the tensors that the stock model does not load.
-
-    A quantised weight's scales go where the weight would go.
-    """
+    """(target, pattern, suffix) of stored tensors, a weight's scales beside it, and what the stock model leaves out."""
     keys, left_out = partial.plain_keys, list[str]()
     placed: dict[str, Key] = {name: (keys.targets[name], keys.patterns[name], "") for name in keys.targets}
     if not quantized:

@@ -15,10 +15,7 @@ from compressor.model.loading import PartialModel, load_converted
 
 
 def verify_output(folder: Path, count_field: str, experts: int) -> None:
-    """Build the stock model from the written config on meta and check every written tensor against it.
-
-    Raises `CompressionError` naming the tensor or field that is wrong.
-    """
+    """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one."""
     if int(said := attrgetter(count_field)(load_config(folder))) != experts:
         raise CompressionError(
             f"the written config says {count_field} {said} instead of {experts}; please report this model"

@@ -30,10 +30,7 @@ def defaults(options_class: Any) -> dict[str, Any]:
 
 
 def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
-    """The options of a plugin with these settings, None where it has none; raises `CompressionError`.
-
-    `what` names the plugin, such as "strategy 'reap'".
-    """
+    """A plugin's options with these settings, None where it has none; `what` names it in a `CompressionError`."""
     if options_class is None:
         if settings:
             raise CompressionError(f"{what} has no option {min(settings)!r}; it has none")

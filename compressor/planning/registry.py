@@ -55,22 +55,17 @@ class Strategy:
                 "another strategy"
             ) from error
         if before != _versions(statistics):
-            raise CompressionError(f"{layer.name}: {who} changed the layer's weights, which are only to be read")
-        if not isinstance(made, LayerPlan):
-            raise CompressionError(
-                f"{layer.name}: {who} returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
-            )
-        if (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
-            raise CompressionError(
-                f"{layer.name}: {who} returned a plan of {made.module} with {made.experts} experts; have its plan() "
-                "plan the layer of its statistics"
-            )
-        if len(made.groups) != keep:
-            raise CompressionError(
-                f"{layer.name}: {who} planned {len(made.groups)} experts instead of {keep}; have its plan() keep as "
-                "many as it is asked to"
-            )
-        return made
+            fault = "changed the layer's weights, which are only to be read"
+        elif not isinstance(made, LayerPlan):
+            fault = f"returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
+        elif (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
+            fault = f"returned a plan of {made.module} with {made.experts} experts; have its plan() plan the layer of "
+            fault += "its statistics"
+        elif (planned := len(made.groups)) != keep:
+            fault = f"planned {planned} experts instead of {keep}; have its plan() keep as many as it is asked to"
+        else:
+            return made
+        raise CompressionError(f"{layer.name}: {who} {fault}")
 
 
 def _versions(statistics: LayerStatistics) -> list[int]:

@@ -51,10 +51,7 @@ def convert_unit(
     files: CutFiles | None,
     unit: str,
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored.
-
-    Layers that are in `files` are taken from there.
-    """
+    """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
     keys = _keys_of(partial, unit, architecture.units)
     partial.load(keys)
     state = partial.model.state_dict()

@@ -69,10 +69,7 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
-    """The job, and the config fields that were set to zero because their tensors are left out.
-
-    A plan with a correction needs the `cut` layers that it made.
-    """
+    """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
     architecture, layout = model.architecture, model.layout
     through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
     dequantized: str | None = None
