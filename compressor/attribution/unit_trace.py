@@ -97,12 +97,10 @@ def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> tuple[
 
 def _kind(module: nn.Module, in_moe_layer: bool) -> str:
     """A token mixer takes masks, positions or a cache beside its input; an MLP its input alone."""
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    forward = inspect.signature(type(module).forward).parameters.values()
-    taken = [entry for entry in forward if entry.kind in named]
-    if len(taken) > 2:  # self and the hidden states
-        return "attention"
-    return "shared" if in_moe_layer else "mlp"
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = [entry.kind not in variadic for entry in inspect.signature(type(module).forward).parameters.values()]
+    alone = "shared" if in_moe_layer else "mlp"
+    return "attention" if sum(taken) > 2 else alone  # more than self and the hidden states
 
 
 def router_width(layer: MoeLayer) -> int:
