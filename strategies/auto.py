@@ -28,8 +28,7 @@ class Options:
     candidates: str = option(CANDIDATES, help="the strategies to choose from, separated by commas")
 
     def __post_init__(self) -> None:
-        names = self.names
-        if len(set(names)) < len(names) or not all(names) or "auto" in names:
+        if len(set(self.names)) < len(self.names) or {"", "auto"} & set(self.names):
             raise CompressionError(
                 f"candidates {self.candidates!r} should be different strategies other than auto, separated by commas"
             )
@@ -72,13 +71,6 @@ def plan(
     won = [*errors][least(errors.values(), SQUARED)]
     others = [error for name, error in errors.items() if plans[name].groups != plans[won].groups]
     margin = {"ahead_by": round(max(min(others) - errors[won], 0.0), 6)} if others else {}
-    return replace(
-        plans[won],
-        decided_by="held-out reconstruction error",
-        figures={
-            **plans[won].figures,
-            "won": won,
-            **margin,
-            "heldout_errors": {name: round(error, 6) for name, error in errors.items()},
-        },
-    )
+    rounded = {name: round(error, 6) for name, error in errors.items()}
+    figures = {**plans[won].figures, "won": won, **margin, "heldout_errors": rounded}
+    return replace(plans[won], decided_by="held-out reconstruction error", figures=figures)

@@ -11,16 +11,14 @@ from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
     closeness,
-    group_experts,
     linear_cka,
     mean_output_distances,
     mean_output_noise,
-    merge_groups,
     merge_needs,
     option,
     rbf_cka,
-    routing_blocks,
 )
+from strategies.model_centric import merge_alike
 
 NEEDS = frozenset({"mixed_outputs"})
 SIMILARITIES = {  # with what a report calls them
@@ -86,14 +84,4 @@ def plan(
     outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
     table = distances(outputs, options.similarity).clamp(min=0).cpu()
     noise = mean_output_noise(outputs).cpu() if options.similarity == "mean-output" else SQUARED
-    grouping = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected, noise=noise)
-    figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
-    return merge_groups(
-        stats,
-        grouping.groups,
-        options.merge,
-        options.merge_routers,
-        options.align,
-        decided_by=options.similarity,
-        figures=figures,
-    )
+    return merge_alike(stats, table, noise, keep, protected, options, options.similarity)

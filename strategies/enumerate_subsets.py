@@ -70,7 +70,7 @@ def _blocks(stats: LayerStatistics, keep: int, protected: frozenset[int]) -> lis
         fixed = tuple(expert for expert in group if expert in protected)
         free = tuple(expert for expert in group if expert not in protected)
         blocks.append(_Block(fixed, free, keep // len(groups) - len(fixed)))
-    if min(block.take for block in blocks) < 0:
+    if any(block.take < 0 for block in blocks):
         raise CompressionError(
             f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
         )
@@ -81,10 +81,6 @@ def _subsets(blocks: list[_Block]) -> Iterator[Kept]:
     """Every legal kept set."""
     for chosen in product(*(combinations(block.free, block.take) for block in blocks)):
         yield tuple(sorted(chain(*chosen, *(block.fixed for block in blocks))))
-
-
-def _total(routed: Routed) -> float:
-    return float(routed.errors.sum())
 
 
 def _ranked(errors: Mapping[Kept, float], noise: float) -> list[Kept]:
@@ -140,15 +136,12 @@ class _Greedy:
         return found
 
     def _rounds(self, kept: Kept) -> dict[Kept, float]:
-        """Errors without one expert of every routing group: one group's is exchanged at a time until none gets better.
-
-        The first to go are those with the least gate weight.
-        """
+        """Errors without one expert of every routing group, first the least used, exchanged till none gets better."""
         found: dict[Kept, float] = {}
 
         def best(tried: list[Kept]) -> Kept:
             smaller = {_without(kept, gone): gone for gone in tried}
-            found.update({left: _total(self.errors.kept(left)) for left in smaller if left not in found})
+            found.update({left: float(self.errors.kept(left).errors.sum()) for left in smaller if left not in found})
             return smaller[_ranked({left: found[left] for left in smaller}, self.errors.noise)[0]]
 
         shares = rounded(_dense(self.errors.kept(kept), len(self.start)).sum(0)).tolist()
@@ -179,7 +172,7 @@ def _search(
 
     def best(tried: Iterable[Kept]) -> Kept:
         sets = sorted(tried)
-        return sets[least((_total(errors.kept(kept)) for kept in sets), errors.noise)]
+        return sets[least((float(errors.kept(kept).errors.sum()) for kept in sets), errors.noise)]
 
     if options.search == "all" or (options.search == "auto" and count <= options.most_subsets):
         return best(_subsets(blocks)), {"search": f"all {count} subsets"}

@@ -13,16 +13,15 @@ from compressor.plugins import (
     CompressionError,
     LayerPlan,
     LayerStatistics,
-    MoeLayer,
     check_count,
     competing,
-    mean_output_distances,
     mean_output_noise,
     merge_groups,
     merge_needs,
     option,
     rounded,
 )
+from strategies.data_centric import distances
 
 NEEDS = frozenset({"expert_outputs"})
 LINKAGES = ("average", "complete", "single")
@@ -46,16 +45,6 @@ class Options:
 def needs(options: Options) -> frozenset[str]:
     """Outputs of all experts, and what the merging needs."""
     return NEEDS | merge_needs(options.merge, options.merge_routers)
-
-
-def distances(outputs: torch.Tensor) -> torch.Tensor:
-    """Euclidean distances of the experts' mean outputs: [E, S, H] -> [E, E].
-
-    An expert layer that no calibration token reached has no outputs; all its experts count as equally far apart.
-    """
-    if outputs.shape[1] == 0:
-        return 1 - torch.eye(len(outputs), dtype=torch.float64)
-    return mean_output_distances(outputs).cpu()
 
 
 def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[list[int]]:
@@ -90,17 +79,6 @@ def cluster_block(
     return clusters
 
 
-def check_room(layer: MoeLayer, blocks: list[list[int]], count: int, protected: frozenset[int]) -> None:
-    """Refuse more protected experts than a block's `count` of clusters."""
-    for block in blocks:
-        alone = len(protected & set(block))
-        if count < alone:
-            raise CompressionError(
-                f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
-                "protect fewer or keep more"
-            )
-
-
 @torch.no_grad()
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
@@ -109,20 +87,18 @@ def plan(
     options, layer = options or Options(), stats.layer
     check_count(layer, keep, layer.name)
     blocks = competing(layer)
-    check_room(layer, blocks, keep // len(blocks), protected)
-    table = distances(stats.expert_outputs)
-    judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
-    clusters: list[list[int]] = []
+    count = keep // len(blocks)
     for block in blocks:
-        clusters += cluster_block(judged, block, keep // len(blocks), protected, options.linkage)
+        if count < (alone := len(protected & set(block))):
+            raise CompressionError(
+                f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
+                "protect fewer or keep more"
+            )
+    table = distances(stats.expert_outputs, "mean-output").cpu()
+    judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
+    found = (cluster_block(judged, block, count, protected, options.linkage) for block in blocks)
+    clusters = [members for clusters in found for members in clusters]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
-    return merge_groups(
-        stats,
-        clusters,
-        options.merge,
-        options.merge_routers,
-        options.align,
-        decided_by=f"mean outputs, {options.linkage} linkage",
-        figures=figures,
-    )
+    by, how = f"mean outputs, {options.linkage} linkage", (options.merge, options.merge_routers, options.align)
+    return merge_groups(stats, clusters, *how, decided_by=by, figures=figures)

@@ -1,6 +1,7 @@
 """Model-centric: group experts whose surrogate weights are close, then merge them (arXiv:2407.09590, section 3.4)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from compressor.plugins import (
 )
 
 NEEDS = frozenset({"weights"})
-REPRESENTATIONS = ("surrogate", "vectorized")
 LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once: this, or half of the layer
 
 
@@ -36,9 +36,9 @@ class Options:
     align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
 
     def __post_init__(self) -> None:
-        if self.representation not in REPRESENTATIONS:
+        if self.representation not in MEASURES:
             raise CompressionError(
-                f"there is no representation {self.representation!r}; known are {', '.join(REPRESENTATIONS)}"
+                f"there is no representation {self.representation!r}; known are {', '.join(MEASURES)}"
             )
         merge_needs(self.merge, self.merge_routers)
 
@@ -54,16 +54,11 @@ def likeness_needs(options: Options) -> frozenset[str]:
 
 
 @torch.no_grad()
-def surrogate_distances(weights: LayerWeights, count: int) -> torch.Tensor:
-    """Frobenius distances [E, E] of the surrogates down (gate * up), [H, I] x [I, H], in blocks of their columns.
+def surrogate_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frobenius distances [E, E] and norms [E] of the surrogates down (gate * up), [H, I] x [I, H].
 
-    Where experts have no gate, the surrogate is down x up.
+    They are made in blocks of their columns. Where experts have no gate, the surrogate is down x up.
     """
-    return _surrogates(weights, count)[0]
-
-
-def _surrogates(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distances [E, E] and norms [E] of the surrogates."""
     views = [projections(weights.experts, expert) for expert in range(count)]
     hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
     layer_bytes = sum(parameter.nbytes for parameter in weights.experts.parameters())
@@ -84,28 +79,33 @@ def _surrogates(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.
     return squared.sqrt(), energies.sqrt()
 
 
-def _fused(weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two parameters that hold all experts' matrices."""
-    experts = weights.experts
-    return experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj
-
-
 @torch.no_grad()
-def vectorized_distances(weights: LayerWeights, count: int) -> torch.Tensor:
-    """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end."""
-    squared = [fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in _fused(weights)]
-    return (squared[0] + squared[1]).sqrt()
+def vectorized_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end, and their sums of norms [E]."""
+    experts = weights.experts
+    fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj)
+    first, second = (fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in fused)
+    norms = [sum(float(part.float().norm()) for part in pair) for pair in zip(*fused, strict=True)]
+    return (first + second).sqrt(), torch.tensor(norms)
 
 
-def distances(stats: LayerStatistics, options: Options) -> torch.Tensor:
-    """Distances [E, E] of the experts in the representation that the options name."""
-    measure = surrogate_distances if options.representation == "surrogate" else vectorized_distances
-    return measure(stats.weights, stats.layer.experts)
+MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances}  # by representation
 
 
 def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
-    return f"closeness of {options.representation} weights ({CLOSENESS})", closeness(distances(stats, options))
+    table, _ = MEASURES[options.representation](stats.weights, stats.layer.experts)
+    return f"closeness of {options.representation} weights ({CLOSENESS})", closeness(table)
+
+
+def merge_alike(
+    stats: LayerStatistics, table: torch.Tensor, noise: Any, keep: int, alone: frozenset[int], options: Any, by: str
+) -> LayerPlan:
+    """Group by equation 5 on these distances [E, E], which `by` names, and merge by equation 6."""
+    found = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=alone, noise=noise)
+    figures = {"within_group_distance": round(found.objective, 6), "proved_best": found.exact}
+    how = (options.merge, options.merge_routers, options.align)
+    return merge_groups(stats, found.groups, *how, decided_by=by, figures=figures)
 
 
 @torch.no_grad()
@@ -114,22 +114,5 @@ def plan(
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected experts stay alone."""
     options = options or Options()
-    if options.representation == "surrogate":
-        table, norms = _surrogates(stats.weights, stats.layer.experts)
-    else:
-        table = vectorized_distances(stats.weights, stats.layer.experts)
-        pairs = zip(*_fused(stats.weights), strict=True)
-        norms = torch.tensor([sum(float(part.float().norm()) for part in pair) for pair in pairs])
-    grouping = group_experts(
-        table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=protected, noise=noise(norms)
-    )
-    figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
-    return merge_groups(
-        stats,
-        grouping.groups,
-        options.merge,
-        options.merge_routers,
-        options.align,
-        decided_by=f"{options.representation} weights",
-        figures=figures,
-    )
+    table, norms = MEASURES[options.representation](stats.weights, stats.layer.experts)
+    return merge_alike(stats, table, noise(norms), keep, protected, options, f"{options.representation} weights")

@@ -53,10 +53,9 @@ def keep_salient(
     stats: LayerStatistics, saliency: torch.Tensor, keep: int, protected: frozenset[int], decided_by: str
 ) -> LayerPlan:
     """Keep the experts of highest saliency [E], and note what share of the layer's total they hold."""
-    if not bool(saliency.isfinite().all()):
-        expert = int((~saliency.isfinite()).nonzero()[0])
+    if wrong := (~saliency.isfinite()).nonzero().flatten().tolist():
         raise CompressionError(
-            f"{stats.layer.name}: the outputs of expert {expert} are not finite on the calibration data; "
+            f"{stats.layer.name}: the outputs of expert {wrong[0]} are not finite on the calibration data; "
             "try --dtype float32"
         )
     made = keep_best(stats, saliency, keep, protected, decided_by=decided_by)

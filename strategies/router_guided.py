@@ -83,12 +83,6 @@ def plan(
     table = similarities(stats.router_logits).cpu()
     groups = grouped(table, dominant, protected, competing(stats.layer))
     joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
-    return merge_groups(
-        stats,
-        list(groups.values()),
-        options.merge,
-        options.merge_routers,
-        options.align,
-        decided_by="router_logits",
-        figures={"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {},
-    )
+    figures = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
+    how = (options.merge, options.merge_routers, options.align)
+    return merge_groups(stats, list(groups.values()), *how, decided_by="router_logits", figures=figures)

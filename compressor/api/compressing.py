@@ -159,7 +159,7 @@ def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool
     if target in source.parents and (place.overwrite or not target.is_dir()):
         raise CompressionError(f"{out} holds the source checkpoint, which it would replace; name another output folder")
     writer.check_target(out, place.overwrite)
-    needed = stored_with(model.checkpoint.tensors, model.layout, model.architecture, experts).bytes
+    needed = stored_with(model.checkpoint.tensors, model.layout, experts).bytes
     writer.check_space(out, 2 * needed if corrected else needed)
 
 

@@ -78,9 +78,8 @@ def key_influence(
 
         def visit(unit: str, batch: int, trace: UnitTrace) -> None:
             for head in heads:
-                products = heard[head.module].found if head.module in heard else []
-                if head.module in trace.heads and head.module.startswith(f"{unit}."):
-                    made = _split(routers, unit, batch, trace, head, products)
+                if head.module in trace.heads and head.module in heard and head.module.startswith(f"{unit}."):
+                    made = _split(routers, unit, batch, trace, head, heard[head.module].found)
                     if made is not None:
                         found.append(_summary(head, batch, tokens[batch], texts(tokens[batch]), made))
             heard.clear()  # weights of a layer that is done

@@ -111,11 +111,10 @@ class ObservedRouters:
 
     def rows_after(self, unit: str, number: int) -> Tensor:
         """[E, H]: a later router's rows on the output of a layer."""
-        layer = self.layers[number]
-        rows = self.rows[layer.name]
-        for between in self._between(unit, layer):
-            stream = self.streams[between]
-            rows = rows if stream.is_identity else pull_sum(rows, stream.chains)
+        rows = self.rows[self.layers[number].name]
+        for between in self._between(unit, self.layers[number]):
+            if not (stream := self.streams[between]).is_identity:
+                rows = pull_sum(rows, stream.chains)
         return rows
 
     def scale_after(self, unit: str, number: int, batch: int) -> Tensor:
@@ -139,17 +138,6 @@ def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
     )
 
 
-def _check(model: OpenModel, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) -> None:
-    """Refuse a layer whose output or router is no sum over the residual stream and the layer's components."""
-    if leaf_map(trace.terms, STREAM) is None:
-        raise refuse(model, unit, "its layers do not add to one residual stream")
-    for layer in layers:
-        if layer.name not in trace.logits or leaf_map(trace.logits[layer.name].terms, STREAM) is None:
-            raise refuse(model, unit, "its router's logits are not linear in the normalised residual stream")
-        if leaf_map(trace.terms, layer.name) is None:
-            raise refuse(model, unit, "its experts' outputs do not reach the residual stream token by token")
-
-
 def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> ObservedRouters:
     """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
     architecture = model.architecture
@@ -157,27 +145,26 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
     experts, top_k = architecture.experts, max(layer.top_k for layer in architecture.layers)
     found = ObservedRouters(architecture.layers, {unit: number for number, unit in enumerate(architecture.units)})
     numbers = {layer.name: number for number, layer in enumerate(found.layers)}
-    device = model.partial.device
-    for batch in batches:
-        budget = BUDGET // len(batches)
-        shape = (batch.numel(), len(found.layers))
+    device, budget = model.partial.device, BUDGET // len(batches)
+    for shape in ((batch.numel(), len(found.layers)) for batch in batches):
         found.logits.append(allocate((*shape, experts), torch.float32, device, budget))
         found.chosen.append(torch.zeros((*shape, top_k), dtype=torch.int64, device=device))
     found.valid = torch.zeros((len(found.layers), top_k), dtype=torch.bool, device=device)
 
     def visit(unit: str, batch: int, trace: UnitTrace) -> None:
         layers = [layer for layer in by_unit.get(unit, ()) if layer.name in trace.called]
-        _check(model, unit, layers, trace)
-        stream = leaf_map(trace.terms, STREAM)
-        assert stream is not None
+        if (stream := leaf_map(trace.terms, STREAM)) is None:
+            raise refuse(model, unit, "its layers do not add to one residual stream")
         found.passing[unit, batch] = stream.token
         known = found.streams.setdefault(unit, LeafMap(None, tuple(map(kept, stream.chains))))
         if not same_chains(known.chains, stream.chains):
             raise refuse(model, unit, "what it does to the residual stream differs between batches")
         for layer in layers:
-            logits = trace.logits[layer.name]
-            view = leaf_map(logits.terms, STREAM)
-            assert view is not None
+            logits = trace.logits.get(layer.name)
+            if logits is None or (view := leaf_map(logits.terms, STREAM)) is None:
+                raise refuse(model, unit, "its router's logits are not linear in the normalised residual stream")
+            if leaf_map(trace.terms, layer.name) is None:
+                raise refuse(model, unit, "its experts' outputs do not reach the residual stream token by token")
             number, slots = numbers[layer.name], logits.chosen.shape[-1]
             found.logits[batch][:, number] = logits.value
             found.chosen[batch][:, number, :slots] = logits.chosen

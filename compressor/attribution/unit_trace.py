@@ -98,12 +98,10 @@ def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> tuple[
 
 def _kind(module: nn.Module, in_moe_layer: bool) -> str:
     """A token mixer takes masks, positions or a cache beside its input; an MLP its input alone."""
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    forward = inspect.signature(type(module).forward).parameters.values()
-    taken = [entry for entry in forward if entry.kind in named]
-    if len(taken) > 2:  # self and the hidden states
-        return "attention"
-    return "shared" if in_moe_layer else "mlp"
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = [entry.kind not in variadic for entry in inspect.signature(type(module).forward).parameters.values()]
+    alone = "shared" if in_moe_layer else "mlp"
+    return "attention" if sum(taken) > 2 else alone  # more than self and the hidden states
 
 
 def router_width(layer: MoeLayer) -> int:
@@ -133,10 +131,7 @@ def trace_unit(
     hidden = args[0] if args else kwargs["hidden_states"]
     trace = UnitTrace(Context(hidden.shape[:-1].numel()))
     start = trace.context.start(STREAM, hidden)
-    if args:
-        args = (start, *args[1:])
-    else:
-        kwargs = {**kwargs, "hidden_states": start}
+    args, kwargs = ((start, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": start})
     with ExitStack() as stack:
         for handle in _watch(model, unit, layers, trace):
             stack.callback(handle)
@@ -151,19 +146,20 @@ def _watch(model: Any, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) 
     """Attach everything; yields what takes it away again."""
     for part in parts_of(unit, model.get_submodule(unit), layers):
         module = model.get_submodule(part.name)
-        yield module.register_forward_pre_hook(_plain_inputs, with_kwargs=True).remove
+        yield module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True).remove
         yield module.register_forward_hook(partial(_begin, part.name, trace)).remove
         if part.kind == "attention":
             yield from _watch_heads(part.name, module, trace)
         if part.kind == "expert":
-            module.forward = partial(_observed, trace.routed.setdefault(part.name, []), module)
+            note = partial(_note, trace.routed.setdefault(part.name, []))
+            module.forward = partial(observed_forward, module, observe=note)
             yield partial(module.__dict__.pop, "forward", None)
     for layer in layers:
         yield from _watch_router(layer, model.get_submodule(layer.router), trace)
 
 
-def _plain_inputs(module: Any, args: Any, kwargs: Any) -> Any:
-    return untraced(args), untraced(kwargs)
+def _note(found: list[RanExpert], *seen: Any) -> None:
+    found.append(RanExpert(*seen))
 
 
 def _begin(name: str, trace: UnitTrace, module: Any, args: Any, output: Any) -> Any:
@@ -191,10 +187,6 @@ def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[
     for module in attention.modules():
         if isinstance(module, nn.Linear):
             yield module.register_forward_hook(hook).remove
-
-
-def _observed(found: list[RanExpert], experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    return observed_forward(experts, hidden, index, weights, lambda *seen: found.append(RanExpert(*seen)))
 
 
 def _watch_router(layer: MoeLayer, router: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:

@@ -81,10 +81,6 @@ class Calibration:
         )
 
 
-def _batches(rows: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-    return tuple(rows.split(batch_size)) if len(rows) else ()
-
-
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The checkpoint's tokenizer; raises `CompressionError` if it has none."""
     from transformers import AutoTokenizer
@@ -92,9 +88,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = first_line(error)
         raise CompressionError(
-            f"{folder} has no usable tokenizer ({reason}); calibration needs one, model-centric does not"
+            f"{folder} has no usable tokenizer ({first_line(error)}); calibration needs one, model-centric does not"
         ) from error
 
 
@@ -142,19 +137,18 @@ def _digest(parts: Iterable[Tensor]) -> str:
 
 def _check_sizes(samples: int, length: int, sources: int, heldout: float, reserve: int) -> None:
     if samples < 1 or length < 2:
-        raise CompressionError(
-            f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
-        )
-    if sources < 1:
-        raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    if samples < sources:
-        raise CompressionError(
-            f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
-        )
-    if reserve < 0 or 0 < reserve < sources:
-        raise CompressionError(f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each")
-    if not 0 <= heldout < 1:
-        raise CompressionError(f"a share of {heldout} cannot be held out; give at least 0 and less than 1")
+        fault = f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
+    elif sources < 1:
+        fault = "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
+    elif samples < sources:
+        fault = f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
+    elif reserve < 0 or 0 < reserve < sources:
+        fault = f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each"
+    elif not 0 <= heldout < 1:
+        fault = f"a share of {heldout} cannot be held out; give at least 0 and less than 1"
+    else:
+        return
+    raise CompressionError(fault)
 
 
 def calibrate(
@@ -176,23 +170,20 @@ def calibrate(
     """
     entries = (WeightedSource(sources, 1.0),) if isinstance(sources, str) else tuple(sources)
     _check_sizes(samples, length, len(entries), heldout, reserve)
-    weights = [entry.weight for entry in entries]
-    wanted = divide(samples, weights)
+    names, weights = [entry.source for entry in entries], [entry.weight for entry in entries]
     beyond = divide(reserve, weights) if reserve else (0,) * len(entries)
-    used, kept = [], []
-    for entry, own, more in zip(entries, wanted, beyond, strict=True):
-        rows = read_rows(entry.source, tokenizer, own + more, length, seed, vocab)
-        first, last = _share_out(entry.source, rows, own, more, length)
-        used.append(first)
-        kept.append(last)
-    counts = _heldout_counts(used, heldout)
-    names = [entry.source for entry in entries]
-    parts = [_split_last(*each) for each in zip(names, used, counts, strict=True)]
+    shared = [
+        _share_out(source, read_rows(source, tokenizer, own + more, length, seed, vocab), own, more, length)
+        for source, own, more in zip(names, divide(samples, weights), beyond, strict=True)
+    ]
+    used = [calibrating for calibrating, _ in shared]
+    parts = [_split_last(*each) for each in zip(names, used, _heldout_counts(used, heldout), strict=True)]
     listed = [
         (number, held, batch)
         for number, pair in enumerate(parts)
         for held, rows in enumerate(pair)
-        for batch in _batches(rows, batch_size)
+        for batch in rows.split(batch_size)
+        if len(batch)
     ]
     batches = tuple(batch for _, _, batch in listed)
     identity = {
@@ -212,7 +203,7 @@ def calibrate(
         sources=tuple(number for number, _, _ in listed),
         weights=shares(entries),
         heldout=frozenset(place for place, (_, held, _) in enumerate(listed) if held),
-        reserved=_evaluation_sets(names, kept, batch_size) if reserve else (),
+        reserved=_evaluation_sets(names, [rows for _, rows in shared], batch_size) if reserve else (),
     )
 
 
@@ -230,7 +221,7 @@ def _source_identity(entry: WeightedSource, parts: tuple[Tensor, Tensor]) -> dic
 
 def _evaluation_sets(sources: Sequence[str], rows: Sequence[Tensor], batch_size: int) -> tuple[EvaluationSet, ...]:
     named = zip(short_names(sources), rows, strict=True)
-    return tuple(EvaluationSet(name, _batches(own, batch_size)) for name, own in named)
+    return tuple(EvaluationSet(name, own.split(batch_size)) for name, own in named)
 
 
 def evaluation_sets(
@@ -239,11 +230,8 @@ def evaluation_sets(
     """At most `most` sequences of each file or data set, packed like calibration."""
     if most < 1 or length < 2:
         raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
-    return _evaluation_sets(
-        sources,
-        [read_rows(source, tokenizer, most, length, seed, vocab, "evaluation") for source in sources],
-        BATCH_SIZE,
-    )
+    rows = [read_rows(source, tokenizer, most, length, seed, vocab, "evaluation") for source in sources]
+    return _evaluation_sets(sources, rows, BATCH_SIZE)
 
 
 def _stored(content: Any, name: str, kind: Any) -> Any:
@@ -268,17 +256,12 @@ def recalibrate(identity: Mapping[str, Any], tokenizer: Any, vocab: int, batch_s
     """Repeat the calibration that a plan names; raises `CompressionError` unless the same tokens come out."""
     asked, entries = _stored(identity, "asked", dict), _stored(identity, "sources", list)
     digests = [_stored(entry, "sha256", str) for entry in entries]
+    sources = [WeightedSource(_stored(entry, "source", str), _stored(entry, "weight", float)) for entry in entries]
+    samples, length, reserve = (_stored(asked, name, int) for name in ("samples", "sequence_length", "reserve"))
     made = calibrate(
-        [WeightedSource(_stored(entry, "source", str), _stored(entry, "weight", float)) for entry in entries],
-        tokenizer,
-        samples=_stored(asked, "samples", int),
-        length=_stored(asked, "sequence_length", int),
-        seed=_stored(identity, "seed", int),
-        vocab=vocab,
-        batch_size=batch_size,
-        heldout=_stored(identity, "heldout", float),
-        reserve=_stored(asked, "reserve", int),
-    )
+        sources, tokenizer, samples=samples, length=length, seed=_stored(identity, "seed", int), vocab=vocab,
+        batch_size=batch_size, heldout=_stored(identity, "heldout", float), reserve=reserve,
+    )  # fmt: skip
     for entry, old, digest in zip(made.identity["sources"], entries, digests, strict=True):
         if entry["sha256"] != digest:
             raise CompressionError(

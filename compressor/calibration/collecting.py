@@ -68,8 +68,7 @@ class Observers:
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it for its part."""
-        for collector in self.collectors.values():
-            collector.detach()
+        self.detach()
         part, number = self.places[batch]
         if not part[1] or needs_heldout(self.needs):
             self.collectors[part].enter(number)
@@ -122,13 +121,21 @@ def collect(
         return
     if needs_heldout(needs) and not calibration.heldout:
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
-
-    def observers(layer: MoeLayer) -> Observers:
-        return Observers(model, layer, needs, calibration, routers, seed, per_source)
-
-    with torch.random.fork_rng(devices=[]):
+    by_unit = layers_by_unit(model.architecture.layers)
+    watching = _Watching(by_unit, lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
+    stream = LayerStream(model.partial, calibration.batches, model.architecture.units, by_unit)
+    progress.start("calibrate and plan", len(model.architecture.layers))
+    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching)) as passed:
         torch.manual_seed(seed)
-        yield from _from_data(model, calibration, observers, progress)
+        try:
+            for _ in passed:
+                for seen in watching.active:
+                    yield seen.finish()
+                    progress.advance(seen.layer.name)
+                watching.active = []  # before their layer's memory is given back
+        finally:
+            for seen in watching.active:
+                seen.detach()
 
 
 def _from_weights(
@@ -159,23 +166,3 @@ class _Watching(LayerVisitor):
     def entering(self, batch: int) -> None:
         for observers in self.active:
             observers.enter(batch)
-
-
-def _from_data(
-    model: OpenModel, calibration: Calibration, observers: Callable[[MoeLayer], Observers], progress: Progress
-) -> Iterator[LayerStatistics]:
-    architecture = model.architecture
-    by_unit = layers_by_unit(architecture.layers)
-    progress.start("calibrate and plan", len(architecture.layers))
-    watching = _Watching(by_unit, observers)
-    stream = LayerStream(model.partial, calibration.batches, architecture.units, by_unit)
-    with closing(stream.passing(watching)) as passed:
-        try:
-            for _ in passed:
-                for seen in watching.active:
-                    yield seen.finish()
-                    progress.advance(seen.layer.name)
-                watching.active = []  # before their layer's memory is given back
-        finally:
-            for seen in watching.active:
-                seen.detach()

@@ -60,10 +60,7 @@ class Judge(LayerVisitor):
 
     @contextmanager
     def watch(self, model: Any) -> Iterator[None]:
-        """Give the model's head the original's hidden states too while the block runs, and judge anew.
-
-        Raises `CompressionError` for a model without a head.
-        """
+        """Judge anew while the block runs, the head given the original's states too; refuses a model without one."""
         if (head := head_of(model)) is None:
             raise CompressionError(
                 f"{type(model).__name__} has no language-model head, so next-token losses cannot be compared"

@@ -20,7 +20,7 @@ from compressor.calibration.observing import (
     RouterCall,
     SmallerRouter,
 )
-from compressor.model.buffers import token_dim
+from compressor.model.buffers import as_call, token_dim
 from compressor.model.experts import apply_expert, expert_parameters
 
 
@@ -179,18 +179,12 @@ class RouterArgumentsThere(_Sample):
         return dim, taken if dim == 0 else taken[None]
 
     def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
-        positional: list[Any] = []
-        by_keyword: dict[str, Any] = {}
-        dims: dict[int | str, int | None] = {}
-        for column in zip(*self.parts, strict=True):
+        joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
+        for place, column in enumerate(zip(*self.parts, strict=True)):
             (name, dim, first), values = column[0], [value for _, _, value in column]
-            joined = first if dim is None else torch.cat(values, dim)
-            dims[len(positional) if name is None else name] = dim
-            if name is None:
-                positional.append(joined)
-            else:
-                by_keyword[name] = joined
-        return RouterArguments(tuple(positional), by_keyword, dims)
+            joined.append((name, first if dim is None else torch.cat(values, dim)))
+            dims[place if name is None else name] = dim
+        return RouterArguments(*as_call(joined), dims)
 
 
 class ExpertOutputs(_Sample):
@@ -253,10 +247,7 @@ def statistics_table() -> list[tuple[str, str, str]]:
 
 
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
-    """Random mixtures of tokens [S, H] -> [S, H]: each with another, in proportions drawn uniformly.
-
-    Section 3.4 of Zhang et al. 2024, arXiv:2407.09590.
-    """
+    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)

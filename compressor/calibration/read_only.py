@@ -6,12 +6,13 @@ read-only in turn. What leaves torch (`numpy()`, `tolist()`, dlpack, pickle) is 
 would have of a plain tensor, but for the few operations, such as svdvals, that take another path for any subclass.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import compress
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from compressor.errors import CompressionError
 
@@ -46,7 +47,7 @@ class ReadOnly(Tensor):
     ) -> Any:
         """Run an operation on the held tensors, unless it would write to one."""
         kwargs = kwargs or {}
-        guards = list(_guards((args, kwargs)))
+        guards = _guards((args, kwargs))
         places, names, lends = _written(func)
         written = [*(args[place] for place in places if place < len(args)), *map(kwargs.get, names)]
         for guard in guards if lends else _guards(written):
@@ -60,7 +61,7 @@ class ReadOnly(Tensor):
             return found if label is None else cls(found, label)
 
         with torch.inference_mode(False):  # a view that is made in that mode cannot be wrapped outside of it
-            return _mapped(guarded, func(*_mapped(opened, args), **_mapped(opened, kwargs)))
+            return tree_map(guarded, func(*tree_map(opened, args), **tree_map(opened, kwargs)))
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise CompressionError(
@@ -107,31 +108,15 @@ def opened(value: Any) -> Any:
     return value._held if isinstance(value, ReadOnly) else value
 
 
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Nested lists, tuples and dictionaries with `change` applied to what they hold."""
-    if isinstance(value, list | tuple):
-        return type(value)([_mapped(change, entry) for entry in value])
-    if isinstance(value, dict):
-        return {name: _mapped(change, entry) for name, entry in value.items()}
-    return change(value)
-
-
-def _guards(values: Any) -> Iterator[ReadOnly]:
+def _guards(values: Any) -> list[ReadOnly]:
     """Every `ReadOnly` among nested arguments."""
-    if isinstance(values, ReadOnly):
-        yield values
-    elif isinstance(values, list | tuple | Mapping):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from _guards(value)
+    return [value for value in tree_leaves(values) if isinstance(value, ReadOnly)]
 
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
     """Places and names of the arguments that an operator writes to, and whether it lends out memory, by its schema."""
-    schema = func._schema
-    found = [
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tuple(place for place, _ in found), tuple(name for _, name in found), schema.name in LENDING
+    arguments = func._schema.arguments
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    names = tuple(argument.name for argument in compress(arguments, written))
+    return tuple(compress(range(len(arguments)), written)), names, func._schema.name in LENDING

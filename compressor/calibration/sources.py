@@ -181,15 +181,13 @@ def _dataset_documents(source: str, seed: int, tokenizer: Any, purpose: str) -> 
         config = "en"
     try:
         stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
-        shuffled = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        for entry in shuffled:
+        for entry in stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
             yield _document(entry, tokenizer, f"data set {source}")
     except CompressionError:
         raise
     except Exception as error:
-        reason = first_line(error)
         raise CompressionError(
-            f"{purpose} data {source!r} is no file, and cannot be read as a data set ({reason}); "
+            f"{purpose} data {source!r} is no file, and cannot be read as a data set ({first_line(error)}); "
             f"pass {OPTIONS[purpose]} with a text or JSONL file, a data set id, or 'demo'"
         ) from error
 

@@ -6,6 +6,7 @@ A statistic is a meter in `compressor.calibration.meters` and a line of `LayerSt
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -17,6 +18,7 @@ from compressor.calibration.observing import ExpertsCall, LayerWeights, Meter, O
 from compressor.calibration.read_only import ReadOnly, opened
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
+from compressor.model.buffers import as_arguments
 from compressor.model.experts import observed_forward
 
 __all__ = [
@@ -122,8 +124,7 @@ class _Values(Mapping[str, Any]):
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
     """Refuse a need that nobody can measure, before anything is read."""
-    unknown = sorted(needs - ALL)
-    if unknown:
+    if unknown := sorted(needs - ALL):
         raise CompressionError(
             f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
             f"{', '.join(sorted(ALL))}"
@@ -169,10 +170,7 @@ class Collector:
             self.observed.router.register_forward_hook(self._after_router, with_kwargs=True),
         ]
         if any(meter.outputs for meter in self.meters.values()):
-            experts.forward = self._observed_forward
-
-    def _observed_forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return observed_forward(self.observed.experts, hidden, index, weights, self._observe_outputs)
+            experts.forward = partial(observed_forward, experts, observe=self._observe_outputs)
 
     def detach(self) -> None:
         """Stop observing; the module is as it was."""
@@ -206,8 +204,7 @@ class Collector:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
     ) -> None:
         logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
-        named = (*((None, value) for value in args), *kwargs.items())
-        call = RouterCall(logits, named, self._rows(len(logits)))
+        call = RouterCall(logits, as_arguments(args, kwargs), self._rows(len(logits)))
         for meter in self.meters.values():
             meter.router_called(call)
 
@@ -217,10 +214,7 @@ class Collector:
             meter.expert_ran(expert, weights, norms)
 
     def finish(
-        self,
-        smaller_router: Any,
-        heldout: LayerStatistics | None = None,
-        by_source: tuple[LayerStatistics, ...] = (),
+        self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
     ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()

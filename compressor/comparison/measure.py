@@ -103,7 +103,7 @@ class _Table:
     def row(self, name: str, experts: int, seconds: float, peak: int, **more: Any) -> Row:
         """A row of what the judge has just found."""
         whole = _mean(self.judge.found)
-        size = stored_with(self.model.checkpoint.tensors, self.model.layout, self.model.architecture, experts)
+        size = stored_with(self.model.checkpoint.tensors, self.model.layout, experts)
         loss = whole.loss / whole.tokens
         return Row(
             name=name,

@@ -4,15 +4,16 @@ T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Wha
 dtype; past a budget it lies in unlinked mapped files.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import allocate, token_dim
-from compressor.model.experts import Parameters, apply_expert, parameter_names
+from compressor.model.buffers import allocate, as_arguments, as_call, token_dim
+from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
+from compressor.model.loading import parent_and_name
 
 CHUNK = 4096  # tokens computed at once
 
@@ -95,8 +96,7 @@ class Recording:
         hidden = args[0]
         if self._call is None or hidden.numel() == 0:
             return
-        positional, by_keyword = self._call
-        named = [*((None, value) for value in positional), *by_keyword.items()]
+        named = as_arguments(*self._call)
         if not self.arguments:
             self.arguments = [self._described(keyword, value, hidden) for keyword, value in named]
         for argument, (_, value) in zip(self.arguments, named, strict=True):
@@ -131,25 +131,19 @@ class Recording:
         kept = [torch.full((size,), held is heldout) for size, held in self.seen]
         return torch.cat(kept).nonzero().flatten() if kept else torch.arange(0)
 
-    def router_arguments(self, rows: torch.Tensor, block: Any) -> tuple[list[Any], dict[str, Any]]:
+    def router_arguments(self, rows: torch.Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The router's arguments for the tokens at `rows` [n], in float32; tensors of its parent are `block`'s own."""
-        positional: list[Any] = []
-        by_keyword: dict[str, Any] = {}
-        for argument in self.arguments:
-            value = argument.plain
+
+        def value(argument: _Argument) -> Any:
             if argument.key is not None:
-                owner, _, name = argument.key.rpartition(".")
-                value = getattr(block.get_submodule(owner), name)
-            elif argument.dim is not None:
-                source = self.inputs if argument.rows is None else argument.rows.value
-                value = source[rows]
-                value = value.float() if value.is_floating_point() else value
-                value = value[None] if argument.dim == 1 else value
-            if argument.keyword is None:
-                positional.append(value)
-            else:
-                by_keyword[argument.keyword] = value
-        return positional, by_keyword
+                return getattr(*parent_and_name(block, argument.key))
+            if argument.dim is None:
+                return argument.plain
+            taken = (self.inputs if argument.rows is None else argument.rows.value)[rows]
+            taken = taken.float() if taken.is_floating_point() else taken
+            return taken[None] if argument.dim == 1 else taken
+
+        return as_call((argument.keyword, value(argument)) for argument in self.arguments)
 
 
 @dataclass(slots=True)
@@ -166,12 +160,8 @@ class CutLayer:
     @classmethod
     def of(cls, recording: Recording, experts: Any, router: Any, block: Any) -> "CutLayer":
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
-        names = parameter_names(experts)
-        count = len(getattr(experts, names[0]))
-        copies = [
-            {name: getattr(experts, name)[expert].detach().to(torch.float32, copy=True) for name in names}
-            for expert in range(count)
-        ]
+        wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))
+        copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
         return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs))
 
     def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,33 +182,31 @@ class CutLayer:
         """[n]: 1 / (||y||^2 + its median), so that a few tokens of huge output do not drown all others."""
         return 1.0 / (targets.square().sum(-1) + self.floor)
 
+    def gap(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """[n, H] the targets there minus what the smaller layer puts out, computed at once and with gradients."""
+        return targets - self.output(self.inputs(rows), *self.route(rows))
+
     def output(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """[n, H]: the gate-weighted sum of the chosen experts' outputs."""
         total = torch.zeros_like(x)
-        for expert, rows, gates in routed(weights, index):
+        for expert, rows, places in routed(weights, index):
             found = apply_expert(self.experts, self.parameters[expert], x[rows])
-            total = total.index_add(0, rows, found * gates[:, None])
+            total = total.index_add(0, rows, found * weights[rows, places, None])
         return total
 
     @torch.no_grad()
     def residual(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] targets minus outputs."""
-        parts = []
-        for chunk in rows.split(CHUNK):
-            weights, index = self.route(chunk)
-            parts.append(self.targets(chunk) - self.output(self.inputs(chunk), weights, index))
-        return torch.cat(parts) if parts else self.targets(rows)
+        return torch.cat([self.gap(chunk, self.targets(chunk)) for chunk in rows.split(CHUNK)])
 
     @torch.no_grad()
     def error(self, rows: torch.Tensor) -> float:
         """Weighted sum of ||y - y'||^2 over that of ||y||^2 at `rows`; 0 where there is nothing to bring back."""
         off, size = 0.0, 0.0
         for chunk in rows.split(CHUNK):
-            weights, index = self.route(chunk)
             target = self.targets(chunk)
             share = self.token_weights(target).double()
-            gap = target - self.output(self.inputs(chunk), weights, index)
-            off += float(share @ gap.double().square().sum(-1))
+            off += float(share @ self.gap(chunk, target).double().square().sum(-1))
             size += float(share @ target.double().square().sum(-1))
         return off / size if size else 0.0
 
@@ -227,11 +215,3 @@ def _typical_energy(outputs: torch.Tensor) -> float:
     """Median over tokens of ||y||^2; the mean where most are 0, and 1 where all are."""
     energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(1)])
     return float(energies.median()) or float(energies.mean()) or 1.0
-
-
-def routed(weights: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each expert that got a token: its number, the tokens' rows [m] and their gate weights [m]."""
-    used = weights.detach() != 0  # a skip expert is handed on as index 0 with weight 0
-    for expert in index[used].unique().tolist():
-        rows, places = ((index == expert) & used).nonzero(as_tuple=True)
-        yield expert, rows, weights[rows, places]

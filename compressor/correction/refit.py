@@ -126,52 +126,40 @@ class _Guard:
         dtypes: Mapping[str, torch.dtype],
         writing: torch.dtype | None,
     ) -> None:
-        self.cut, self.router, self.dtypes = cut, router, dtypes
+        self.cut, self.rows = cut, cut.recording.positions(heldout=True)
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
-        self.rows = cut.recording.positions(heldout=True)
+        # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
+        self.kept_at = [
+            (value, getattr(cut.experts, name)[expert].detach())
+            for expert, parameters in enumerate(cut.parameters)
+            for name, value in parameters.items()
+        ]
+        self.kept_at += [(value, self._stored(value.detach(), dtypes[key]).clone()) for key, value in router.items()]
         self.kept, self.best = "none", self._error()
-        self.routing = self._routing()
 
     def _stored(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A value rounded as writing will: what is computed in one dtype may be stored in another."""
         return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
 
-    def _experts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each refitted tensor of each expert, and its place in the smaller model."""
-        for expert, parameters in enumerate(self.cut.parameters):
-            for name, value in parameters.items():
-                yield value, getattr(self.cut.experts, name)[expert]
-
-    def _routing(self) -> dict[str, torch.Tensor]:
-        return {key: self._stored(value.detach(), self.dtypes[key]).clone() for key, value in self.router.items()}
-
     @torch.no_grad()
     def _error(self) -> float:
         """The error with all values rounded as they will be stored; they stay so."""
-        for value, place in self._experts():
+        for value, place in self.kept_at:
             value.copy_(self._stored(value, place.dtype))
-        for key, rounded in self._routing().items():
-            self.router[key].copy_(rounded)
         return self.cut.error(self.rows)
 
     @torch.no_grad()
     def judge(self, name: str) -> float:
-        """Keep the present state if it is better than the best so far."""
+        """Keep the present state if it is better than the best so far, and go back to the best; returns its error."""
         error = self._error()
-        if error < self.best:
-            self.kept, self.best, self.routing = name, error, self._routing()
-            for value, place in self._experts():
-                place.copy_(value)
+        better = error < self.best
+        if better:
+            self.kept, self.best = name, error
+        for value, place in self.kept_at:
+            into, source = (place, value) if better else (value, place)
+            into.copy_(source)
         return error
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to the best state."""
-        for value, place in self._experts():
-            value.copy_(place)
-        for key, rounded in self.routing.items():
-            self.router[key].copy_(rounded)
 
 
 def correct_layer(
@@ -202,6 +190,5 @@ def correct_layer(
         for name, step in steps.items():
             step(Refit(cut, router, rows, judged, correction, guard.best, seed))
             errors[name] = guard.judge(name)
-            guard.restore()
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

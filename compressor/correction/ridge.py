@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.correction.cut_layer import CHUNK, CutLayer, routed
-from compressor.model.experts import intermediate
+from compressor.correction.cut_layer import CHUNK, CutLayer
+from compressor.model.experts import intermediate, routed
 
 LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
 MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
@@ -45,17 +45,14 @@ def block_width(layer_bytes: int) -> int:
 
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
     """All neurons of all experts, in order, in blocks of at most `width`."""
-    found: list[list[Span]] = [[]]
-    place = 0
-    for expert in range(experts):
-        begin = 0
-        while begin < neurons:
-            if place == width:
-                found.append([])
-                place = 0
-            end = min(neurons, begin + width - place)
-            found[-1].append(Span(expert, begin, end, place))
-            place, begin = place + end - begin, end
+    found: list[list[Span]] = []
+    for start in range(0, experts * neurons, width):
+        stop, block = min(start + width, experts * neurons), list[Span]()
+        for expert in range(start // neurons, -(-stop // neurons)):
+            first = expert * neurons
+            begin, end = max(start - first, 0), min(stop - first, neurons)
+            block.append(Span(expert, begin, end, first + begin - start))
+        found.append(block)
     return found
 
 
@@ -70,10 +67,9 @@ class _Tokens:
 
     @classmethod
     def of(cls, layer: CutLayer, rows: torch.Tensor) -> "_Tokens":
-        found = [layer.token_weights(layer.targets(chunk)).sqrt() for chunk in rows.split(CHUNK)]
-        scales = torch.cat(found) if found else torch.zeros(0)
-        residual = layer.residual(rows) * scales[:, None]
-        return cls(rows, [layer.route(chunk) for chunk in rows.split(CHUNK)], residual, scales)
+        chunks = rows.split(CHUNK)
+        scales = torch.cat([layer.token_weights(layer.targets(chunk)).sqrt() for chunk in chunks])
+        return cls(rows, [layer.route(chunk) for chunk in chunks], layer.residual(rows) * scales[:, None], scales)
 
 
 def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,11 +79,11 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
     reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
     places = chunk * CHUNK + reached.cpu()
-    x = layer.inputs(tokens.rows[places])
+    x, weights = layer.inputs(tokens.rows[places]), weights[reached]
     phi = x.new_zeros(len(reached), block[-1].columns.stop)
-    for expert, rows, gates in routed(weights[reached], index[reached]):
+    for expert, rows, slots in routed(weights, index[reached]):
         if expert in wanted:
-            shares = gates * tokens.scales[places][rows]
+            shares = weights[rows, slots] * tokens.scales[places][rows]
             active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
             for span in block:
                 if span.expert == expert:

@@ -44,10 +44,7 @@ def tune(
     schedule: Schedule,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Tune `layer.parameters` and the `router` tensors (leaves that the live router uses) in place.
-
-    `after` is called with the number of every finished step.
-    """
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place; `after` is told each finished step."""
     leaves = [*(value for parameters in layer.parameters for value in parameters.values()), *router]
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
 
@@ -64,10 +61,8 @@ def tune(
         rate = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = rate
-        weights, index = layer.route(chosen)
         target = layer.targets(chosen)
-        residual = target - layer.output(layer.inputs(chosen), weights, index)
-        loss = layer.token_weights(target) @ residual.square().sum(-1) / len(chosen)
+        loss = layer.token_weights(target) @ layer.gap(chosen, target).square().sum(-1) / len(chosen)
         if loss.requires_grad:  # not where every token of the step skips the experts
             loss.backward()
         after(step)

@@ -17,14 +17,13 @@ from compressor.model.routers import check_count
 from compressor.plans.plan import Group, LayerPlan
 from compressor.ties import rounded
 
-METHODS = ("uniform", "max", "frequency", "learned")
-
 _NEEDS = {
     "uniform": frozenset[str](),
     "max": frozenset({"routed_count"}),
     "frequency": frozenset({"routed_count"}),
     "learned": frozenset({"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"}),
 }
+METHODS = tuple(_NEEDS)
 
 
 def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
@@ -38,9 +37,9 @@ def _one_hot(members: Sequence[int], chosen: int) -> tuple[float, ...]:
     return tuple(float(member == chosen) for member in members)
 
 
-def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    total = sum(weights)
-    return tuple(weight / total for weight in weights)
+def _leading(members: Sequence[int], counts: torch.Tensor | None) -> int:
+    """The expert that stands for its group: the most visited [E], if that is known, or the lowest."""
+    return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
 
 
 def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | None) -> tuple[float, ...]:
@@ -48,22 +47,16 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
 
     With max, ties go to the lower expert; a group that no token reached is averaged uniformly.
     """
-    if len(members) == 1:
-        return (1.0,)
-    if method == "uniform":
-        return _normalised([1.0] * len(members))
+    even = (1.0 / len(members),) * len(members)
+    if method == "uniform" or len(members) == 1:
+        return even
     if counts is None:
         raise CompressionError(f"merge {method!r} needs visit counts, which were not collected")
-    visits = [float(counts[member]) for member in members]
     if method == "max":
-        return _one_hot(members, members[int(rounded(counts)[list(members)].argmax())])
-    return _normalised(visits) if sum(visits) > 0 else _normalised([1.0] * len(members))
-
-
-def _representative(members: Sequence[int], stats: LayerStatistics) -> int:
-    """The expert that stands for its group: the most visited, if that is known, or the lowest."""
-    counts = stats.values.get("routed_count")
-    return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
+        return _one_hot(members, _leading(members, counts))
+    visits = [float(counts[member]) for member in members]
+    total = sum(visits)
+    return tuple(count / total for count in visits) if total > 0 else even
 
 
 def merge_groups(
@@ -79,23 +72,17 @@ def merge_groups(
     With `align`, the neurons of a group are matched to those of its most visited expert (its lowest, where visits are
     not known) when the plan is carried out.
     """
-    if method not in METHODS:
-        raise CompressionError(f"there is no merge {method!r}; known are {', '.join(METHODS)}")
+    merge_needs(method, merge_routers)
     if not all(groups):
         raise CompressionError(f"{stats.layer.name}: a group has no members; remove it")
-    counts = stats.values.get("routed_count")
-    start = "uniform" if method == "learned" else method
-    merged = []
+    counts, merged = stats.values.get("routed_count"), list[Group]()
     for members in (tuple(sorted(group)) for group in groups):
-        shares = coefficients(members, start, counts)
-        leading = _representative(members, stats)
-        router = shares if merge_routers else _one_hot(members, leading)
-        group = Group(members, shares, router, head=leading)
+        shares = coefficients(members, "uniform" if method == "learned" else method, counts)
+        leading = _leading(members, counts)
+        group = Group(members, shares, shares if merge_routers else _one_hot(members, leading), head=leading)
         merged.append(group if align and group.aligned else replace(group, head=None))
     plan = LayerPlan.of(stats.layer, merged, **details)
-    if method == "learned":
-        return learn_coefficients(stats, plan, merge_routers)
-    return plan
+    return learn_coefficients(stats, plan, merge_routers) if method == "learned" else plan
 
 
 def competing(layer: MoeLayer) -> list[list[int]]:
@@ -137,8 +124,7 @@ def keep_best(
     for block in blocks:
         best = [block[position] for position in ranked[block].argsort(descending=True, stable=True).tolist()]
         kept += sorted(best, key=lambda expert: expert not in protected)[: keep // len(blocks)]
-    lost = protected - set(kept)
-    if lost:
+    if protected - set(kept):
         raise CompressionError(
             f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
         )

@@ -5,15 +5,15 @@ loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs of the experts. One mer
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Self
 
 import torch
 
 from compressor.calibration.statistics import LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
-from compressor.model.experts import Parameters, apply_expert, expert_parameters, observed_forward
-from compressor.plans.plan import Group, LayerPlan
-from compressor.surgery.alignment import AlignedExperts
+from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, observed_forward, routed
+from compressor.plans.plan import LayerPlan
+from compressor.surgery.alignment import aligned_experts, mixed_parameters
 from compressor.ties import SQUARED, least
 
 STEPS = 60
@@ -21,82 +21,57 @@ LEARNING_RATE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """What is learned: logits of each group's coefficients and the logarithm of its scale."""
+class _Merge:
+    """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
 
+    stats: LayerStatistics
+    plan: LayerPlan
     logits: tuple[torch.Tensor, ...]
     log_scales: tuple[torch.Tensor, ...]
 
-    def alpha(self, slot: int) -> torch.Tensor:
-        return self.logits[slot].softmax(0)
+    @classmethod
+    def start(cls, stats: LayerStatistics, plan: LayerPlan) -> Self:
+        device, sizes = stats.inputs.device, [len(group.members) for group in plan.groups]
+        logits = tuple(torch.zeros(size, device=device, requires_grad=size > 1) for size in sizes)
+        return cls(stats, plan, logits, tuple(torch.zeros((), device=device, requires_grad=size > 1) for size in sizes))
 
     def parameters(self) -> list[torch.Tensor]:
         return [tensor for tensor in (*self.logits, *self.log_scales) if tensor.requires_grad]
 
+    def alphas(self) -> list[torch.Tensor]:
+        """Coefficients [members] of every group."""
+        return [logits.softmax(0) for logits in self.logits]
 
-def _start(plan: LayerPlan, device: torch.device) -> _Shares:
-    learn = [len(group.members) > 1 for group in plan.groups]
-    logits = tuple(
-        torch.zeros(len(g.members), device=device, requires_grad=on) for g, on in zip(plan.groups, learn, strict=True)
-    )
-    return _Shares(logits, tuple(torch.zeros((), device=device, requires_grad=on) for on in learn))
+    @torch.no_grad()
+    def _merged(self, slot: int) -> Parameters:
+        """Parameters of one merged expert in float32."""
+        shares = (self.logits[slot].softmax(0) * self.log_scales[slot].exp()).tolist()
+        return mixed_parameters(self.stats.weights.experts, zip(self.plan.groups[slot].members, shares, strict=True))
 
+    @torch.no_grad()
+    def forward(self, weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
+        x = self.stats.inputs
+        chosen = x.new_zeros(*index.shape, x.shape[1])
+        for slot, rows, places in routed(weights, index):
+            chosen[rows, places] = apply_expert(self.stats.weights.experts, self._merged(slot), x[rows])
+        return (weights[..., None] * chosen).sum(1), chosen
 
-@torch.no_grad()
-def _merged(stats: LayerStatistics, group: Group, alpha: torch.Tensor, scale: torch.Tensor) -> Parameters:
-    """Parameters of one merged expert in float32."""
-    merged: Parameters = {}
-    for share, expert in zip((alpha * scale).tolist(), group.members, strict=True):
-        for name, value in expert_parameters(stats.weights.experts, expert).items():
-            if name not in merged:
-                merged[name] = torch.zeros_like(value, dtype=torch.float32)
-            merged[name].add_(value.float(), alpha=share)
-    return merged
-
-
-@torch.no_grad()
-def _products(stats: LayerStatistics, group: Group, slopes: Parameters) -> torch.Tensor:
-    """<dloss/dmerged, theta_i> of every member, one at a time: -> [members]."""
-    members = [expert_parameters(stats.weights.experts, expert) for expert in group.members]
-    return torch.stack(
-        [sum((slope * member[name].float()).sum() for name, slope in slopes.items()) for member in members]  # type: ignore[misc]
-    )
-
-
-@torch.no_grad()
-def _forward(
-    stats: LayerStatistics, plan: LayerPlan, shares: _Shares, weights: torch.Tensor, index: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
-    x = stats.inputs
-    chosen = x.new_zeros(*index.shape, x.shape[1])
-    for slot, group in enumerate(plan.groups):
-        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
-        if len(rows):
-            merged = _merged(stats, group, shares.alpha(slot), shares.log_scales[slot].exp())
-            chosen[rows, places] = apply_expert(stats.weights.experts, merged, x[rows])
-    return (weights[..., None] * chosen).sum(1), chosen
-
-
-def _backward(
-    stats: LayerStatistics,
-    plan: LayerPlan,
-    shares: _Shares,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    slope: torch.Tensor,
-) -> None:
-    """Add the loss's gradient through the experts to the shares, one merged expert at a time; `slope` is dloss/dy."""
-    for slot, group in enumerate(plan.groups):
-        rows, places = ((index == slot) & (weights != 0)).nonzero(as_tuple=True)
-        if len(group.members) > 1 and len(rows):
-            alpha, scale = shares.alpha(slot), shares.log_scales[slot].exp()
-            merged = {name: value.requires_grad_() for name, value in _merged(stats, group, alpha, scale).items()}
-            output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
-            slopes = torch.autograd.grad(
-                output, list(merged.values()), weights[rows, places, None].detach() * slope[rows]
-            )
-            (scale * alpha * _products(stats, group, dict(zip(merged, slopes, strict=True)))).sum().backward()
+    def backward(self, weights: torch.Tensor, index: torch.Tensor, slope: torch.Tensor) -> None:
+        """Add the loss's gradient through the experts, one merged expert at a time; `slope` is dloss/dy."""
+        experts = self.stats.weights.experts
+        for slot, rows, places in routed(weights, index):
+            if len(self.plan.groups[slot].members) > 1:
+                merged = {name: value.requires_grad_() for name, value in self._merged(slot).items()}
+                output = apply_expert(experts, merged, self.stats.inputs[rows])
+                above = weights[rows, places, None].detach() * slope[rows]
+                slopes = dict(zip(merged, torch.autograd.grad(output, list(merged.values()), above), strict=True))
+                with torch.no_grad():  # <dloss/dmerged, theta_i> of every member
+                    members = [expert_parameters(experts, expert) for expert in self.plan.groups[slot].members]
+                    products = torch.stack(
+                        [sum((slopes[name] * member[name].float()).sum() for name in slopes) for member in members]  # type: ignore[misc]
+                    )
+                (self.log_scales[slot].exp() * self.logits[slot].softmax(0) * products).sum().backward()
 
 
 @torch.enable_grad()
@@ -110,29 +85,26 @@ def learn_coefficients(
     """
     if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
         return plan
-    nothing = lambda *seen: None  # noqa: E731
+    wide = ExpertsView(stats.weights.experts, lambda name, expert, value: value.float())
     with torch.no_grad():
-        target = observed_forward(
-            _FloatExperts(stats.weights.experts), stats.inputs, stats.top_k_index, stats.top_k_weights, nothing
-        )
+        target = observed_forward(wide, stats.inputs, stats.top_k_index, stats.top_k_weights, lambda *seen: None)
     size = float(target.square().sum()) or 1.0
-    aligned = replace(stats.weights, experts=AlignedExperts(stats.weights.experts, plan.groups))
+    aligned = replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
     stats = replace(stats, values={**stats.values, "weights": aligned})
-    shares, router = _start(plan, stats.inputs.device), SmallerRouter(stats)
-    optimizer = torch.optim.Adam(shares.parameters(), lr=LEARNING_RATE)
+    merge, router = _Merge.start(stats, plan), SmallerRouter(stats)
+    optimizer = torch.optim.Adam(merge.parameters(), lr=LEARNING_RATE)
     losses, states = list[float](), list[list[torch.Tensor]]()
     for step in range(steps + 1):
         optimizer.zero_grad()
-        alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else None
-        weights, index = router.planned(plan, alphas)
-        output, chosen = _forward(stats, plan, shares, weights.detach(), index)
+        weights, index = router.planned(plan, merge.alphas() if merge_routers else None)
+        output, chosen = merge.forward(weights.detach(), index)
         residual = output - target
         losses.append(float(residual.square().sum()) / size)
-        states.append([tensor.detach().clone() for tensor in (*shares.logits, *shares.log_scales)])
+        states.append([tensor.detach().clone() for tensor in (*merge.logits, *merge.log_scales)])
         if step == steps:
             break
         slope = 2 * residual / size
-        _backward(stats, plan, shares, weights, index, slope)
+        merge.backward(weights, index, slope)
         if weights.requires_grad:
             weights.backward((chosen * slope[:, None]).sum(-1))
         optimizer.step()
@@ -140,38 +112,15 @@ def learn_coefficients(
     return _learned_plan(plan, states[won], merge_routers, losses[0], losses[won])
 
 
-class _FloatExperts:
-    """A view of an experts module whose parameters are read in float32, one expert at a time."""
-
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._experts, name)
-        return _FloatSlices(value) if isinstance(value, torch.Tensor) else value
-
-
-class _FloatSlices:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        return self._tensor[expert].float()
-
-
 def _learned_plan(
     plan: LayerPlan, kept: list[torch.Tensor], merge_routers: bool, first: float, best: float
 ) -> LayerPlan:
-    count, groups = len(plan.groups), []
+    count, groups = len(plan.groups), list(plan.groups)
     for slot, group in enumerate(plan.groups):
-        if len(group.members) == 1:
-            groups.append(group)
-            continue
-        shares = kept[slot].double().softmax(0)
-        alpha = tuple(float(value) for value in (shares / shares.sum()).tolist())
-        router = alpha if merge_routers else group.router_coefficients
-        groups.append(
-            replace(group, coefficients=alpha, router_coefficients=router, scale=float(kept[count + slot].exp()))
-        )
+        if len(group.members) > 1:
+            shares = kept[slot].double().softmax(0)
+            alpha, scale = tuple((shares / shares.sum()).tolist()), float(kept[count + slot].exp())
+            router = alpha if merge_routers else group.router_coefficients
+            groups[slot] = replace(group, coefficients=alpha, router_coefficients=router, scale=scale)
     figures = {**plan.figures, "error_uniform": round(first, 6), "error_learned": round(best, 6)}
     return replace(plan, groups=tuple(groups), figures=figures)

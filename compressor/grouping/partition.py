@@ -114,16 +114,11 @@ def _group_block(
         )
     if not rest:
         return groups, True
-    distances = table[free][:, free]
-    exact = len(free) <= EXACT_LIMIT
+    distances, exact = table[free][:, free], len(free) <= EXACT_LIMIT
     labels = _solve(distances, rest) if exact else search(distances, rest, generator)
     for label in range(rest):
-        groups.append(tuple(free[member] for member in (labels == label).nonzero().flatten().tolist()))
+        groups.append(tuple(expert for expert, own in zip(free, labels.tolist(), strict=True) if own == label))
     return groups, exact or is_least(distances, labels, rest)
-
-
-
-
 
 
 def _solve(distances: Tensor, count: int) -> Tensor:
@@ -168,19 +163,3 @@ def _disjoint_pairs(experts: int) -> tuple[Tensor, Tensor]:
         first = torch.cat((first, first + 2**expert, first))
         second = torch.cat((second, second, second + 2**expert))
     return first, second
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

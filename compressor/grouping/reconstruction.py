@@ -12,7 +12,7 @@ import torch
 
 from compressor.calibration.statistics import LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
-from compressor.model.experts import apply_expert
+from compressor.model.experts import apply_expert, routed
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.alignment import merged_parameters
 
@@ -20,19 +20,15 @@ CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
 
 
-def _weighted(outputs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum of the chosen experts' outputs by gate weight: [E, S, H], [S, K], [S, K] -> [S, H]."""
-    rows = torch.arange(outputs.shape[1], device=outputs.device)
-    result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
-    for choice, weight in zip(index.T, weights.T, strict=True):
-        result += weight[:, None] * outputs[choice, rows]
-    return result
-
-
 @torch.no_grad()
 def original(stats: LayerStatistics) -> torch.Tensor:
     """What the layer's experts module puts out on the sampled tokens, float32: -> [S, H]."""
-    return _weighted(stats.expert_outputs, stats.top_k_index, stats.top_k_weights)
+    outputs = stats.expert_outputs
+    rows = torch.arange(outputs.shape[1], device=outputs.device)
+    result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
+    for choice, weight in zip(stats.top_k_index.T, stats.top_k_weights.T, strict=True):
+        result += weight[:, None] * outputs[choice, rows]
+    return result
 
 
 @torch.no_grad()
@@ -45,11 +41,8 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
     outputs = stats.expert_outputs
     weights, slots = SmallerRouter(stats).planned(plan)
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
-    for slot, group in enumerate(plan.groups):
-        rows, places = ((slots == slot) & (weights != 0)).nonzero(as_tuple=True)
-        if len(rows) == 0:
-            continue
-        if group.untouched:
+    for slot, rows, places in routed(weights, slots):
+        if (group := plan.groups[slot]).untouched:
             found = outputs[group.members[0], rows]
         else:
             merged = merged_parameters(stats.weights.experts, group)

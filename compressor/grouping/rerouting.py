@@ -12,6 +12,7 @@ from torch.func import functional_call
 from compressor.calibration.read_only import opened
 from compressor.calibration.statistics import LayerStatistics
 from compressor.model.architecture import ExpertTensor
+from compressor.model.buffers import as_call
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.tensors import remap_table
 
@@ -42,9 +43,12 @@ class SmallerRouter:
         held = {f"{layer.block}.{key}": value for key, value in weights.block.state_dict(keep_vars=True).items()}
         outer = {held[key].data_ptr(): tensor for key, tensor in sized.items() if key not in own}
         positional, by_keyword = stats.router_arguments
-        self._positional = len(positional)
         self._arguments: dict[int | str, tuple[Any, int | None, ExpertTensor | None]] = {
-            name: (_float(value), stats.router_arguments.dims[name], _found(value, outer))
+            name: (
+                _float(value),
+                stats.router_arguments.dims[name],
+                outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None,
+            )
             for name, value in (*enumerate(positional), *by_keyword.items())
         }
 
@@ -92,9 +96,8 @@ class SmallerRouter:
         tensors = {name: select(tensor, value) for name, (tensor, value) in self._sized.items()} | self._whole
         for name, table in self._tables.items():
             tensors[name] = _table(table, slots, self.layer.experts, list(arguments.values()))
-        positional = tuple(arguments[place] for place in range(self._positional))
-        by_keyword = {name: value for name, value in arguments.items() if isinstance(name, str)}
-        output = functional_call(self._built[count], tensors, positional, by_keyword, tie_weights=False)
+        call = as_call((name if isinstance(name, str) else None, value) for name, value in arguments.items())
+        output = functional_call(self._built[count], tensors, *call, tie_weights=False)
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
 
 
@@ -102,10 +105,6 @@ def _float(value: Any) -> Any:
     """A tensor of numbers in float32; anything else, also a tensor of ids, as it is."""
     value = opened(value)  # a router is asked thousands of times
     return value.detach().float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _found(value: Any, outer: Mapping[int, ExpertTensor]) -> ExpertTensor | None:
-    return outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
 
 
 def _argument(

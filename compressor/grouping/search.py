@@ -93,8 +93,7 @@ def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:
     labels = start.clone()
     table = torch.zeros(labels.numel(), count, dtype=torch.float64).index_add_(1, labels, distances)
     for _ in range(50 * labels.numel()):
-        changes = _best_move(table, labels) or _best_swap(distances, table, labels)
-        changes = changes or _best_regrouping(table, labels)
+        changes = _best_move(table, labels) or _best_swap(distances, table, labels) or _best_regrouping(table, labels)
         if not changes:
             break
         touched = {int(labels[expert]) for expert, _ in changes} | {group for _, group in changes}

@@ -3,7 +3,9 @@
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -58,23 +60,18 @@ class Architecture:
     @property
     def experts(self) -> int:
         """Experts per layer in the config."""
-        return int(get_field(self.config, self.count_field))
+        return int(attrgetter(self.count_field)(self.config))
 
     def with_experts(self, count: int) -> Any:
         """A copy of the config that asks for `count` experts."""
         return _with_field(self.config, self.count_field, count)
 
 
-def get_field(config: Any, dotted: str) -> Any:
-    """Read a config field by its dotted path, such as text_config.num_experts."""
-    return attrgetter(dotted)(config)
-
-
 def _with_field(config: Any, dotted: str, value: Any) -> Any:
     """A copy of the config with another value at a dotted path."""
     copied = copy.deepcopy(config)
     owner, _, name = dotted.rpartition(".")
-    setattr(get_field(copied, owner) if owner else copied, name, value)
+    setattr(attrgetter(owner)(copied) if owner else copied, name, value)
     return copied
 
 
@@ -92,17 +89,10 @@ def model_class(config: Any) -> type[Any]:
     """The stock class that the config's `architectures` names, or the causal language model of its type."""
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type):
-            return found
-    automatic = (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForTokenClassification,
-    )
-    for mapping in automatic:
-        found = mapping._model_mapping.get(type(config), None)
+    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    kinds = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForTokenClassification")
+    automatic = (getattr(transformers, kind)._model_mapping.get(type(config), None) for kind in kinds)
+    for found in chain(named, automatic):
         if isinstance(found, type):
             return found
     raise CompressionError(
@@ -111,37 +101,28 @@ def model_class(config: Any) -> type[Any]:
     )
 
 
-def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
-    """A copy of the config that asks for `dtype`, for classes that build their inner model by its config's own."""
-    copied = copy.deepcopy(config)
-    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
-        if node is not None:
-            node.dtype = dtype
-    return copied
-
-
 def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed."""
     from transformers.utils import ContextManagers
 
     stock_class = model_class(config)
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    copied = copy.deepcopy(config)
+    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
+        if node is not None:
+            node.dtype = wanted  # some classes build their inner model by its config's own
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
-            model = stock_class(_with_dtype(config, wanted))
-    except CompressionError:
-        raise
+            model = stock_class(copied)
     except Exception as error:
-        raise CompressionError(
-            f"transformers cannot build {stock_class.__name__} from this config: {reason_of(error)}"
-        ) from error
+        what = f"transformers cannot build {stock_class.__name__} from this config"
+        raise CompressionError(f"{what}: {reason_of(error)}") from error
     return model.eval()
 
 
 def head_of(model: Any) -> nn.Module | None:
     """The language-model head; None if the model has none."""
-    head: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -154,18 +135,14 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Names of all children of every outermost ModuleList that holds experts modules, in model order."""
     lists: dict[str, nn.ModuleList] = {}
-    modules = dict(model.named_modules())
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, _ in experts_modules(model):
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            module = modules[".".join(parts[:end])]
-            if isinstance(module, nn.ModuleList):
-                lists[".".join(parts[:end])] = module
-                break
-        else:
+        above = next((outer for outer in modules if name.startswith(f"{outer}.")), None)  # parents come first
+        if above is None:
             raise CompressionError(
                 f"experts module {name!r} lies in no list of layers; this architecture is not supported"
             )
+        lists[above] = modules[above]
     return tuple(f"{name}.{position}" for name, module in lists.items() for position in range(len(module)))
 
 
@@ -198,42 +175,33 @@ def expert_counts(model: nn.Module) -> dict[str, int]:
 def find_count_field(config: Any, model: nn.Module) -> str:
     """The config field that counts experts: the one whose doubling doubles every experts module."""
     counts = expert_counts(model)
-    distinct = sorted(set(counts.values()))
-    if len(distinct) > 1:
+    count, *others = sorted(set(counts.values()))
+    if others:
         raise CompressionError(
-            f"layers hold unequal numbers of experts ({distinct}); one count for all layers is supported"
+            f"layers hold unequal numbers of experts ({[count, *others]}); one count for all layers is supported"
         )
-    for candidate in _candidate_fields(config, distinct[0]):
-        try:
-            doubled = build_meta(_with_field(config, candidate, 2 * distinct[0]))
-        except (CompressionError, ValueError, TypeError):
-            continue
-        if expert_counts(doubled) == {name: 2 * count for name, count in counts.items()}:
-            return candidate
-    raise CompressionError(
-        f"no field of the config counts the {distinct[0]} experts; this architecture is not supported"
-    )
+    for candidate in _candidate_fields(config, count):
+        with suppress(CompressionError, ValueError, TypeError):
+            doubled = build_meta(_with_field(config, candidate, 2 * count))
+            if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
+                return candidate
+    raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
 
 
 def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str, ExpertTensor]:
     """State-dict entries that count experts: those whose shape differs between builds with E and 2E experts."""
-    larger = {key: tuple(value.shape) for key, value in doubled.state_dict().items()}
-    found = {}
+    larger, found = doubled.state_dict(), {}
     for key, value in model.state_dict().items():
         if key not in larger:
             raise CompressionError(
                 f"tensor {key!r} exists only for {count} experts; this architecture is not supported"
             )
-        changed = [
-            dim for dim, (small, large) in enumerate(zip(value.shape, larger[key], strict=True)) if small != large
-        ]
-        if not changed:
-            continue
-        if len(changed) != 1 or larger[key][changed[0]] - value.shape[changed[0]] != count:
-            raise CompressionError(
-                f"tensor {key!r} grows from {list(value.shape)} to {list(larger[key])} with the experts; not supported"
-            )
-        found[key] = ExpertTensor(key, changed[0], value.shape[changed[0]] - count)
+        before, after = list(value.shape), list(larger[key].shape)
+        changed = [dim for dim, (small, large) in enumerate(zip(before, after, strict=True)) if small != large]
+        if changed and (len(changed) > 1 or after[changed[0]] - before[changed[0]] != count):
+            raise CompressionError(f"tensor {key!r} grows from {before} to {after} with the experts; not supported")
+        for dim in changed:
+            found[key] = ExpertTensor(key, dim, before[dim] - count)
     return found
 
 
@@ -248,7 +216,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
             "model, or an MoE architecture of another interface, which is not supported"
         )
     count_field = find_count_field(config, model)
-    count = int(get_field(config, count_field))
+    count = int(attrgetter(count_field)(config))
     tensors = expert_tensors(model, build_meta(_with_field(config, count_field, 2 * count)), count)
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -260,26 +228,15 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         own = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if any(key.startswith(f"{name}.") and key in tied for key in own):
             continue  # the same weights under a second name
-        router_child, router = find_router(block, experts, prefix, set(own))
-        groups, chosen, fewest = routing_groups_of(router)
-        top_k = top_k_of(router, block, config)
+        child, router = find_router(block, experts, prefix, set(own))
+        top_k, groups = top_k_of(router, block, config), routing_groups_of(router)
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
         layers.append(
             MoeLayer(
-                name=name,
-                block=block_name,
-                router=f"{prefix}{router_child}",
-                unit=unit,
-                index=layer_number(unit),
-                experts=count,
-                top_k=top_k,
-                routing_groups=groups,
-                chosen_groups=chosen,
-                experts_per_group=fewest,
-                tensors=tuple(own.values()),
-                tables=value_tables(router, f"{prefix}{router_child}.", top_k),
+                name, block_name, f"{prefix}{child}", unit, layer_number(unit), count, top_k, *groups,
+                tensors=tuple(own.values()), tables=value_tables(router, f"{prefix}{child}.", top_k),
             )
-        )
+        )  # fmt: skip
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     stray = sorted(key for key in tensors if key not in covered and key not in tied)
     if stray:

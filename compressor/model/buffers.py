@@ -1,6 +1,7 @@
-"""Tensors that may lie on disk, and which dimension of a tensor counts tokens."""
+"""Tensors that may lie on disk, and the arguments of a router: listed, and which dimension of one counts tokens."""
 
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,3 +47,14 @@ def token_dim(value: Any, tokens: int) -> int | None:
         if value.dim() >= 2 and value.shape[:2].numel() == tokens:
             return 1
     return None
+
+
+def as_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str | None, Any], ...]:
+    """A call's arguments in order, each with its keyword or None."""
+    return (*((None, value) for value in args), *kwargs.items())
+
+
+def as_call(arguments: Iterable[tuple[str | None, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and those by keyword: what `as_arguments` listed."""
+    listed = list(arguments)
+    return tuple(value for name, value in listed if name is None), {name: value for name, value in listed if name}

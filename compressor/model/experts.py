@@ -1,7 +1,8 @@
 """What one expert computes, for every stock experts module: fused parameters and flags instead of architectures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,29 @@ def apply_expert(experts: Any, parameters: Parameters, x: torch.Tensor) -> torch
     return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
 
 
+class ExpertsView:
+    """An experts module whose parameters are read through `change(name, expert, value)`, one expert's at a time.
+
+    `expert_parameters` and `apply_expert` take it for the module itself. Every reading is made anew, nothing is kept.
+    """
+
+    def __init__(self, experts: Any, change: Callable[[str, int, torch.Tensor], torch.Tensor]) -> None:
+        self._experts, self._change = experts, change
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return _Slices(value, partial(self._change, name)) if name in parameter_names(self._experts) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    whole: torch.Tensor
+    change: Callable[[int, torch.Tensor], torch.Tensor]
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self.change(expert, self.whole[expert])
+
+
 @dataclass(frozen=True, slots=True)
 class Projections:
     """One expert in canonical layout: gate and up [I, H] (gate is None where there is none), down [H, I]."""
@@ -58,6 +82,14 @@ def projections(experts: Any, expert: int) -> Projections:
         return Projections(None, fused, down)
     gate, up = fused.chunk(2, dim=0) if experts.is_concatenated else (fused[0::2], fused[1::2])
     return Projections(gate, up, down)
+
+
+def routed(weights: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each expert that got a token, by gate weights and choices [n, K]: its number, and the choices' places [m]."""
+    used = weights.detach() != 0  # a skip expert is handed on as index 0 with weight 0
+    for expert in index[used].unique().tolist():
+        rows, slots = ((index == expert) & used).nonzero(as_tuple=True)
+        yield expert, rows, slots
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]

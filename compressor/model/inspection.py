@@ -4,6 +4,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,40 +69,27 @@ class Inspection:
     module_of_layers: tuple[str, ...]
 
 
-def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, architecture: Architecture, experts: int) -> Outcome:
+def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Outcome:
     """Parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
-    kept = [_kept(tensors[name], role, architecture.experts, experts) for name, role in layout.roles.items()]
-    return Outcome(experts, sum(parameters for parameters, _ in kept), sum(nbytes for _, nbytes in kept))
-
-
-def _kept(info: TensorInfo, role: Any, before: int, after: int) -> tuple[int, int]:
-    """(elements, bytes) that stay of one stored tensor."""
-    if role.kind == "expert":
-        return (info.parameters, info.nbytes) if role.expert < after else (0, 0)
-    if role.kind == "fused":
-        shape = (*info.shape[: role.dim], after + role.extra, *info.shape[role.dim + 1 :])
-        return math.prod(shape), tensor_bytes(info.dtype, shape)
-    return info.parameters, info.nbytes
+    parameters = nbytes = 0
+    for name, role in layout.roles.items():
+        info, shape = tensors[name], tensors[name].shape
+        if role.kind == "fused":
+            shape = (*shape[: role.dim], experts + role.extra, *shape[role.dim + 1 :])
+        if role.kind != "expert" or role.expert < experts:
+            parameters, nbytes = parameters + math.prod(shape), nbytes + tensor_bytes(info.dtype, shape)
+    return Outcome(experts, parameters, nbytes)
 
 
 def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[str, ...]) -> str:
-    if role.layer and not role.is_router:
-        return "routed experts" if role.kind != "table" else "routers"
-    if role.is_router:
-        return "routers"
+    if role.layer:
+        return "routers" if role.is_router or role.kind == "table" else "routed experts"
     if target.rpartition(".")[0] in embeddings:
         return "embeddings"
     inside = next((block for block in blocks if target.startswith(f"{block}.")), None)
     if inside is not None and "shared" in target.removeprefix(inside):
         return "shared experts"
     return "attention" if "attn" in target or "attention" in target else "other"
-
-
-def _routing(layer: Any, router: Any) -> str:
-    kind = f"top-{layer.top_k} of {layer.experts} ({type(router).__name__})"
-    if layer.routing_groups > 1:
-        kind += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"
-    return kind
 
 
 def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
@@ -114,11 +102,9 @@ def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
     for share in (0.75, 0.5, 0.25):
         count = math.ceil(layer.experts * share)
         count += -count % layer.routing_groups
-        try:
+        with suppress(CompressionError):  # the router cannot take that many
             check_count(layer, count, layer.name)
-        except CompressionError:  # the router cannot take that many
-            continue
-        wanted.append(count)
+            wanted.append(count)
     return wanted
 
 
@@ -158,20 +144,16 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         info = checkpoint.tensors[name]
         entry = totals[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)]
         entry[0], entry[1] = entry[0] + info.parameters, entry[1] + info.nbytes
-    layers: dict[str, int] = {}
-    for key, value in partial.empty.items():
-        unit = next((unit for unit in architecture.units if key.startswith(f"{unit}.")), None)
-        if unit is not None:
-            layers[unit] = layers.get(unit, 0) + value.numel() * value.element_size()
-    first = architecture.layers[0]
-    tensors = checkpoint.tensors
-    outcomes = []
-    for count in _candidates(architecture, experts):
-        outcomes.append(stored_with(tensors, layout, architecture, count))
+    layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
+    first, tensors = architecture.layers[0], checkpoint.tensors
+    outcomes = [stored_with(tensors, layout, count) for count in _candidates(architecture, experts)]
+    routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
+    if first.routing_groups > 1:
+        routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
     total = sum(info.nbytes for info in tensors.values())
     written = outcomes[0].bytes if outcomes else total
-    config_quantization = checkpoint.raw_config.get("quantization_config") or {}
-    largest = max(layers.values(), default=0)
+    quantization = checkpoint.raw_config.get("quantization_config") or {}
+    largest = max(layers)
     return Inspection(
         model=model,
         revision=revision,
@@ -181,8 +163,8 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         layers=len(architecture.units),
         experts=architecture.experts,
         top_k=first.top_k,
-        routing=_routing(first, stock.get_submodule(first.router)),
-        quantization=str(config_quantization.get("quant_method")) if config_quantization else None,
+        routing=routing,
+        quantization=str(quantization.get("quant_method")) if quantization else None,
         parameters=sum(info.parameters for info in tensors.values()),
         bytes=total,
         parts=tuple(Part(name, *totals[name]) for name in PARTS if totals[name][0]),

@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
-from compressor.model.loading import KeyMap
+from compressor.model.loading import map_keys
 
 Key = tuple[str, str | None, str]  # target in the model, conversion pattern, suffix of a quantised weight's companion
 
@@ -46,100 +47,65 @@ class Layout:
     quantized: bool
 
 
-def _unit_of(target: str, units: tuple[str, ...]) -> str:
-    inside = [unit for unit in units if target.startswith(f"{unit}.")]
-    return max(inside, key=len, default="")
-
-
-def _adopt_companions(keys: KeyMap, rename: Any) -> tuple[dict[str, Key], list[str]]:
-    """(target, pattern, suffix) per stored tensor; a quantised weight's scales go where the weight would go."""
+def _placements(checkpoint: Checkpoint, partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
+    """(target, pattern, suffix) of stored tensors, a weight's scales beside it, and what the stock model leaves out."""
+    keys, left_out = partial.plain_keys, list[str]()
     placed: dict[str, Key] = {name: (keys.targets[name], keys.patterns[name], "") for name in keys.targets}
-    left_out = []
-    for name in keys.unknown:
-        stem, _, last = name.rpartition(".")
-        trials = [f"{stem}.weight"]
-        while "_" in last:
-            last = last.rpartition("_")[0]
-            trials.append(f"{stem}.{last}")
-        for trial in trials:
-            target, pattern = rename(trial)
-            if target is not None:
-                placed[name] = (target, pattern, name[len(stem) :])
-                break
-        else:
+    if not quantized:
+        return placed, list(keys.unknown)
+    trials = {name: _weights_of(name) for name in keys.unknown}
+    found = map_keys(chain.from_iterable(trials.values()), partial.model, partial.plain_conversions)
+    for name, tried in trials.items():
+        weight = next((trial for trial in tried if trial in found.targets), None)
+        if weight is None:
             left_out.append(name)
+        else:
+            placed[name] = (found.targets[weight], found.patterns[weight], f".{name.rpartition('.')[2]}")
     return placed, left_out
 
 
-def _fused_dim(checkpoint: Checkpoint, names: list[str], target: str, partial: Any, doubled: "_Doubled") -> int:
+def _weights_of(name: str) -> list[str]:
+    """What the weight may be called that a companion belongs to: x.up_scale -> x.weight, x.up."""
+    stem, _, last = name.rpartition(".")
+    return [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in range(1, last.count("_") + 1))]
+
+
+def _converter(partial: Any, pattern: str | None) -> Any:
+    """The loader's conversion of a pattern; None if there is none."""
+    converters = (entry for entry in partial.plain_conversions if hasattr(entry, "operations"))
+    return next((entry for entry in converters if pattern in entry.source_patterns), None)
+
+
+def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int) -> int:
     """The stored dimension that counts experts: growing it makes the converted tensor fit a model with twice them."""
-    wanted = doubled.shapes[target]
-    pattern = partial.plain_keys.patterns[names[0]]
-    converter = next(
-        entry
-        for entry in partial.plain_conversions
-        if hasattr(entry, "operations") and pattern in entry.source_patterns
-    )
-    for dim in range(len(checkpoint.tensors[names[0]].shape)):
-        trial = copy.deepcopy(converter)
+    keys = partial.plain_keys
+    siblings = sorted((other for other, into in keys.targets.items() if into == target), key=lambda n: n != name)
+    wanted, shape = doubled.state_dict()[target].shape, list(checkpoint.tensors[name].shape)
+    for dim in range(len(shape)):
+        trial = copy.deepcopy(_converter(partial, keys.patterns[name]))
         trial.collected_tensors.clear()
-        for name in names:
-            larger = list(checkpoint.tensors[name].shape)
-            larger[dim : dim + 1] = [size + doubled.grown_by for size in larger[dim : dim + 1]]
-            trial.add_tensor(target, name, partial.plain_keys.patterns[name], torch.empty(larger, device="meta"))
+        for sibling in siblings:
+            larger = list(checkpoint.tensors[sibling].shape)
+            larger[dim : dim + 1] = [size + grown_by for size in larger[dim : dim + 1]]
+            trial.add_tensor(target, sibling, keys.patterns[sibling], torch.empty(larger, device="meta"))
         try:
-            converted = trial.convert(target, model=doubled.model, config=doubled.model.config)
+            converted = trial.convert(target, model=doubled, config=doubled.config)
         except Exception:  # a dimension that the operations cannot grow is simply not the one
             continue
         value = converted.get(target)
         value = value[0] if isinstance(value, list) else value
-        if value is not None and tuple(value.shape) == wanted:
+        if value is not None and value.shape == wanted:
             return dim
-    shape = list(checkpoint.tensors[names[0]].shape)
     raise CompressionError(
-        f"tensor {names[0]!r}: no dimension of its shape {shape} counts the experts; this storage is not supported"
+        f"tensor {name!r}: no dimension of its shape {shape} counts the experts; this storage is not supported"
     )
-
-
-class _Doubled:
-    """The model with twice the experts, built on meta when a conversion has to be asked which dimension counts them."""
-
-    def __init__(self, architecture: Architecture) -> None:
-        self._architecture = architecture
-
-    @cached_property
-    def model(self) -> Any:
-        return build_meta(self._architecture.with_experts(2 * self._architecture.experts))
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {key: tuple(value.shape) for key, value in self.model.state_dict().items()}
-
-    @property
-    def grown_by(self) -> int:
-        return self._architecture.experts
-
-
-def _placements(checkpoint: Checkpoint, partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
-    """(target, pattern, suffix) of every stored tensor, and the tensors that the stock model does not load."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    keys = partial.plain_keys
-    if not quantized:
-        return {name: (keys.targets[name], keys.patterns[name], "") for name in keys.targets}, list(keys.unknown)
-    renamings = [entry for entry in partial.plain_conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in partial.plain_conversions if isinstance(entry, WeightConverter)]
-
-    def rename(name: str) -> tuple[str | None, str | None]:
-        target, pattern = rename_source_key(name, renamings, converters, partial.model.base_model_prefix, partial.empty)
-        return (target, pattern) if target in partial.empty else (None, None)
-
-    return _adopt_companions(keys, rename)
 
 
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
     """Give every stored tensor its role; `partial` is the `PartialModel` of the same checkpoint."""
-    quantized = bool(checkpoint.raw_config.get("quantization_config") or _nested_quantization(checkpoint.raw_config))
+    raw, experts = checkpoint.raw_config, architecture.experts
+    nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
+    quantized = any(node.get("quantization_config") for node in nodes)
     placed, left_out = _placements(checkpoint, partial, quantized)
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
@@ -147,39 +113,31 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     for name, key in placed.items():
         families.setdefault(key, []).append(name)
     roles: dict[str, Role] = {}
-    doubled, regular = _Doubled(architecture), True
+    regular = True
+
+    @cache
+    def doubled() -> Any:
+        return build_meta(architecture.with_experts(2 * experts))
+
     for (target, pattern, suffix), names in families.items():
-        unit = _unit_of(target, architecture.units)
+        unit = max((unit for unit in architecture.units if target.startswith(f"{unit}.")), key=len, default="")
         if target in tables:
-            roles.update({name: Role("table", unit, tables[target].name) for name in names})
+            roles.update(dict.fromkeys(names, Role("table", unit, tables[target].name)))
         elif target not in owners:
-            roles.update({name: Role("plain", unit) for name in names})
-        elif _many_targets(partial.plain_conversions, pattern):
+            roles.update(dict.fromkeys(names, Role("plain", unit)))
+        elif (converter := _converter(partial, pattern)) is not None and len(converter.target_patterns) > 1:
             regular = False
         else:
             layer, tensor = owners[target]
-            kind = Role(
-                "expert",
-                unit,
-                layer.name,
-                is_router=not target.startswith(f"{layer.name}."),
-                family=f"{target}|{pattern}|{suffix}",
-            )
+            role = Role("expert", unit, layer.name, is_router=not target.startswith(f"{layer.name}."))
             if pattern is not None and "*" in pattern:
-                roles.update(_one_each(checkpoint, names, kind, layer))
-            else:
-                dim = tensor.dim
-                if suffix:
-                    dim = 0  # a fused weight's scales follow its experts
-                elif pattern is not None:
-                    siblings = [
-                        name for name in partial.plain_keys.targets if partial.plain_keys.targets[name] == target
-                    ]
-                    dim = _fused_dim(
-                        checkpoint, [names[0], *(n for n in siblings if n != names[0])], target, partial, doubled
-                    )
-                fused = replace(kind, kind="fused", family="", dim=dim, extra=tensor.extra)
-                roles.update(dict.fromkeys(names, fused))
+                family = replace(role, family=f"{target}|{pattern}|{suffix}")
+                roles.update(_one_each(checkpoint, names, family, layer))
+                continue
+            dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
+            if pattern is not None and not suffix:
+                dim = _fused_dim(checkpoint, names[0], target, partial, doubled(), experts)
+            roles.update(dict.fromkeys(names, replace(role, kind="fused", dim=dim, extra=tensor.extra)))
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
@@ -205,18 +163,6 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
             f"tensor {odd!r} has shape {list(other)}, {ordered[0]!r} has {list(usual)}; download it again"
         )
     return {name: replace(kind, expert=expert) for expert, name in enumerate(ordered)}
-
-
-def _many_targets(conversions: list[Any], pattern: str | None) -> bool:
-    return any(
-        pattern in entry.source_patterns and len(entry.target_patterns) > 1
-        for entry in conversions
-        if hasattr(entry, "operations")
-    )
-
-
-def _nested_quantization(raw: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, dict) and value.get("quantization_config") for value in raw.values())
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:

@@ -72,12 +72,21 @@ def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
 def set_tensor(model: nn.Module, key: str, value: torch.Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     module, name = parent_and_name(model, key)
-    if name in module._parameters:
-        module._parameters[name] = (
-            value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-        )
-    else:
+    if name not in module._parameters:
         module._buffers[name] = value
+    else:
+        kept = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+        module._parameters[name] = kept
+
+
+def load_converted(model: Any, tensors: dict[str, torch.Tensor], device: Any, conversions: Any, **more: Any) -> Any:
+    """Have the stock loader convert stored tensors and put them into the model; returns its report."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, **more)
+    with quiet_transformers():
+        return convert_and_load_state_dict_in_model(model, tensors, load_config)[0]
 
 
 class PartialModel:
@@ -90,9 +99,8 @@ class PartialModel:
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-        self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
-        self.keys = map_keys(checkpoint, self.model, self.conversions)
-        self.plain_conversions, self.plain_keys = self.conversions, self.keys
+        self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         if self.quantizer is not None:
             refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
             self.plain_conversions = get_model_conversion_mapping(self.model)
@@ -101,8 +109,7 @@ class PartialModel:
         self._sources: dict[str, list[str]] = {}
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
-        self._loaded: set[str] = set()
-        self._checked: set[str] = set()
+        self._loaded, self._checked = set[str](), set[str]()
         self._fill_constant_buffers()
 
     def _fill_constant_buffers(self) -> None:
@@ -144,37 +151,17 @@ class PartialModel:
         # the largest first and by itself: while it is put together, nothing else need be in memory
         largest = max(first_targets, key=lambda target: self.empty[target].numel(), default=None)
         for alone in (True, False):
-            self._convert({name: tensors[name] for name in names if (self.keys.targets[name] == largest) is alone})
+            stored = {name: tensors[name] for name in names if (self.keys.targets[name] == largest) is alone}
+            plan = self.model._get_dtype_plan(self.dtype)
+            more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
+            refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
         self._settle(wanted)
-
-    def _convert(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Hand stored tensors to the stock loader, which converts them and puts them into the model."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        load_config = LoadStateDictConfig(
-            device_map={"": self.device},
-            dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
-            hf_quantizer=self.quantizer,
-            weight_mapping=self.conversions,
-        )
-        with quiet_transformers():
-            info, _ = convert_and_load_state_dict_in_model(self.model, tensors, load_config)
-        refuse_faults(info)
 
     def _first_targets(self, sources: set[str]) -> set[str]:
         """Targets under which the loader files the tensors of `sources`: of a one-to-many conversion, the first."""
-        direct = {target for target in sources if target in self._sources}
-        rest = sources - direct
-        if rest:
-            parents = {key.rpartition(".")[0].rpartition(".")[0] for key in rest}
-            direct |= {
-                t
-                for t in self._sources
-                if any(t.startswith(f"{parent}.") for parent in parents) and t not in self._loaded
-            }
-        return direct
+        direct = sources & self._sources.keys()
+        parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
+        return direct | {key for key in self._sources if key.startswith(parents) and key not in self._loaded}
 
     def _settle(self, wanted: list[str]) -> None:
         """Share tied tensors and check that everything asked for has arrived."""
@@ -186,10 +173,8 @@ class PartialModel:
                     f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"
                 )
             if key != source:
-                module, name = parent_and_name(self.model, source)
-                set_tensor(self.model, key, getattr(module, name))
-                self._loaded.add(source)
-            self._loaded.add(key)
+                set_tensor(self.model, key, getattr(*parent_and_name(self.model, source)))
+            self._loaded |= {key, source}
 
     def release(self, module_name: str) -> None:
         """Send a module's tensors back to meta."""

@@ -25,31 +25,23 @@ class Router(Protocol):
 
 def check_count(layer: Router, count: int, where: str) -> None:
     """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
+    groups, chosen, top_k = layer.routing_groups, layer.chosen_groups, layer.top_k
+    own, needed = count // groups, layer.experts_per_group  # of each group
     if count > layer.experts:
-        raise CompressionError(
-            f"{where}: {count} experts asked for, it has {layer.experts}; ask for at most {layer.experts}"
-        )
-    if count < layer.top_k:
-        raise CompressionError(
-            f"{where}: {count} experts are fewer than the top-k of {layer.top_k}; keep at least {layer.top_k}"
-        )
-    groups = layer.routing_groups
-    if groups > 1:
-        if count % groups:
-            raise CompressionError(
-                f"{where}: {count} experts do not divide into its {groups} routing groups; keep a multiple of {groups}"
-            )
-        if count // groups < layer.experts_per_group:
-            raise CompressionError(
-                f"{where}: {count} experts leave {count // groups} in each of its {groups} routing groups, its router "
-                f"needs {layer.experts_per_group}; keep at least {groups * layer.experts_per_group}"
-            )
-        if layer.chosen_groups * (count // groups) < layer.top_k:
-            raise CompressionError(
-                f"{where}: {count} experts leave {layer.chosen_groups * (count // groups)} within a token's "
-                f"{layer.chosen_groups} routing groups, fewer than the top-k of {layer.top_k}; keep at least "
-                f"{math.ceil(layer.top_k / layer.chosen_groups) * groups}"
-            )
+        fault = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
+    elif count < top_k:
+        fault = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
+    elif groups > 1 and count % groups:
+        fault = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
+    elif groups > 1 and own < needed:
+        fault = f"leave {own} in each of its {groups} routing groups, its router needs {needed}; keep at least "
+        fault += f"{groups * needed}"
+    elif groups > 1 and chosen * own < top_k:
+        fault = f"leave {chosen * own} within a token's {chosen} routing groups, fewer than the top-k of {top_k}; "
+        fault += f"keep at least {math.ceil(top_k / chosen) * groups}"
+    else:
+        return
+    raise CompressionError(f"{where}: {count} experts {fault}")
 
 
 def find_router(block: nn.Module, experts: nn.Module, prefix: str, keys: set[str]) -> tuple[str, nn.Module]:

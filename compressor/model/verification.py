@@ -1,5 +1,6 @@
 """Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,16 @@ import torch
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
-from compressor.model.architecture import build_meta, discover, expert_counts, get_field, load_config
+from compressor.model.architecture import build_meta, discover, expert_counts, load_config
 from compressor.model.layout import find_layout
-from compressor.model.loading import PartialModel, quiet_transformers
+from compressor.model.loading import PartialModel, load_converted
 
 
 def verify_output(folder: Path, count_field: str, experts: int) -> None:
-    """Build the stock model from the written config on meta and check every written tensor against it.
-
-    Raises `CompressionError` naming the tensor or field that is wrong.
-    """
-    config = load_config(folder)
-    if int(get_field(config, count_field)) != experts:
+    """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one."""
+    if int(said := attrgetter(count_field)(load_config(folder))) != experts:
         raise CompressionError(
-            f"the written config says {count_field} {get_field(config, count_field)} instead of {experts}; "
-            "please report this model"
+            f"the written config says {count_field} {said} instead of {experts}; please report this model"
         )
     verify_checkpoint(folder, experts)
 
@@ -47,8 +43,6 @@ def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
 def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
     """Load meta tensors of the written names, shapes and dtypes through the stock loader and read its report."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
 
     state = {}
     for name, info in checkpoint.tensors.items():
@@ -60,19 +54,15 @@ def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
     for conversion in conversions:
         if getattr(conversion, "force_cpu", False):
             conversion.force_cpu = False  # there is nothing to convert, only shapes
-    load_config = LoadStateDictConfig(device_map={"": torch.device("meta")}, weight_mapping=conversions)
-    with quiet_transformers():
-        report, _ = convert_and_load_state_dict_in_model(model, state, load_config)
+    report = load_converted(model, state, torch.device("meta"), conversions)
     for key, found, expected in sorted(report.mismatched_keys):
         raise CompressionError(
             f"the written tensor {key!r} has shape {list(found)}, the new config asks for {list(expected)}"
         )
     missing = report.missing_keys - set(getattr(model, "all_tied_weights_keys", None) or {})
-    if missing or report.unexpected_keys or report.conversion_errors:
-        key = min(missing or report.unexpected_keys or set(report.conversion_errors))
-        raise CompressionError(
-            f"the written tensors do not fit the new config: {key!r} is {'missing' if missing else 'not understood'}"
-        )
+    if wrong := missing or report.unexpected_keys or set(report.conversion_errors):
+        how = "missing" if missing else "not understood"
+        raise CompressionError(f"the written tensors do not fit the new config: {min(wrong)!r} is {how}")
     for key, value in model.state_dict().items():
         if value.is_floating_point() != wanted[key].is_floating_point:
             raise CompressionError(f"the written tensor {key!r} is {value.dtype}, the model has {wanted[key]}")

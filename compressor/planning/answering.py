@@ -82,10 +82,7 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
 
 
 def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionPlan, Calibration | None]:
-    """The plan of an interrupted run of the same request, or a new one, kept in the run's folder for the next try.
-
-    A new one comes with the calibration that was read for it.
-    """
+    """The plan that an interrupted run of this request kept, or a new one, then kept too, with its calibration."""
     assert run.folder is not None
     kept = run.folder / "plan.json"
     if kept.is_file():

@@ -23,14 +23,14 @@ def helps(options: Any) -> dict[str, str]:
 
 def defaults(options_class: Any) -> dict[str, Any]:
     """Options with their defaults."""
-    return {entry.name: _default(entry) for entry in _fields(options_class)}
+    return {
+        entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
+        for entry in _fields(options_class)
+    }
 
 
 def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
-    """The options of a plugin with these settings, None where it has none; raises `CompressionError`.
-
-    `what` names the plugin, such as "strategy 'reap'".
-    """
+    """A plugin's options with these settings, None where it has none; `what` names it in a `CompressionError`."""
     if options_class is None:
         if settings:
             raise CompressionError(f"{what} has no option {min(settings)!r}; it has none")
@@ -41,7 +41,10 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
     if unknown := sorted(set(settings) - set(known)):
         raise CompressionError(f"{what} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
     for name, default in known.items():
-        _check_type(what, name, settings.get(name, default), default)
+        value = settings.get(name, default)
+        alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
+        if isinstance(default, bool | int | float | str) and not alike:  # one without a plain default checks itself
+            raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")
     try:
         return options_class(**settings)
     except CompressionError:
@@ -63,16 +66,3 @@ def read_option(text: str, fault: str) -> tuple[str, Any]:
 
 def _fields(options: Any) -> tuple[Field[Any], ...]:
     return fields(options) if is_dataclass(options) else ()
-
-
-def _default(entry: Field[Any]) -> Any:
-    return entry.default if entry.default_factory is MISSING else entry.default_factory()
-
-
-def _check_type(what: str, name: str, value: Any, default: Any) -> None:
-    """Refuse an option's value of another kind than its default; one without a plain default checks itself."""
-    if not isinstance(default, bool | int | float | str) or type(value) is type(default):
-        return
-    if isinstance(default, float) and type(value) is int:
-        return
-    raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")

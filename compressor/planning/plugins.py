@@ -55,14 +55,10 @@ def load(group: str, name: str) -> Any:
 
 def takes(function: Any, count: int) -> bool:
     """Whether something can be called with so many positional arguments, as far as that can be told."""
-    if not callable(function):
-        return False
     try:
         inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # what is not written in Python may have no signature
-        return True
+    except (TypeError, ValueError) as error:  # what is not written in Python may have no signature: ValueError
+        return isinstance(error, ValueError)
     return True
 
 

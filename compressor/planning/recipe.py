@@ -54,14 +54,10 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
-    return (_heading((plan.calibration or {}).get("only")) + text).encode(errors="backslashreplace")
-
-
-def _heading(only: Any) -> str:
-    """How to use it; the plan of one source of several takes two commands."""
-    if only is None:
-        return "# moe-compress compress --recipe recipe.yaml -o OUTPUT\n"
-    return "# One of the plans of: moe-compress plan --recipe recipe.yaml --per-source -o plan.json\n"
+    heading = "# moe-compress compress --recipe recipe.yaml -o OUTPUT\n"
+    if (plan.calibration or {}).get("only") is not None:  # the plan of one source of several takes two commands
+        heading = "# One of the plans of: moe-compress plan --recipe recipe.yaml --per-source -o plan.json\n"
+    return (heading + text).encode(errors="backslashreplace")
 
 
 def _data(calibration: Mapping[str, Any] | None) -> dict[str, Any]:

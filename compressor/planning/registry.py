@@ -55,22 +55,17 @@ class Strategy:
                 "another strategy"
             ) from error
         if before != _versions(statistics):
-            raise CompressionError(f"{layer.name}: {who} changed the layer's weights, which are only to be read")
-        if not isinstance(made, LayerPlan):
-            raise CompressionError(
-                f"{layer.name}: {who} returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
-            )
-        if (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
-            raise CompressionError(
-                f"{layer.name}: {who} returned a plan of {made.module} with {made.experts} experts; have its plan() "
-                "plan the layer of its statistics"
-            )
-        if len(made.groups) != keep:
-            raise CompressionError(
-                f"{layer.name}: {who} planned {len(made.groups)} experts instead of {keep}; have its plan() keep as "
-                "many as it is asked to"
-            )
-        return made
+            fault = "changed the layer's weights, which are only to be read"
+        elif not isinstance(made, LayerPlan):
+            fault = f"returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
+        elif (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
+            fault = f"returned a plan of {made.module} with {made.experts} experts; have its plan() plan the layer of "
+            fault += "its statistics"
+        elif (planned := len(made.groups)) != keep:
+            fault = f"planned {planned} experts instead of {keep}; have its plan() keep as many as it is asked to"
+        else:
+            return made
+        raise CompressionError(f"{layer.name}: {who} {fault}")
 
 
 def _versions(statistics: LayerStatistics) -> list[int]:
@@ -102,16 +97,10 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     correction = getattr(module, "CORRECTION", "none")
     if correction not in METHODS:
         raise CompressionError(f"{what} is no plugin: CORRECTION should be {', '.join(METHODS)}, not {correction!r}")
-    return Strategy(
-        name,
-        module.plan,
-        needs,
-        options,
-        summary_of(module),
-        correction,
-        plugins.optional(module, "likeness", what),
-        _needs(module, "likeness_needs", options, needs, name),
-    )
+    likeness = plugins.optional(module, "likeness", what)
+    likeness_needs = _needs(module, "likeness_needs", options, needs, name)
+    summary = (module.__doc__ or "").strip().partition("\n")[0]
+    return Strategy(name, module.plan, needs, options, summary, correction, likeness, likeness_needs)
 
 
 def _needs(module: Any, function: str, options: Any, default: frozenset[str], name: str) -> frozenset[str]:
@@ -124,11 +113,6 @@ def _needs(module: Any, function: str, options: Any, default: frozenset[str], na
         )
     check_needs(found, name)
     return found
-
-
-def summary_of(module: Any) -> str:
-    """The first line of a plugin's docstring."""
-    return (module.__doc__ or "").strip().partition("\n")[0]
 
 
 def working_strategies() -> Iterator[Strategy]:

@@ -29,22 +29,16 @@ class Group:
     head: int | None = None
 
     def __post_init__(self) -> None:
+        where, count = f"group {list(self.members)} has", len(self.members)
         for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
-            if len(values) != len(self.members):
-                raise CompressionError(
-                    f"group {list(self.members)} has {len(values)} {label} for {len(self.members)} members; "
-                    "give one each"
-                )
+            if len(values) != count:
+                raise CompressionError(f"{where} {len(values)} {label} for {count} members; give one each")
             if not all(math.isfinite(value) for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
-                raise CompressionError(
-                    f"group {list(self.members)} has {label} that sum to {sum(values):.6g}; they must sum to 1"
-                )
+                raise CompressionError(f"{where} {label} that sum to {sum(values):.6g}; they must sum to 1")
         if not math.isfinite(self.scale) or self.scale <= 0:
-            raise CompressionError(f"group {list(self.members)} has scale {self.scale}; it must be a positive number")
+            raise CompressionError(f"{where} scale {self.scale}; it must be a positive number")
         if self.head is not None and self.head not in self.members:
-            raise CompressionError(
-                f"group {list(self.members)} has head {self.head}, which is none of its members; name one of them"
-            )
+            raise CompressionError(f"{where} head {self.head}, which is none of its members; name one of them")
 
     @classmethod
     def single(cls, expert: int) -> Self:
@@ -84,7 +78,37 @@ class LayerPlan:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_groups(self)
+        if fault := self._fault_of_members():
+            raise CompressionError(f"{self.module}: {fault}")
+        check_count(self, len(self.groups), self.module)
+        if self.routing_groups > 1 and (fault := self._fault_of_routing_groups()):
+            raise CompressionError(f"{self.module}: {fault}")
+
+    def _fault_of_members(self) -> str:
+        seen = set[int]()
+        for group in self.groups:
+            if not group.members:
+                return "a group has no members; remove it"
+            for expert in group.members:
+                if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.experts:
+                    return f"expert {expert!r} does not exist; experts are numbered 0 to {self.experts - 1}"
+                if expert in seen:
+                    return f"expert {expert} is in two groups; an expert may be in one at most"
+                seen.add(expert)
+        return ""
+
+    def _fault_of_routing_groups(self) -> str:
+        size, homes = self.experts // self.routing_groups, list[int]()
+        for group in self.groups:
+            inside = {expert // size for expert in group.members}
+            if len(inside) > 1:
+                return f"group {list(group.members)} mixes experts of different routing groups; keep it within one"
+            homes.extend(inside)
+        counts = [homes.count(home) for home in range(self.routing_groups)]
+        if len(set(counts)) > 1:
+            return f"its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
+        in_order = homes == sorted(homes)
+        return "" if in_order else "its groups are not in the order of the routing groups; order them by their members"
 
     @classmethod
     def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
@@ -123,41 +147,3 @@ def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
     """A layer's figures of its correction; empty if there are none."""
     figures = layer.figures.get("correction")
     return figures if isinstance(figures, Mapping) else {}
-
-
-def check_groups(plan: LayerPlan) -> None:
-    """Refuse groups that cannot be carried out; raises `CompressionError` naming layer and expert."""
-    where, seen = plan.module, set[int]()
-    for group in plan.groups:
-        if not group.members:
-            raise CompressionError(f"{where}: a group has no members; remove it")
-        for expert in group.members:
-            if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < plan.experts:
-                raise CompressionError(
-                    f"{where}: expert {expert!r} does not exist; experts are numbered 0 to {plan.experts - 1}"
-                )
-            if expert in seen:
-                raise CompressionError(f"{where}: expert {expert} is in two groups; an expert may be in one at most")
-            seen.add(expert)
-    check_count(plan, len(plan.groups), where)
-    if plan.routing_groups > 1:
-        size = plan.experts // plan.routing_groups
-        homes: list[int] = []
-        for group in plan.groups:
-            inside = {expert // size for expert in group.members}
-            if len(inside) > 1:
-                raise CompressionError(
-                    f"{where}: group {list(group.members)} mixes experts of different routing groups; keep it "
-                    "within one"
-                )
-            homes.extend(inside)
-        counts = [homes.count(home) for home in range(plan.routing_groups)]
-        if len(set(counts)) > 1:
-            raise CompressionError(
-                f"{where}: its routing groups would keep unequal numbers of experts, {counts}; keep equally "
-                "many in each"
-            )
-        if homes != sorted(homes):
-            raise CompressionError(
-                f"{where}: its groups are not in the order of the routing groups; order them by their members"
-            )

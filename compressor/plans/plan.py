@@ -67,30 +67,25 @@ class CompressionPlan:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
         names = [layer.module for layer in self.layers]
-        for name in names:
-            if names.count(name) > 1:
-                raise CompressionError(f"{name} appears twice in the plan; keep one entry for each layer")
         for layer in self.layers:
+            if names.count(layer.module) > 1:
+                raise CompressionError(f"{layer.module} appears twice in the plan; keep one entry for each layer")
             if len(layer.groups) != self.experts:
                 raise CompressionError(
                     f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
                     "every layer; make them equal"
                 )
-        self._check_protected()
-
-    def _check_protected(self) -> None:
         known = {layer.module: layer for layer in self.layers}
         for module, experts in self.protected.items():
-            layer = known.get(module)
-            if layer is None:
+            if (owner := known.get(module)) is None:
                 raise CompressionError(f"protected names {module}, which the plan does not have; restore it")
             for expert in experts:
-                if not 0 <= expert < layer.experts:
+                if not 0 <= expert < owner.experts:
                     raise CompressionError(
                         f"{module}: protected expert {expert} does not exist; experts are numbered 0 to "
-                        f"{layer.experts - 1}"
+                        f"{owner.experts - 1}"
                     )
-            if changed := touched(layer, experts):
+            if changed := touched(owner, experts):
                 raise CompressionError(
                     f"{module}: expert {changed[0]} is protected, but is not kept as it is; give it an untouched group "
                     "of its own, or take it out of 'protected'"
@@ -192,8 +187,7 @@ def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint
         )
     known = {layer.name: layer for layer in layers}
     for layer_plan in plan.layers:
-        layer = known.get(layer_plan.module)
-        if layer is None:
+        if (layer := known.get(layer_plan.module)) is None:
             raise CompressionError(
                 f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
             )
@@ -203,6 +197,5 @@ def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint
                     f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "
                     f"{getattr(layer, fact)}; restore it"
                 )
-    missing = sorted(set(known) - {layer_plan.module for layer_plan in plan.layers})
-    if missing:
+    if missing := sorted(set(known) - {layer_plan.module for layer_plan in plan.layers}):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")

@@ -4,13 +4,13 @@ Weight matching of Ainsworth et al. 2023, arXiv:2209.04836, as MC-SMoE (Li et al
 expert whose intermediate neurons stand in another order computes the same, a mean over unlike orders does not.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.model.experts import Parameters, parameter_names, projections
+from compressor.model.experts import ExpertsView, Parameters, parameter_names, projections
 from compressor.plans.plan import Group
 from compressor.surgery.tensors import mix, weighted_members
 
@@ -48,48 +48,33 @@ def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
     return value.index_select(value.dim() - 1 if experts.is_transposed else 0, rows)
 
 
-class AlignedExperts:
-    """An experts module in which the members of groups with a head have their neurons in the head's order; read-only.
+def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
+    """The experts module with the neurons of the members of every group with a head in the head's order."""
+    orders = {
+        member: matching(experts, group.head, member)
+        for group in groups
+        if group.head is not None
+        for member in group.members
+        if member != group.head
+    }
 
-    `expert_parameters` and `apply_expert` take it for the module itself. Every reading copies, nothing is kept but
-    the orders.
-    """
+    def in_order(name: str, expert: int, value: Tensor) -> Tensor:
+        return reordered(experts, name, value, orders[expert]) if expert in orders else value
 
-    def __init__(self, experts: Any, groups: Sequence[Group]) -> None:
-        self._experts = experts
-        self._orders = {
-            member: matching(experts, group.head, member)
-            for group in groups
-            if group.head is not None
-            for member in group.members
-            if member != group.head
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        if name in parameter_names(self._experts):
-            return _AlignedSlices(self._experts, name, self._orders)
-        return getattr(self._experts, name)
-
-
-class _AlignedSlices:
-    def __init__(self, experts: Any, name: str, orders: Mapping[int, Tensor]) -> None:
-        self._experts, self._name, self._orders = experts, name, orders
-
-    def __getitem__(self, expert: int) -> Tensor:
-        value: Tensor = getattr(self._experts, self._name)[expert]
-        order = self._orders.get(expert)
-        return value if order is None else reordered(self._experts, self._name, value, order)
+    return ExpertsView(experts, in_order)
 
 
 @torch.no_grad()
-def merged_parameters(experts: Any, group: Group) -> Parameters:
-    """Parameters of one merged expert in float32: scale * sum(coefficient * member), each aligned to the head if any.
-
-    Beside the result, one parameter of one member exists at a time.
-    """
-    own = AlignedExperts(experts, [group]) if group.aligned else experts
-    members = weighted_members(group)
+def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Parameters:
+    """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists at a time."""
+    shares = list(members)
     return {
-        name: mix((getattr(own, name)[expert], coefficient) for expert, coefficient in members)
+        name: mix((getattr(experts, name)[expert], share) for expert, share in shares)
         for name in parameter_names(experts)
     }
+
+
+def merged_parameters(experts: Any, group: Group) -> Parameters:
+    """Parameters of one merged expert in float32: scale * sum(coefficient * member), aligned to the head if any."""
+    own = aligned_experts(experts, [group]) if group.aligned else experts
+    return mixed_parameters(own, weighted_members(group))

@@ -2,11 +2,12 @@
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, get_field
+from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.plans.plan import CompressionPlan
 
@@ -28,7 +29,7 @@ def _set_count(raw: dict[str, Any], architecture: Architecture, count: int) -> N
     node = raw
     for parent in parents:
         node = node.setdefault(parent, {})
-    owner = get_field(architecture.config, ".".join(parents)) if parents else architecture.config
+    owner = attrgetter(".".join(parents))(architecture.config) if parents else architecture.config
     names, before = _aliases(owner, name), architecture.experts
     for alias in sorted(names & set(node)) or [name]:
         value = node.get(alias)
@@ -49,22 +50,15 @@ def _set_repeats(node: dict[str, Any], names: set[str], before: int, count: int)
             node[key] = count
 
 
-def _walk(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _walk(value, f"{prefix}{key}.")
-        else:
-            yield node, key, f"{prefix}{key}"
-
-
-def zero_extra_heads(raw: dict[str, Any]) -> list[str]:
+def zero_extra_heads(raw: dict[str, Any], prefix: str = "") -> list[str]:
     """Set the fields that announce a head whose tensors are left out to zero; returns their dotted names."""
     changed = []
-    for node, key, dotted in list(_walk(raw)):
-        value = node[key]
-        if EXTRA_HEAD.search(key) and isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            node[key] = 0
-            changed.append(dotted)
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            changed += zero_extra_heads(value, f"{prefix}{key}.")
+        elif EXTRA_HEAD.search(key) and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            raw[key] = 0
+            changed.append(f"{prefix}{key}")
     return changed
 
 
@@ -81,9 +75,7 @@ def _expert_renames(architecture: Architecture, layout: Layout, plan: Compressio
     renames: dict[str, str | None] = {}
     for layer in architecture.layers:
         prefixes, slots = expert_prefixes(layout, layer), plans[layer.name].slots()
-        for expert, prefix in prefixes.items():
-            slot = slots.get(expert)
-            renames[prefix] = None if slot is None else prefixes[slot]
+        renames |= {old: prefixes[slots[expert]] if expert in slots else None for expert, old in prefixes.items()}
     return renames
 
 
@@ -140,16 +132,11 @@ def output_config(
     _set_count(config, architecture, plan.experts)
     config.pop("auto_map", None)  # stock loading only: remote code does not travel
     zeroed = zero_extra_heads(config) if layout.left_out else []
-    quantized = [
-        node for node in (config, *(v for v in config.values() if isinstance(v, dict))) if "quantization_config" in node
-    ]
-    for node in quantized:
-        if dequantized_dtype is not None:
+    for node in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if "quantization_config" in node and dequantized_dtype is not None:
             del node["quantization_config"]
-        else:
-            node["quantization_config"] = _renumber_quantization(
-                node["quantization_config"], _expert_renames(architecture, layout, plan)
-            )
+        elif asked := node.get("quantization_config"):
+            node["quantization_config"] = _renumber_quantization(asked, _expert_renames(architecture, layout, plan))
     if dequantized_dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dequantized_dtype

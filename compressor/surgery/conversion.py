@@ -4,7 +4,7 @@ Needed where stored tensors cannot be mixed as they are: quantised experts that 
 experts whose neurons are aligned first, and storage that only transformers' reversible conversions understand.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,31 +19,27 @@ from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, Piece, tensor_bytes_view, tensor_output
 
 
-def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     with quiet_transformers():
         reverted: dict[str, torch.Tensor] = revert_weight_conversion(small, state)
-    return reverted
+    return reverted.items()
 
 
 def _keys_of(partial: PartialModel, unit: str, units: tuple[str, ...]) -> list[str]:
-    inside = (
-        partial.keys_under(unit)
-        if unit
-        else [key for key in partial.empty if not key.startswith(tuple(f"{u}." for u in units))]
-    )
-    return [key for key in inside if key not in partial.tied]
+    others = () if unit else tuple(f"{other}." for other in units)
+    return [key for key in partial.keys_under(unit) if not key.startswith(others) and key not in partial.tied]
 
 
 def converted_outputs(partial: PartialModel, architecture: Architecture, small: Any) -> list[OutputTensor]:
     """Every tensor of the output, named and shaped as stock `save_pretrained` would write the model `small`."""
     state = {key: value.to(wanted_dtype(small, key)) for key, value in small.state_dict().items()}
-    outputs = []
+    outputs = list[OutputTensor]()
     for unit in ("", *architecture.units):
         keys = [key for key in _keys_of(partial, unit, architecture.units) if key in state]
-        for name, tensor in _saved_names(small, {key: state[key] for key in keys}).items():
-            outputs.append(tensor_output(name, tensor, unit))
+        saved = _saved_names(small, {key: state[key] for key in keys})
+        outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
     return outputs
 
 
@@ -55,10 +51,7 @@ def convert_unit(
     files: CutFiles | None,
     unit: str,
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Load one decoder layer (or, for "", the rest), cut it by the plan, and yield its tensors as they are stored.
-
-    Layers that are in `files` are taken from there.
-    """
+    """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
     keys = _keys_of(partial, unit, architecture.units)
     partial.load(keys)
     state = partial.model.state_dict()
@@ -73,7 +66,7 @@ def convert_unit(
             )
         for key, value in (made or cut_layers(partial.model, [layer], plans)).items():
             cut[key] = value.to(cut[key].dtype)
-    for name, tensor in _saved_names(small, cut).items():
+    for name, tensor in _saved_names(small, cut):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])
     for key in keys:

@@ -35,10 +35,8 @@ def _mixed_rows(value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) ->
 
 def _aligned_experts(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
     """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
-    cut = {}
-    for name in parameter_names(experts):
-        value = getattr(experts, name)
-        cut[name] = torch.empty(len(plan.groups), *value.shape[1:], dtype=value.dtype, device=value.device)
+    count = len(plan.groups)
+    cut = {name: torch.empty_like(getattr(experts, name)[:count]) for name in parameter_names(experts)}
     for slot, group in enumerate(plan.groups):
         only = group.members[0] if group.untouched else None
         made = merged_parameters(experts, group) if only is None else expert_parameters(experts, only)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,7 @@ from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.tensors import (
-    MAX_SHARD_BYTES,
-    OutputJob,
-    OutputTensor,
-    plan_outputs,
-    stored_unit,
-)
+from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
 
 NOT_CARRIED = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
@@ -48,10 +42,6 @@ def carried_files(folder: Path) -> dict[str, Path]:
     for name in CARRIED_FOLDERS:
         found.update({f"{name}/{path.name}": path for path in sorted((folder / name).glob("*")) if path.is_file()})
     return found
-
-
-def _json_bytes(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTensor], zeroed: list[str]) -> bytes:
@@ -76,25 +66,18 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
     return record.encode()
 
 
-def _writing_model(model: OpenModel) -> PartialModel:
-    """The partial model in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with."""
-    partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
-    same = partial.dtype == dtype and partial.device == device
-    return partial if same else PartialModel(model.checkpoint, model.config, dtype, device)
-
-
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
-    """The job, and the config fields that were set to zero because their tensors are left out.
-
-    A plan with a correction needs the `cut` layers that it made.
-    """
+    """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
     architecture, layout = model.architecture, model.layout
     through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
     dequantized: str | None = None
     if through_model:
-        partial = _writing_model(model)
+        # in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with
+        partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
+        if (partial.dtype, partial.device) != (dtype, device):
+            partial = PartialModel(model.checkpoint, model.config, dtype, device)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
         produce: Any = bind(convert_unit, partial, architecture, plan, small, cut)
@@ -103,10 +86,8 @@ def make_job(
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
         produce = bind(stored_unit, model.checkpoint, outputs)
     config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
-    files: dict[str, bytes | Path] = dict(carried_files(model.source.folder))
-    config_bytes = _json_bytes(config)
-    files["config.json"] = config_bytes
-    files["compression.json"] = _record(model, plan, outputs, zeroed)
+    config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    made = {"config.json": config_bytes, "compression.json": _record(model, plan, outputs, zeroed)}
     shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     facts = [
         plan.to_dict(),
@@ -120,7 +101,7 @@ def make_job(
         outputs=tuple(outputs),
         units=("", *architecture.units),
         produce=produce,
-        files=files,
+        files={**carried_files(model.source.folder), **made},
         verify=bind(verify_output, count_field=architecture.count_field, experts=plan.experts),
         max_shard_bytes=shard_bytes,
     )

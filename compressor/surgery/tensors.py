@@ -7,12 +7,12 @@ checkpoint that must be mixed goes through the dequantised model instead (`compr
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from compressor.checkpoint.headers import DTYPE_NAMES, TORCH_DTYPES, tensor_bytes
+from compressor.checkpoint.headers import DTYPE_NAMES, TORCH_DTYPES, TensorInfo, tensor_bytes
 from compressor.checkpoint.reader import Checkpoint, contains_nan, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
@@ -114,36 +114,30 @@ def plan_outputs(
             families.setdefault(role.family, {})[role.expert] = name
     outputs = []
     for name, role in layout.roles.items():
-        layer_plan = plans.get(role.layer)
+        layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
+        copied = OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),))
         if role.kind == "plain" or layer_plan is None:
-            outputs.append(_copied(checkpoint, name, role))
+            outputs.append(copied)
         elif role.kind == "table":
-            outputs.append(_copied(checkpoint, name, role, layer_plan.remap()))
+            outputs.append(replace(copied, remap=layer_plan.remap()))
         elif role.kind == "fused":
-            outputs.append(_picked(checkpoint, name, role, layer_plan))
+            outputs.append(_picked(info, role, layer_plan))
         elif role.expert < len(layer_plan.groups):
-            family, info = families[role.family], checkpoint.tensors[name]
             members = weighted_members(layer_plan.groups[role.expert], role.is_router)
-            row = tuple(Portion(family[expert], None, coefficient) for expert, coefficient in members)
-            outputs.append(OutputTensor(name, info.dtype, info.shape, role.unit, (row,)))
+            row = tuple(Portion(families[role.family][expert], None, share) for expert, share in members)
+            outputs.append(replace(copied, rows=(row,)))
     order = {unit: position for position, unit in enumerate(("", *units))}
     return sorted(outputs, key=lambda output: order[output.unit])  # stable: the source's order within a unit
 
 
-def _copied(checkpoint: Checkpoint, name: str, role: Role, remap: tuple[int, ...] | None = None) -> OutputTensor:
-    info = checkpoint.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),), remap=remap)
-
-
-def _picked(checkpoint: Checkpoint, name: str, role: Role, plan: LayerPlan) -> OutputTensor:
-    info = checkpoint.tensors[name]
+def _picked(info: TensorInfo, role: Role, plan: LayerPlan) -> OutputTensor:
     rows = [
-        tuple(Portion(name, expert, coefficient) for expert, coefficient in weighted_members(group, role.is_router))
+        tuple(Portion(info.name, expert, share) for expert, share in weighted_members(group, role.is_router))
         for group in plan.groups
     ]
-    rows += [(Portion(name, plan.experts + position, 1.0),) for position in range(role.extra)]
+    rows += [(Portion(info.name, plan.experts + position, 1.0),) for position in range(role.extra)]
     shape = (*info.shape[: role.dim], len(rows), *info.shape[role.dim + 1 :])
-    return OutputTensor(name, info.dtype, shape, role.unit, tuple(rows), role.dim)
+    return OutputTensor(info.name, info.dtype, shape, role.unit, tuple(rows), role.dim)
 
 
 def stored_unit(
@@ -155,48 +149,31 @@ def stored_unit(
 
 def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
     """The bytes of one output tensor in order; raises `CompressionError` naming a tensor that holds NaN."""
+    dim = output.dim
     if output.remap is not None:
         yield tensor_bytes_view(remap_table(checkpoint.read(output.rows[0][0].tensor), output.remap))
-    elif output.dim is None:
-        yield from _whole(checkpoint, output)
-    else:
-        yield from _along(checkpoint, output, output.dim)
+    elif dim is None or math.prod(output.shape[:dim]) == 1:
+        for row in output.rows:
+            if not _untouched(row):
+                yield tensor_bytes_view(_mixed(checkpoint, output, row))
+                continue
+            info, index = checkpoint.tensors[row[0].tensor], row[0].index or 0
+            refuse_nan(info.name, info.file, _slice(checkpoint, row[0], dim))
+            nbytes = info.nbytes if dim is None else tensor_bytes(info.dtype, info.shape[dim + 1 :])
+            yield FileRange(checkpoint.path(info.name), info.begin + index * nbytes, nbytes)
+    else:  # rows lie scattered: small tensors such as biases [1, E] or gates [H, E]
+        info = checkpoint.tensors[output.rows[0][0].tensor]
+        whole = checkpoint.read(info.name)
+        refuse_nan(info.name, info.file, whole)
+        rows = [
+            whole.select(dim, row[0].index or 0) if _untouched(row) else _mixed(checkpoint, output, row)
+            for row in output.rows
+        ]
+        yield tensor_bytes_view(torch.stack(rows, dim))
 
 
 def _untouched(row: tuple[Portion, ...]) -> bool:
     return len(row) == 1 and row[0].coefficient == 1.0
-
-
-def _whole(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
-    row = output.rows[0]
-    if _untouched(row):
-        info = checkpoint.tensors[row[0].tensor]
-        refuse_nan(info.name, info.file, checkpoint.read(info.name))
-        yield FileRange(checkpoint.path(info.name), info.begin, info.nbytes)
-    else:
-        yield tensor_bytes_view(_mixed(checkpoint, output, row))
-
-
-def _along(checkpoint: Checkpoint, output: OutputTensor, dim: int) -> Iterator[Piece]:
-    name = output.rows[0][0].tensor
-    info = checkpoint.tensors[name]
-    outer, inner = math.prod(output.shape[:dim]), tensor_bytes(info.dtype, info.shape[dim + 1 :])
-    if outer == 1:
-        for row in output.rows:
-            if _untouched(row):
-                source = row[0]
-                refuse_nan(name, info.file, _slice(checkpoint, source, dim))
-                yield FileRange(checkpoint.path(name), info.begin + int(source.index or 0) * inner, inner)
-            else:
-                yield tensor_bytes_view(_mixed(checkpoint, output, row))
-        return
-    whole = checkpoint.read(name)  # rows lie scattered: small tensors such as biases [1, E] or gates [H, E]
-    refuse_nan(name, info.file, whole)
-    rows = [
-        whole.select(dim, int(row[0].index or 0)) if _untouched(row) else _mixed(checkpoint, output, row)
-        for row in output.rows
-    ]
-    yield tensor_bytes_view(torch.stack(rows, dim))
 
 
 def _slice(checkpoint: Checkpoint, part: Portion, dim: int | None) -> torch.Tensor:
@@ -232,12 +209,9 @@ def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
         )
     mapped = slots[ids]
     count = int(slots.max()) + 1
-    for row in (mapped < 0).any(dim=1).nonzero().flatten().tolist():
-        taken = {int(slot) for slot in mapped[row] if slot >= 0}
-        for column in (mapped[row] < 0).nonzero().flatten().tolist():
-            free = next(slot for slot in range(count) if slot not in taken)
-            mapped[row, column] = free
-            taken.add(free)
+    for row, column in (mapped < 0).nonzero().tolist():
+        taken = set(mapped[row].tolist())
+        mapped[row, column] = next(slot for slot in range(count) if slot not in taken)
     return mapped.to(table.dtype)
 
 

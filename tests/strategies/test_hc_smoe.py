@@ -25,7 +25,8 @@ from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy, option_fields
 from compressor.progress import Silent
-from strategies.hc_smoe import LINKAGES, Options, cluster, distances, plan
+from strategies.data_centric import distances
+from strategies.hc_smoe import LINKAGES, Options, cluster, plan
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 
@@ -97,7 +98,7 @@ def test_clusters_equal_scipys(data: st.DataObject, linkage: str) -> None:
     keep = data.draw(st.integers(1, count))
     points = np.random.default_rng(data.draw(st.integers(0, 10_000))).normal(size=(count, 3))
     outputs = torch.from_numpy(points)[:, None]
-    found = cluster(distances(outputs), keep, linkage)
+    found = cluster(distances(outputs, "mean-output"), keep, linkage)
     assert sorted(map(tuple, found)) == by_scipy(points, keep, linkage)
     assert [group[0] for group in found] == sorted(group[0] for group in found)
 

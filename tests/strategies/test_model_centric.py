@@ -74,7 +74,7 @@ def test_distances_equal_a_loop_over_every_layout(name: str, tmp_path: Path) -> 
     for stats in collect(model, frozenset({"weights"}), None, Silent()):
         experts, count = stats.weights.experts, stats.layer.experts
         with torch.no_grad():
-            found, flat = surrogate_distances(stats.weights, count), vectorized_distances(stats.weights, count)
+            found, flat = surrogate_distances(stats.weights, count)[0], vectorized_distances(stats.weights, count)[0]
         torch.testing.assert_close(found, naive_distances(naive_surrogates(experts, count)), rtol=1e-5, atol=1e-9)
         whole = [[m.flatten() for m in naive_matrices(experts, e) if m is not None] for e in range(count)]
         vectors = torch.stack([torch.cat(parts) for parts in whole])
@@ -86,18 +86,18 @@ def test_a_surrogate_by_hand() -> None:
     weights = fake(2, 1, 1)
     weights.experts.gate_up_proj.copy_(torch.tensor([[[3.0], [5.0]], [[1.0], [4.0]]]))
     weights.experts.down_proj.copy_(torch.tensor([[[2.0]], [[1.0]]]))
-    assert surrogate_distances(weights, 2).tolist() == [[0, 26], [26, 0]]
-    assert vectorized_distances(weights, 2)[0, 1] == pytest.approx(6**0.5)
+    assert surrogate_distances(weights, 2)[0].tolist() == [[0, 26], [26, 0]]
+    assert vectorized_distances(weights, 2)[0][0, 1] == pytest.approx(6**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_rows_give_the_same_distances(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = fake(5, 33, 17, dtype)
-    whole = surrogate_distances(weights, 5)
+    whole = surrogate_distances(weights, 5)[0]
     torch.testing.assert_close(whole, naive_distances(naive_surrogates(weights.experts, 5)), rtol=1e-5, atol=0)
     monkeypatch.setattr(model_centric, "LEAST_BLOCK", 7 * 4 * 5 * 33)  # seven rows at a time, the last block of five
     weights.experts.parameters = list
-    torch.testing.assert_close(surrogate_distances(weights, 5), whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(surrogate_distances(weights, 5)[0], whole, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,7 +109,8 @@ def test_equal_experts_are_exactly_zero_apart_and_close_ones_keep_their_digits(d
     weights.experts.down_proj[5, 3, 7] *= 1.01  # one weight in a thousand differs by a hundredth
     flat = torch.cat([weights.experts.gate_up_proj.flatten(1), weights.experts.down_proj.flatten(1)], 1)
     surrogates = naive_surrogates(weights.experts, 6)
-    for distances, naive in ((surrogate_distances(weights, 6), surrogates), (vectorized_distances(weights, 6), flat)):
+    cases = ((surrogate_distances, surrogates), (vectorized_distances, flat))
+    for distances, naive in ((measure(weights, 6)[0], naive) for measure, naive in cases):
         expected = naive_distances(naive)
         assert distances[1, 4] == distances[4, 1] == 0
         assert 0 < distances[2, 5] < 1e-2 * distances[0, 1]

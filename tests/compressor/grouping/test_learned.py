@@ -13,7 +13,7 @@ from compressor.calibration import collecting
 from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups, merge_needs
-from compressor.grouping.learned import _backward, _forward, _Shares, _start, learn_coefficients
+from compressor.grouping.learned import _Merge, learn_coefficients
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
@@ -119,12 +119,12 @@ def test_every_family_learns(name: str, tmp_path: Path) -> None:
         assert plan.figures["error_uniform"] == pytest.approx(error, rel=1e-3, abs=1e-4)
 
 
-def loss(stats: LayerStatistics, plan: LayerPlan, shares: _Shares, router: Any, merge: bool) -> tuple[float, Tensor]:
+def loss(stats: LayerStatistics, plan: LayerPlan, made: _Merge, router: Any, merge: bool) -> tuple[float, Tensor]:
     target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights)
     fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
-    alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge else fixed
+    alphas = made.alphas() if merge else fixed
     weights, index = router.planned(plan, alphas)
-    output, _ = _forward(stats, plan, shares, weights.detach(), index)
+    output, _ = made.forward(weights.detach(), index)
     return float((output - target).double().square().sum() / target.double().square().sum()), index
 
 
@@ -134,27 +134,27 @@ def test_slopes_are_finite_differences_of_the_loss(name: str, merge_routers: boo
     stock, model = opened(name, tmp_path)
 
     def slopes(stats: LayerStatistics, plan: LayerPlan) -> int:
-        shares, router = _start(plan, torch.device("cpu")), SmallerRouter(stats)
+        made, router = _Merge.start(stats, plan), SmallerRouter(stats)
         target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights).detach()
         size = target.square().sum()
         fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
         with torch.enable_grad():
-            alphas = [shares.alpha(slot) for slot in range(len(plan.groups))] if merge_routers else fixed
+            alphas = made.alphas() if merge_routers else fixed
             weights, index = router.planned(plan, alphas)
-            output, chosen = _forward(stats, plan, shares, weights.detach(), index)
+            output, chosen = made.forward(weights.detach(), index)
             slope = 2 * (output - target) / size
-            _backward(stats, plan, shares, weights, index, slope)
+            made.backward(weights, index, slope)
             if weights.requires_grad:
                 weights.backward((chosen * slope[:, None]).sum(-1))  # type: ignore[no-untyped-call]
         compared = 0
-        for parameter in shares.parameters():
+        for parameter in made.parameters():
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             for place in range(parameter.numel()):
                 values, chosen_now = [], []
                 for step in (1e-2, -1e-2):
                     with torch.no_grad():
                         parameter.view(-1)[place] += step
-                        value, picked = loss(stats, plan, shares, router, merge_routers)
+                        value, picked = loss(stats, plan, made, router, merge_routers)
                         parameter.view(-1)[place] -= step
                     values.append(value)
                     chosen_now.append(torch.equal(picked, index))
@@ -221,10 +221,10 @@ def test_the_merged_expert_of_two_identical_ones_is_either_whatever_the_coeffici
     stats = next(run)
     plan = merge_groups(stats, [(0, 1), *REST], "uniform")
     logits = torch.tensor([alpha, 1 - alpha]).log().clamp(min=-1e4)
-    shares = replace(_start(plan, torch.device("cpu")), logits=(logits, *[torch.zeros(1)] * 6))
+    made = replace(_Merge.start(stats, plan), logits=(logits, *[torch.zeros(1)] * 6))
     x = stats.inputs
     index, weights = torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1)
-    output, _ = _forward(stats, plan, shares, weights, index)
+    output, _ = made.forward(weights, index)
     torch.testing.assert_close(output, stats.weights.experts(x, index, weights), rtol=1e-5, atol=1e-6)
     run.close()
 

@@ -22,7 +22,7 @@ from compressor.model.experts import Parameters, expert_parameters
 from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
-from compressor.surgery.alignment import AlignedExperts, matching, merged_parameters, reordered
+from compressor.surgery.alignment import aligned_experts, matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import batches, calibration, one_expert
 
@@ -148,7 +148,7 @@ def test_a_group_is_mixed_neuron_by_neuron(name: str) -> None:
 def test_the_aligned_view_is_the_module_with_members_in_the_heads_order() -> None:
     experts = an_experts_module("gpt_oss")
     order = matching(experts, 4, 1)
-    view = AlignedExperts(
+    view = aligned_experts(
         experts, [Group((1, 4), (0.5, 0.5), (1.0, 0.0), head=4), Group((2, 3), (0.5, 0.5), (1.0, 0.0))]
     )
     for expert in range(8):
