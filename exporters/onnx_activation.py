@@ -116,16 +116,13 @@ def node_fault(kind: Activation, has_bias: bool, half: bool) -> str | None:
     dtype, code = (torch.float16, TensorProto.FLOAT16) if half else (torch.float32, TensorProto.FLOAT)
     generator = torch.Generator().manual_seed(0)
     count, hidden, inner, rows = 3, 8, 8, (16 if kind.is_gated else 8)
-    tensors = {
-        "x": torch.randn(5, hidden, generator=generator),
-        "logits": torch.randn(5, count, generator=generator),
-        "fc1": torch.randn(count, rows, hidden, generator=generator) / 3,
-        "fc1_bias": torch.randn(count, rows, generator=generator) if has_bias else None,
-        "fc2": torch.randn(count, hidden, inner, generator=generator) / 3,
-        "fc2_bias": torch.randn(count, hidden, generator=generator) if has_bias else None,
-    }
-    stored = {name: value.to(dtype) for name, value in tensors.items() if value is not None}
-    names, attributes = [name if name in stored else "" for name in tensors], kind.attributes()
+    shapes = {
+        "x": (5, hidden), "logits": (5, count), "fc1": (count, rows, hidden), "fc1_bias": (count, rows),
+        "fc2": (count, hidden, inner), "fc2_bias": (count, hidden),
+    }  # fmt: skip
+    names, attributes = [name if has_bias or "bias" not in name else "" for name in shapes], kind.attributes()
+    drawn = {name: torch.randn(shapes[name], generator=generator) for name in names if name}
+    stored = {name: (value / 3 if name in ("fc1", "fc2") else value).to(dtype) for name, value in drawn.items()}
     node = helper.make_node("MoE", names, ["y"], domain="com.microsoft", k=2, normalize_routing_weights=1, **attributes)
     weights = [numpy_helper.from_array(value.numpy(), name) for name, value in stored.items() if "fc" in name]
     inputs = [helper.make_tensor_value_info(name, code, list(stored[name].shape)) for name in ("x", "logits")]
