@@ -2,7 +2,8 @@
 
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
@@ -28,6 +29,23 @@ def reason_of(error: BaseException, most: int = 300) -> str:
     """What another library's exception says, on one line and not too long."""
     text = " ".join(without_tokens(str(error)).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]} ..."
+
+
+@contextmanager
+def faults_told(what: str, memory: str, otherwise: str) -> Iterator[None]:
+    """Turn the exceptions of models and runtimes, which raise what they like, into one sentence with its remedy.
+
+    `memory` is the remedy where that ran out, `otherwise` the one where neither memory nor a file is at fault.
+    """
+    try:
+        yield
+    except CompressionError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+            raise CompressionError(f"{what}: memory ran out; {memory}") from error
+        remedy = "check its files" if isinstance(error, OSError) else otherwise
+        raise CompressionError(f"{what}: {reason_of(error)}; {remedy}") from error
 
 
 def without_tokens(text: str) -> str:

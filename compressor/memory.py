@@ -1,9 +1,11 @@
-"""Resident memory of this process, sampled: anonymous pages apart from mapped file pages."""
+"""Resident memory of this process, sampled: anonymous pages alone, for those of mapped files can be read again."""
 
 import ctypes
 import os
+import re
 import resource
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -12,31 +14,25 @@ STATUS = Path("/proc/self/status")
 INTERVAL = 0.02  # seconds between samples
 
 
-def resident() -> tuple[int, int]:
-    """(anonymous, file-backed) resident bytes; where the system does not tell, (the peak so far, 0)."""
-    try:
-        lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines() if line.startswith("Rss"))
-        return tuple(int(lines[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile"))  # type: ignore[return-value]
-    except (OSError, KeyError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
+def resident() -> int:
+    """Anonymous resident bytes; where the system does not tell, the peak of all so far."""
+    with suppress(OSError):
+        if found := re.search(r"^RssAnon:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class PeakMemory:
-    """Samples resident memory in a thread while the block runs; `anonymous` is the peak, `mapped` file pages' peak."""
+    """Samples resident memory in a thread while the block runs; `anonymous` is the peak."""
 
     def __init__(self) -> None:
-        self.start = resident()[0]
-        self.anonymous, self.mapped = resident()
+        self.start = self.anonymous = resident()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def _sample(self) -> None:
-        anonymous, mapped = resident()
-        self.anonymous, self.mapped = max(self.anonymous, anonymous), max(self.mapped, mapped)
-
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL):
-            self._sample()
+            self.anonymous = max(self.anonymous, resident())
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -45,7 +41,7 @@ class PeakMemory:
     def __exit__(self, *fault: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._sample()
+        self.anonymous = max(self.anonymous, resident())
 
 
 CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets

@@ -4,19 +4,19 @@ compression.json holds none of them, so that equal runs write equal bytes. The r
 that file; only its owner can read it, and without it nothing is lost but what a report says of the run.
 """
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
-from compressor.files import default_folder, write_whole
+from compressor.files import default_folder, file_digest, write_whole
 from compressor.records import read_as
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class RunRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase
     peak_memory: int = 0  # bytes of anonymous memory at the highest
     command: tuple[str, ...] | None = None  # None: not through the command line
-    finished: str = ""  # UTC, ISO 8601
+    finished: str = ""  # UTC, ISO 8601; told when it is kept
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -60,10 +60,9 @@ def cache_folder(name: str) -> Path:
 
 def digest_of(folder: Path) -> str | None:
     """SHA-256 of an output's compression.json; None if there is none to read."""
-    try:
-        return hashlib.sha256((folder / COMPRESSION).read_bytes()).hexdigest()
-    except OSError:
-        return None
+    with suppress(OSError):
+        return file_digest(folder / COMPRESSION)
+    return None
 
 
 def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -79,24 +78,13 @@ def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None
     return {**calibration, "source": " + ".join(places), "sources": entries}
 
 
-def record_run(
-    folder: Path,
-    source: str,
-    revision: str | None,
-    calibration: Mapping[str, Any] | None,
-    seconds: Mapping[str, float],
-    peak_memory: int,
-    command: Sequence[str] | None,
-) -> None:
+def record_run(folder: Path, record: RunRecord) -> None:
     """Keep what this run knew; access tokens are cut out of the command, and a read-only home is no fault."""
-    record = RunRecord(
-        source, revision, with_folders(calibration), dict(seconds), peak_memory,
-        None if command is None else tuple(without_tokens(argument) for argument in command),
-        datetime.now(UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
-    key = digest_of(folder)
-    if key is not None:
-        write_cached(cache_folder("runs") / f"{key}.json", asdict(record))
+    command = None if record.command is None else tuple(map(without_tokens, record.command))
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    if (key := digest_of(folder)) is not None:
+        kept = replace(record, calibration=with_folders(record.calibration), command=command, finished=finished)
+        write_cached(cache_folder("runs") / f"{key}.json", asdict(kept))
 
 
 def read_record(folder: Path) -> RunRecord | None:
@@ -110,13 +98,15 @@ def read_record(folder: Path) -> RunRecord | None:
         return None
 
 
-def write_cached(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a private file of the cache, whole or not at all; where that fails, nothing is kept."""
+def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
+    """Write a private file of the cache, whole or not at all; where that fails, nothing is kept, and the fault told."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content), errors="backslashreplace")
     except (OSError, ValueError) as error:
         logger.debug("%s could not be written: %s", path, error)
+        return error
+    return None
 
 
 def read_cached(path: Path) -> dict[str, Any] | None:

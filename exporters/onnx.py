@@ -7,7 +7,6 @@ brought into the node's layout one module at a time, the graph is saved, the mod
 import gc
 import json
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
-from compressor.run_record import versions
+from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
 from exporters import safetensors as publishing
 from exporters.onnx_experts import FALLBACKS, LayerRoute, use_nodes
@@ -34,6 +33,7 @@ from exporters.onnx_verify import EXACT, HALF, STOCK, Verification, compare
 
 GRAPH, WEIGHTS, RECORD = "model.onnx", "model.onnx.data", "onnx_export.json"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnx-ir", "torch", "transformers", "moe-compressor")
+RECORDED = ("model", "nodes", "inputs", "outputs", "routes", "verification", "rounding")  # of the summary
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 OPSETS = range(18, 24)
 EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
@@ -111,9 +111,9 @@ def export(
     publishing.check_target(out, options.overwrite)
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
     publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
-    with _workplace(out) as (content, publish):
+    with publishing.making(out) as work:
+        content = work.content
         reference, original, made = _write_graph(opened, content, options, progress)
-        _check_graph(content / GRAPH)
         progress.start("verifying", 1)
         bounds = HALF if options.dtype == "fp16" else EXACT
         verification = compare(content / GRAPH, reference, bounds, _label(options))
@@ -129,14 +129,13 @@ def export(
             **made,
         )
         _write_files(opened, content, options, summary)
-        publish()
     return summary
 
 
 def _label(options: ExportOptions) -> str:
-    changed = ["weights rounded to float16"] if options.dtype == "fp16" else []
-    changed += [FORMATS[options.quantize].label] if FORMATS[options.quantize].label else []
-    return STOCK + (f" with {' and '.join(changed)}" if changed else "")
+    half = "weights rounded to float16" if options.dtype == "fp16" else ""
+    changed = " and ".join(filter(None, (half, FORMATS[options.quantize].label)))
+    return f"{STOCK} with {changed}" if changed else STOCK
 
 
 def _load(partial: PartialModel, units: tuple[str, ...], progress: Progress) -> Any:
@@ -153,10 +152,11 @@ def _load(partial: PartialModel, units: tuple[str, ...], progress: Progress) -> 
 def _write_graph(
     opened: OpenModel, content: Path, options: ExportOptions, progress: Progress
 ) -> tuple[Reference, Reference | None, dict[str, Any]]:
-    """Load, observe, trace and save; the model is let go at the end.
+    """Load, observe, trace, save and check; the model is let go before the check.
 
     Returns what the stock model says, what it said before its experts were rounded, and the graph's facts.
     """
+    import onnx
     import onnx_ir
 
     model, weight_format = _load(opened.partial, opened.architecture.units, progress), FORMATS[options.quantize]
@@ -178,10 +178,10 @@ def _write_graph(
     progress.advance("experts")
     program = export_graph(model, inputs, options.opset)
     progress.advance("graph")
-    sizes = [value.const_value.nbytes for value in program.graph.initializers.values()]
-    external = WEIGHTS if sum(sizes) > options.external_bytes else None
-    onnx_ir.save(program, content / GRAPH, external_data=external, size_threshold_bytes=INLINE_BYTES)
     graph = program.graph
+    size = sum(value.const_value.nbytes for value in graph.initializers.values())
+    external = WEIGHTS if size > options.external_bytes else None
+    onnx_ir.save(program, content / GRAPH, external_data=external, size_threshold_bytes=INLINE_BYTES)
     facts = {
         "nodes": sum(1 for _ in graph.all_nodes()),
         "inputs": tuple(value.name for value in graph.inputs),
@@ -191,6 +191,10 @@ def _write_graph(
     del program, graph, inputs
     model.to_empty(device="meta")  # its weights go, whoever still holds the model
     gc.collect()
+    try:
+        onnx.checker.check_model(str(content / GRAPH), full_check=True)
+    except Exception as error:  # a class for each kind of fault
+        raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
     return reference, original, facts
 
 
@@ -206,58 +210,27 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
             value.data = value.data.to(own[name])
 
 
-def _check_graph(path: Path) -> None:
-    """The format's own checker with full shape inference."""
-    import onnx
-
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:  # a class for each kind of fault
-        raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
-
-
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
     """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
     config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
     _write_json(content / "config.json", config)
     files = carried_files(opened.source.folder)
-    compression = opened.source.folder / "compression.json"
+    compression = opened.source.folder / COMPRESSION
     if compression.is_file():
-        files["compression.json"] = compression
+        files[COMPRESSION] = compression
     for name, source in files.items():
         (content / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, content / name)
+    asked, found = asdict(options), asdict(summary)
     record = {
         "tool": "moe-compressor",
         "versions": versions(PACKAGES),
         "source": opened.source.label,
-        "options": {
-            name: value for name, value in asdict(options).items() if name not in ("overwrite", "external_bytes")
-        },
-        "model": summary.model,
-        "nodes": summary.nodes,
-        "inputs": summary.inputs,
-        "outputs": summary.outputs,
-        "routes": [asdict(route) for route in summary.routes],
-        "verification": asdict(summary.verification),
-        "rounding": None if summary.rounding is None else asdict(summary.rounding),
+        "options": {name: value for name, value in asked.items() if name not in ("overwrite", "external_bytes")},
+        **{name: found[name] for name in RECORDED},
     }
     _write_json(content / RECORD, record)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _workplace(out: Path) -> Iterator[tuple[Path, Any]]:
-    """A fresh hidden folder beside `out`, and what renames it into place; whatever happens, it goes in the end."""
-    work = publishing.Work(out, f"onnx {uuid.uuid4()}")  # no digest is the same, so nothing is ever resumed
-    with publishing.locked(work.folder):
-        try:
-            work.open()
-            yield work.content, lambda: publishing.publish(work, out)
-        except OSError as error:
-            raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(work.folder, ignore_errors=True)

@@ -35,14 +35,9 @@ class Activation:
 
     def attributes(self) -> dict[str, Any]:
         """The node's attributes for this activation."""
-        if not self.is_gated:
-            return {"activation_type": self.kind}
-        found = {
-            "activation_type": self.kind,
-            "swiglu_fusion": 1,  # rows g0, u0, g1, u1, ...
-            "activation_alpha": self.alpha,
-            "activation_beta": self.beta,
-        }
+        found: dict[str, Any] = {"activation_type": self.kind}
+        if self.is_gated:  # rows g0, u0, g1, u1, ...
+            found |= {"swiglu_fusion": 1, "activation_alpha": self.alpha, "activation_beta": self.beta}
         return found if self.limit is None else {**found, "swiglu_limit": self.limit}
 
     def apply(self, inner: Tensor) -> Tensor:
@@ -82,16 +77,10 @@ def _fit_gate(experts: Any) -> Activation | None:
     beta = _probe(experts, one, zero) / slope
     alpha = _round(float(torch.logit(slope)))
     highest = float(_probe(experts, far, one) - _probe(experts, far, zero))
-    limit = None if highest > FAR * 0.99 else _limit(highest, alpha)
-    return Activation("swiglu", alpha, _round(float(beta)), limit)
-
-
-def _limit(highest: float, alpha: float) -> float:
-    """The gate at which g * sigmoid(alpha * g) reaches its highest value: by iteration, for sigmoid is nearly 1."""
     limit = highest
-    for _ in range(50):
+    for _ in range(50):  # to the gate at which g * sigmoid(alpha * g) is that high, for sigmoid is nearly 1
         limit = highest * (1 + math.exp(-alpha * limit))
-    return _round(limit)
+    return Activation("swiglu", alpha, _round(float(beta)), None if highest > FAR * 0.99 else _round(limit))
 
 
 def _round(value: float) -> float:
@@ -100,16 +89,10 @@ def _round(value: float) -> float:
     return short if abs(value - short) < 1e-5 * max(1.0, abs(value)) else value
 
 
-def _grid(width: int) -> Tensor:
-    """Fixed values in [-20, 20] and some far out, [PROBES, width]."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(PROBES, width, generator=generator) * 40 - 20
-    return torch.cat([values[:-1], values[-1:] * 50])
-
-
 def activation(experts: Any) -> Activation | None:
     """The activation of the node that does what the module does, tried out on numbers; None where there is none."""
-    inner = _grid(4)
+    inner = torch.rand(PROBES, 4, generator=torch.Generator().manual_seed(0)) * 40 - 20
+    inner[-1] *= 50  # some values far out
     if experts.has_gate:
         fitted = _fit_gate(experts)
         found: tuple[Activation, ...] = () if fitted is None else (fitted,)
@@ -133,24 +116,14 @@ def node_fault(kind: Activation, has_bias: bool, half: bool) -> str | None:
     dtype, code = (torch.float16, TensorProto.FLOAT16) if half else (torch.float32, TensorProto.FLOAT)
     generator = torch.Generator().manual_seed(0)
     count, hidden, inner, rows = 3, 8, 8, (16 if kind.is_gated else 8)
-    tensors = {
-        "x": torch.randn(5, hidden, generator=generator),
-        "logits": torch.randn(5, count, generator=generator),
-        "fc1": torch.randn(count, rows, hidden, generator=generator) / 3,
-        "fc1_bias": torch.randn(count, rows, generator=generator) if has_bias else None,
-        "fc2": torch.randn(count, hidden, inner, generator=generator) / 3,
-        "fc2_bias": torch.randn(count, hidden, generator=generator) if has_bias else None,
-    }
-    stored = {name: value.to(dtype) for name, value in tensors.items() if value is not None}
-    node = helper.make_node(
-        "MoE",
-        [name if name in stored else "" for name in tensors],
-        ["y"],
-        domain="com.microsoft",
-        k=2,
-        normalize_routing_weights=1,
-        **kind.attributes(),
-    )
+    shapes = {
+        "x": (5, hidden), "logits": (5, count), "fc1": (count, rows, hidden), "fc1_bias": (count, rows),
+        "fc2": (count, hidden, inner), "fc2_bias": (count, hidden),
+    }  # fmt: skip
+    names, attributes = [name if has_bias or "bias" not in name else "" for name in shapes], kind.attributes()
+    drawn = {name: torch.randn(shapes[name], generator=generator) for name in names if name}
+    stored = {name: (value / 3 if name in ("fc1", "fc2") else value).to(dtype) for name, value in drawn.items()}
+    node = helper.make_node("MoE", names, ["y"], domain="com.microsoft", k=2, normalize_routing_weights=1, **attributes)
     weights = [numpy_helper.from_array(value.numpy(), name) for name, value in stored.items() if "fc" in name]
     inputs = [helper.make_tensor_value_info(name, code, list(stored[name].shape)) for name in ("x", "logits")]
     output = helper.make_tensor_value_info("y", code, [5, hidden])

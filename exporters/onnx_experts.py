@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import parameter_names
 from exporters.onnx_activation import Activation, activation, supported
@@ -43,15 +42,11 @@ def first_rows(experts: Any, value: Tensor) -> Tensor:
 
 def node_tensors(experts: Any) -> dict[str, Tensor]:
     """The module's tensors as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the biases if any."""
-    first, second, *biases = parameter_names(experts)
-    found: dict[str, Tensor] = {}
-    for name in (first, second):
-        weight = getattr(experts, name).detach()
-        found[name] = weight.transpose(1, 2) if experts.is_transposed else weight
-    for name in biases:
-        found[name] = getattr(experts, name).detach()
-    for name in (first, *biases[:1]):
-        found[name] = first_rows(experts, found[name])
+    names = parameter_names(experts)  # two weights, then two biases or none
+    found = {name: getattr(experts, name).detach() for name in names}
+    if experts.is_transposed:
+        found |= {name: found[name].transpose(1, 2) for name in names[:2]}
+    found |= {name: first_rows(experts, found[name]) for name in names[::2]}
     return {name: value.contiguous() for name, value in found.items()}
 
 
@@ -127,8 +122,6 @@ def use_nodes(
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if fallback not in FALLBACKS:
-        raise CompressionError(f"there is no fallback {fallback!r}; known are {', '.join(FALLBACKS)}")
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     routes = []
     for name, experts in experts_modules(model):

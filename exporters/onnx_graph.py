@@ -53,20 +53,15 @@ class TraceInputs:
 
 def fresh_cache(model: Any) -> Any:
     """An empty stock cache whose sliding layers keep every key: the mask applies the window, the graph stays one."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import (
-        DynamicLayer,
-        DynamicSlidingWindowLayer,
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionAndSlidingWindowAttentionLayer,
-    )
+    from transformers import cache_utils as stock
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = stock.DynamicCache(config=model.config.get_text_config(decoder=True))
     for place, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[place] = DynamicLayer()
-        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
-            cache.layers[place] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+        if type(layer) is stock.DynamicSlidingWindowLayer:
+            cache.layers[place] = stock.DynamicLayer()
+        elif type(layer) is stock.LinearAttentionAndSlidingWindowAttentionLayer:
+            states = layer.number_of_states
+            cache.layers[place] = stock.LinearAttentionAndFullAttentionLayer(number_of_states=states)
     return cache
 
 
@@ -77,21 +72,16 @@ def graph_name(path: str) -> str:
 
 def _axes(path: str, one: Tensor, two: Tensor) -> tuple[tuple[int, str], ...]:
     """Which axes differ between two samples' cache tensors, and with what they grow."""
-    (batch, past), (other_batch, other_past) = SAMPLES
-    found = []
-    for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
-        if sizes[0] == sizes[1]:
-            continue
-        if sizes == (batch, other_batch):
-            found.append((axis, "batch"))
-        elif sizes == (past, other_past):
-            found.append((axis, "past"))
-        else:
+    batches, pasts = zip(*SAMPLES, strict=True)
+    known = {batches: "batch", pasts: "past"}
+    grown = [(axis, sizes) for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if len({*sizes}) > 1]
+    for _, sizes in grown:
+        if sizes not in known:
             raise CompressionError(
                 f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the past grows from "
-                f"{past} to {other_past} tokens, so no graph input can stand for it; export it with --no-past"
+                f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
             )
-    return tuple(found)
+    return tuple((axis, known[sizes]) for axis, sizes in grown)
 
 
 def sample_length(config: Any) -> int:
@@ -142,17 +132,14 @@ def trace_inputs(model: Any, past: bool) -> TraceInputs:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what torch and onnxscript print and warn while they export."""
-    loggers = [logging.getLogger(name) for name in NOISY]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), quiet_transformers():
+    with contextlib.ExitStack() as stack:
+        for manager in (warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), quiet_transformers()):
+            stack.enter_context(manager)
         warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        for logger in map(logging.getLogger, NOISY):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield
 
 
 @contextlib.contextmanager
@@ -175,19 +162,15 @@ def _extremum(plain: Any, symbolic: Any, *values: Any, **options: Any) -> Any:
     return symbolic(*values) if traced else plain(*values, **options)
 
 
-def _dynamic_shapes(inputs: TraceInputs) -> dict[str, Any]:
-    dynamic = torch.export.Dim.AUTO
-    shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample if name != CACHE}
-    if inputs.cache:
-        shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
-    return shapes
-
-
 def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     """The onnx_ir model of a stock model, with clean names and axes; raises `CompressionError` with the reason."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    settings = OnnxConfig(dynamic_shapes=_dynamic_shapes(inputs), opset_version=opset)
+    dynamic = torch.export.Dim.AUTO
+    shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample}
+    if inputs.cache:
+        shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
+    settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset)
     try:
         with _quiet(), _symbolic_minimum(model):
             program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
@@ -284,14 +267,12 @@ def _rename_axes(value: Any, symbols: Mapping[str, str]) -> None:
 
     if value.shape is None:
         return
-    dims: list[Any] = []
-    for dim in value.shape:
-        text = None if isinstance(dim, int) else dim.value
-        if text is None:
-            dims.append(dim)
+    dims = list(value.shape)
+    for place, dim in enumerate(dims):
+        if isinstance(dim, int) or dim.value is None:
             continue
-        unknown = [symbol for symbol in SYMBOL.findall(text) if symbol not in symbols]
-        text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), text)
+        unknown = not symbols.keys() >= {*SYMBOL.findall(dim.value)}
+        text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), dim.value)
         total = text in ("past + sequence", "sequence + past")
-        dims.append(onnx_ir.SymbolicDim(None if unknown else "total" if total else text))
+        dims[place] = onnx_ir.SymbolicDim(None if unknown else "total" if total else text)
     value.shape = onnx_ir.Shape(dims)

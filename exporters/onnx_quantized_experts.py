@@ -93,17 +93,12 @@ def qmoe_node(experts: Any, kind: Activation, scheme: Scheme) -> tuple[MoeNode, 
     return node, qmoe_tensors(experts, scheme)
 
 
-FORMATS: Mapping[str, WeightFormat] = {
-    "none": PLAIN,
-    **{
-        name: WeightFormat(
-            partial(qmoe_node, scheme=scheme),
-            partial(round_experts, scheme=scheme),
-            f"experts rounded to {scheme.describe()}",
-        )
-        for name, scheme in SCHEMES.items()
-    },
-}
+def _rounded(scheme: Scheme) -> WeightFormat:
+    node, rounding = partial(qmoe_node, scheme=scheme), partial(round_experts, scheme=scheme)
+    return WeightFormat(node, rounding, f"experts rounded to {scheme.describe()}")
+
+
+FORMATS: Mapping[str, WeightFormat] = {"none": PLAIN, **{name: _rounded(scheme) for name, scheme in SCHEMES.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +112,10 @@ class RoundingCost:
 
 def rounding_cost(before: Reference, after: Reference) -> RoundingCost:
     """Compare the cases that both references hold, at real tokens only."""
-    later = {case.name: case for case in after.cases}
-    pairs = [
-        (case.logits[case.mask.bool()], later[case.name].logits[case.mask.bool()])
-        for case in before.cases
-        if case.name in later
-    ]
-    one, two = (torch.cat(values) for values in zip(*pairs, strict=True))  # [T, V]
+    later = {case.name: case.logits for case in after.cases}
+    shared = [case for case in before.cases if case.name in later]
+    one = torch.cat([case.logits[case.mask.bool()] for case in shared])  # [T, V]
+    two = torch.cat([later[case.name][case.mask.bool()] for case in shared])
     return RoundingCost(
         largest_difference=float((one - two).abs().max()),
         largest_logit=float(one.abs().max()),

@@ -4,7 +4,6 @@ It is asked first, and what it said is kept, so that model and graph need not be
 """
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +52,10 @@ class Reference:
 
 def special_tokens(config: Any) -> frozenset[int]:
     """Token ids that the config gives a meaning: padding, images and so on."""
-    found: set[Any] = set()
-    for node in (config, config.get_text_config(decoder=True)):
-        for name, value in vars(node).items():
-            if name.endswith(("_token_id", "_token_index")):
-                found.update(value if isinstance(value, list | tuple) else [value])
-    return frozenset(value for value in found if isinstance(value, int))
+    fields = (*vars(config).items(), *vars(config.get_text_config(decoder=True)).items())
+    named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+    several = (value if isinstance(value, list | tuple) else [value] for value in named)
+    return frozenset(value for each in several for value in each if isinstance(value, int))
 
 
 def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
@@ -80,14 +77,15 @@ def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None 
 
 
 @torch.no_grad()
-def _case(model: Any, name: str, tokens: Tensor, mask: Tensor, chunks: Sequence[int]) -> Case:
+def _case(model: Any, name: str, tokens: Tensor, chunks: tuple[int, ...], mask: Tensor | None = None) -> Case:
+    mask = torch.ones_like(tokens) if mask is None else mask
     output = model(**model_inputs(model, tokens, 0, mask), use_cache=False)
     if output.logits.shape[:2] != tokens.shape:
         raise CompressionError(
             f"{type(model).__name__} does not give one row of logits for each token; only language models that "
             "do can be exported"
         )
-    return Case(name, tokens, mask, tuple(chunks), output.logits.float().clone())
+    return Case(name, tokens, mask, chunks, output.logits.float().clone())
 
 
 @torch.no_grad()
@@ -100,7 +98,7 @@ def _greedy(model: Any, prompt: Tensor, count: int, past: bool) -> tuple[Tensor,
             cache, fed = output.past_key_values, tokens.shape[1]
         logits.append(output.logits[0, -1].float().clone())
         tokens = torch.cat([tokens, logits[-1].argmax().view(1, 1)], dim=1)
-    return tokens[0, prompt.shape[1] :], torch.stack(logits)
+    return tokens[0, prompt.shape[1] :], torch.stack(logits) if logits else torch.zeros(0, 1)
 
 
 def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
@@ -111,19 +109,14 @@ def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
     for number, (rows, wanted) in enumerate(SHAPES):
         length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
         drawn = random_tokens(config, rows, length, number)
-        cases.append(_case(model, f"{PREFILL} {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
+        cases.append(_case(model, f"{PREFILL} {rows} x {length}", drawn, (length,)))
     drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
     mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
-    cases.append(_case(model, "left padding", drawn, mask, (PADDED_LENGTH,)))
+    cases.append(_case(model, "left padding", drawn, (PADDED_LENGTH,), mask))
     prompt = random_tokens(config, 1, PROMPT, 13)
     if past:
-        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
-        cases.append(_case(model, "chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
+        cases.append(_case(model, "chunked prefill", random_tokens(config, 2, sum(CHUNKS), 12), CHUNKS))
         drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
-        decoded = (PADDED_LENGTH - 4, 1, 1, 1, 1)
-        cases.append(_case(model, "left padding, cached decode", drawn, mask, decoded))
+        cases.append(_case(model, "left padding, cached decode", drawn, (PADDED_LENGTH - 4, 1, 1, 1, 1), mask))
     count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
-    greedy, logits = (
-        _greedy(model, prompt, count, past) if count else (torch.zeros(0, dtype=torch.long), torch.zeros(0, 1))
-    )
-    return Reference(type(model).__name__, tuple(cases), prompt, greedy, logits)
+    return Reference(type(model).__name__, tuple(cases), prompt, *_greedy(model, prompt, count, past))

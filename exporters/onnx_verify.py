@@ -1,7 +1,8 @@
 """Whether an ONNX graph computes what the stock model does: it is asked everything that was asked of that."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from compressor.generation.decoders import DecoderGraph
 from exporters.onnx_reference import PREFILL, Case, Reference
 
 STOCK = "the stock model in float32"
+GREEDY = "greedy"  # the name of the last case
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +94,16 @@ class Session(DecoderGraph):
 def run_case(session: Session, case: Case) -> Tensor:
     """The graph's logits [B, S, V] of a case, chunk by chunk."""
     session.start(case.tokens.shape[0])
-    found, done = [], 0
-    for size in case.chunks:
-        found.append(session.step(case.tokens[:, done : done + size], case.mask[:, : done + size]))
-        done += size
-    return torch.cat(found, dim=1)
+    pieces = case.tokens.split(case.chunks, dim=1)
+    return torch.cat([session.step(new, case.mask[:, : session.past + new.shape[1]]) for new in pieces], dim=1)
 
 
 def run_greedy(session: Session, reference: Reference) -> Tensor:
     """The logits [N, V] from which the graph would choose each greedy token, given the earlier reference tokens."""
     session.start(1)
-    tokens, found = reference.prompt, []
-    for token in reference.greedy:
-        new = tokens[:, session.past :]
-        found.append(session.step(new, torch.ones_like(tokens))[0, -1])
-        tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
-    return torch.stack(found) if found else torch.zeros(0, 1)
+    text, begin = torch.cat([reference.prompt, reference.greedy[None]], dim=1), reference.prompt.shape[1]
+    given = (text[:, :end] for end in range(begin, text.shape[1]))
+    return torch.stack([session.step(tokens[:, session.past :], torch.ones_like(tokens))[0, -1] for tokens in given])
 
 
 def _gaps(one: Tensor, two: Tensor) -> Tensor:
@@ -127,26 +123,33 @@ class _Agreement:
     tokens: int
 
 
-def _agreement(name: str, gaps: Tensor, tolerance: Tolerance, bound: float, model: str, where: str) -> _Agreement:
+def _agreement(name: str, gaps: Tensor, tolerance: Tolerance, reference: Reference) -> _Agreement:
     """What the gaps [T] of one case come to; raises `CompressionError` if too many are too large."""
+    bound = tolerance.of(reference.largest)
     beyond = ~(gaps <= bound)
     count = int(beyond.sum())
     if count > tolerance.ties(len(gaps)) or bool(gaps.isinf().any()):
+        where = "greedy generation" if name == GREEDY else f"the case {name!r}"
         raise CompressionError(
-            f"the ONNX graph of {model} is wrong in {where}: its logits differ from the stock model's by "
+            f"the ONNX graph of {reference.model} is wrong in {where}: its logits differ from the stock model's by "
             f"{float(gaps.max()):.2g}, more than {bound:.2g}"
         )
-    within = gaps[~beyond]
-    return _Agreement(name, float(within.max()) if len(within) else 0.0, count, len(gaps))
+    return _Agreement(name, float(gaps.where(~beyond, 0.0).max()), count, len(gaps))
 
 
-def _where_right(case: Case, right: Sequence[_Agreement], failed: bool) -> str:
-    """For which shapes the graph is right, and what it means that others fail."""
-    if not (right and case.name.startswith(PREFILL)):
-        return ""
-    shapes = ", ".join(entry.name.removeprefix(f"{PREFILL} ") for entry in right)
-    fixed = "; the stock code's loop over tokens or chunks is traced for some lengths only" if failed else ""
-    return f" (it is right for {shapes}{fixed})"
+@contextmanager
+def _faults_told(name: str, right: Sequence[_Agreement]) -> Iterator[None]:
+    """Add for which shapes the graph is right, and what it means that others fail."""
+    try:
+        yield
+    except CompressionError as error:
+        where = ""
+        if right and name.startswith(PREFILL):
+            shapes = ", ".join(entry.name.removeprefix(f"{PREFILL} ") for entry in right)
+            failed = error.__cause__ is not None  # in ONNX Runtime, rather than giving other logits
+            fixed = "; the stock code's loop over tokens or chunks is traced for some lengths only" if failed else ""
+            where = f" (it is right for {shapes}{fixed})"
+        raise CompressionError(f"{error}{where}; nothing was written") from error
 
 
 def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str = STOCK) -> Verification:
@@ -155,27 +158,19 @@ def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str =
     A greedy token that differs is a fault unless the stock model itself was undecided by less than the tolerance.
     For a graph with rounded weights, `reference` is made with the same rounded weights; `label` says so.
     """
-    session = Session(path)
-    bound = tolerance.of(reference.largest)
+    session, bound, equal = Session(path), tolerance.of(reference.largest), 0
     found: list[_Agreement] = []
     for case in reference.cases:
         real = case.mask.bool()
-        try:
+        with _faults_told(case.name, found):
             gaps = _gaps(run_case(session, case)[real], case.logits[real])
-            where = f"the case {case.name!r}"
-            found.append(_agreement(case.name, gaps, tolerance, bound, reference.model, where))
-        except CompressionError as error:
-            failed = error.__cause__ is not None  # in ONNX Runtime, rather than giving other logits
-            raise CompressionError(f"{error}{_where_right(case, found, failed)}; nothing was written") from error
-    equal = 0
+            found.append(_agreement(case.name, gaps, tolerance, reference))
     if len(reference.greedy):
-        logits = run_greedy(session, reference)
-        gaps = _gaps(logits, reference.greedy_logits)
-        equal = _equal_tokens(logits, reference, bound, tolerance.ties(len(gaps)))
-        try:
-            found.append(_agreement("greedy", gaps, tolerance, bound, reference.model, "greedy generation"))
-        except CompressionError as error:
-            raise CompressionError(f"{error}; nothing was written") from error
+        with _faults_told(GREEDY, found):
+            logits = run_greedy(session, reference)
+            gaps = _gaps(logits, reference.greedy_logits)
+            equal = _equal_tokens(logits, reference, bound, tolerance.ties(len(gaps)))
+            found.append(_agreement(GREEDY, gaps, tolerance, reference))
     return Verification(
         largest_difference=max(entry.largest for entry in found),
         tolerance=bound,
@@ -198,7 +193,6 @@ def _equal_tokens(logits: Tensor, reference: Reference, bound: float, ties: int 
         refused += margin > 2 * bound
         if refused > ties:
             raise CompressionError(
-                f"the ONNX graph of {reference.model} generates token {mine} instead of {theirs} at step {number}; "
-                "nothing was written"
+                f"the ONNX graph of {reference.model} generates token {mine} instead of {theirs} at step {number}"
             )
     return int((chosen == reference.greedy).sum())

@@ -11,10 +11,11 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from compressor.errors import CompressionError
 from compressor.files import replace_folder, replacing
@@ -141,15 +142,27 @@ def write(
     out = Path(os.path.abspath(out))
     check_target(out, overwrite)
     check_space(out, job.nbytes)
-    work = Work(out, job.digest)
+    with making(out, job.digest) as work:
+        _fill(job, work, progress)
+        job.verify(work.content)
+
+
+@contextmanager
+def making(out: Path, digest: str | None = None) -> Iterator[Work]:
+    """The work folder of `out`, held alone, whose content becomes `out` in the end and of which a fault leaves nothing.
+
+    A kill leaves what is there to a run with the same digest; without a digest nothing is left or gone on with.
+    """
+    work = Work(out, digest or f"never the same: {uuid4()}")
     try:
         with locked(work.folder):
             try:
-                _fill(job, work, progress)
-                job.verify(work.content)
-                publish(work, out)
-            except Exception:  # a fault leaves nothing; a kill leaves the journal and the finished layers
-                shutil.rmtree(work.folder, ignore_errors=True)
+                work.open()
+                yield work
+                _publish(work, out)
+            except BaseException as error:
+                if digest is None or isinstance(error, Exception):
+                    shutil.rmtree(work.folder, ignore_errors=True)
                 raise
             shutil.rmtree(work.folder, ignore_errors=True)
     except OSError as error:
@@ -161,15 +174,15 @@ def write(
 
 
 def _fill(job: OutputJob, work: Work, progress: Callable[[str, int], None]) -> None:
-    work.open()
     shards = lay_out(job.outputs, job.max_shard_bytes)
     place = {name: (shard.name, offset) for shard in shards for name, offset in shard.offsets.items()}
     files: dict[str, int] = {}
-    flusher = ThreadPoolExecutor(1)
-    try:
+    with ExitStack() as stack:
         for shard in shards:
             files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
+            stack.callback(os.close, files[shard.name])
             begin_shard(files[shard.name], shard)
+        flusher = stack.enter_context(ThreadPoolExecutor(1))  # which ends before its files are closed
         flushes: list[Future[None]] = []
         for unit in job.units:
             expected = {output.name: output.nbytes for output in job.outputs if output.unit == unit}
@@ -177,23 +190,19 @@ def _fill(job: OutputJob, work: Work, progress: Callable[[str, int], None]) -> N
                 _write_unit(job, unit, expected, {name: (files[place[name][0]], place[name][1]) for name in expected})
                 work.finished.add(unit)
                 work.save()
-                touched = sorted({files[place[name][0]] for name in expected})
+                touched = {files[place[name][0]] for name in expected}
                 flushes.append(flusher.submit(_flush, touched))  # the disk works meanwhile, the end need not wait
             progress(unit, sum(expected.values()))
         for flush in flushes:
             flush.result()
-        _flush(list(files.values()))
-    finally:
-        flusher.shutdown()
-        for file in files.values():
-            os.close(file)
+        _flush(files.values())
     if len(shards) > 1:
         _write_file(work.content / "model.safetensors.index.json", index_json(job, shards))
     for file_name, source in job.files.items():
         _write_file(work.content / file_name, source if isinstance(source, bytes) else source.read_bytes())
 
 
-def _flush(files: list[int]) -> None:
+def _flush(files: Iterable[int]) -> None:
     for file in files:
         os.fsync(file)
 
@@ -236,7 +245,7 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def publish(work: Work, out: Path) -> None:
+def _publish(work: Work, out: Path) -> None:
     """Rename the finished folder into place; one that it replaces is deleted only afterwards."""
     replaced = work.folder / "replaced"
     shutil.rmtree(replaced, ignore_errors=True)

@@ -37,12 +37,8 @@ def lay_out(outputs: tuple[OutputTensor, ...], max_shard_bytes: int) -> list[Sha
     shards = []
     for number, content in enumerate(bins, start=1):
         name = "model.safetensors" if len(bins) == 1 else f"model-{number:05d}-of-{len(bins):05d}.safetensors"
-        shards.append(_shard(name, sorted(content, key=_width, reverse=True)))
+        shards.append(_shard(name, sorted(content, key=lambda output: -DTYPE_BITS[output.dtype])))
     return shards
-
-
-def _width(output: OutputTensor) -> int:
-    return DTYPE_BITS[output.dtype]
 
 
 def _shard(name: str, content: list[OutputTensor]) -> Shard:
@@ -65,12 +61,10 @@ def _shard(name: str, content: list[OutputTensor]) -> Shard:
 
 def index_json(job: OutputJob, shards: list[Shard]) -> bytes:
     """The index file that tells loaders which shard holds a tensor."""
-    weight_map = {name: shard.name for shard in shards for name in shard.offsets}
+    places = dict(sorted((name, shard.name) for shard in shards for name in shard.offsets))
     parameters = sum(output.parameters for output in job.outputs)
     metadata = {"total_parameters": parameters, "total_size": job.nbytes}
-    return (
-        json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
-    ).encode()
+    return (json.dumps({"metadata": metadata, "weight_map": places}, indent=2) + "\n").encode()
 
 
 def begin_shard(file: int, shard: Shard) -> None:
@@ -87,14 +81,11 @@ def begin_shard(file: int, shard: Shard) -> None:
 
 
 def _copy_range(piece: FileRange, target: int, offset: int) -> None:
-    source = os.open(piece.path, os.O_RDONLY)
-    try:
+    with piece.path.open("rb", buffering=0) as source:
         done = 0
         while done < piece.length:
             size = min(piece.length - done, COPY_BYTES)
-            done += _copy_some(source, piece.offset + done, target, offset + done, size, piece.path)
-    finally:
-        os.close(source)
+            done += _copy_some(source.fileno(), piece.offset + done, target, offset + done, size, piece.path)
 
 
 def _copy_some(source: int, begin: int, target: int, offset: int, size: int, path: Path) -> int:

@@ -21,7 +21,7 @@ from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan, check_against
 from compressor.progress import Progress
-from compressor.run_record import record_run
+from compressor.run_record import RunRecord, record_run
 from compressor.surgery.job import make_job
 
 
@@ -201,7 +201,6 @@ def _carry_out(run: Run, plan: CompressionPlan, place: _Place, calibration: Cali
 
 def _record(model: OpenModel, summary: Summary, command: Sequence[str] | None) -> None:
     """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
-    source, calibration = model.source, summary.plan.calibration
-    record_run(
-        Path(summary.out), source.name, source.revision, calibration, summary.seconds, summary.peak_memory, command
-    )
+    source, calibration, words = model.source, summary.plan.calibration, None if command is None else tuple(command)
+    known = RunRecord(source.name, source.revision, calibration, summary.seconds, summary.peak_memory, words)
+    record_run(Path(summary.out), known)

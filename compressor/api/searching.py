@@ -1,10 +1,10 @@
 """Compressing under a gate: the output is put in place only if it passes, alone or as the smallest that does."""
 
-import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from compressor.api.compressing import Summary, compress
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
-from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
+from compressor.evaluation.tasks import resolve_tasks
 from compressor.gates.report import LONE_HALVES, gate_json
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult, Verdict
@@ -21,6 +21,8 @@ from compressor.model.opened import open_model
 from compressor.model.routers import check_count
 from compressor.planning.request import Request
 from compressor.progress import Progress, Silent
+from compressor.records import read_object
+from compressor.run_record import COMPRESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +76,34 @@ def compress_gated(
             "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
         )
     listener = progress or Silent()
-    source = locate(model, revision, listener)
-    judge = _Trial(source, Path(out), gate, resolve_tasks(gate.options), inconclusive, keep_failed, listener, after)
+    source, tasks = locate(model, revision, listener), resolve_tasks(gate.options)
     attempts: list[Attempt] = []
     summaries: list[Summary] = []
+
+    def judge(folder: Path) -> None:
+        made = ModelSource(str(folder), None, folder)
+        result = run_gate(source, made, tasks, gate, listener, label=Path(out).name)
+        accepted = (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
+        attempts.append(Attempt(int(read_object(folder / COMPRESSION)["plan"]["experts"]), result, accepted))
+        (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        if not (keep_failed or accepted):
+            raise RejectedError(f"{out} did not pass the gate ({result.verdict}) and was not written")
+        if after is not None:
+            after(folder)
 
     def passes(tried: Request) -> bool:
         with suppress(RejectedError):
             made = compress(
                 model, out, tried, revision=source.revision, overwrite=overwrite or bool(summaries),
-                progress=listener, accept=judge.accept, command=command,
+                progress=listener, accept=judge, command=command,
             )  # fmt: skip
             summaries.append(made)
-        attempts.append(judge.found.pop())
         return attempts[-1].accepted
 
     if search:
         counts = possible_counts(source, asked)
         steps = math.ceil(math.log2(len(counts) + 1))
-        judge.gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
+        gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
         smallest(counts, lambda count: passes(replace(asked, experts=count)))
     else:
         passes(asked)
@@ -101,25 +112,16 @@ def compress_gated(
 
 def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None:
     """The smallest of ascending `counts` that passes, if larger ones do whenever a smaller one does; None if none."""
-    low, high = 0, len(counts)
-    while low < high:
-        middle = (low + high) // 2
-        if passes(counts[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return counts[low] if low < len(counts) else None
+    first = bisect_left(counts, True, key=passes)
+    return counts[first] if first < len(counts) else None
 
 
 def possible_counts(source: ModelSource, request: Request) -> list[int]:
     """Numbers of experts that every layer can be cut to."""
     layers = open_model(source, request.dtype, request.device).architecture.layers
-    found = [count for count in range(1, layers[0].experts) if all(_possible(layer, count) for layer in layers)]
-    if not found:
-        raise CompressionError(
-            f"no number of experts below {layers[0].experts} works for this model; nothing to search"
-        )
-    return found
+    if found := [count for count in range(1, layers[0].experts) if all(_possible(layer, count) for layer in layers)]:
+        return found
+    raise CompressionError(f"no number of experts below {layers[0].experts} works for this model; nothing to search")
 
 
 def _possible(layer: MoeLayer, count: int) -> bool:
@@ -128,35 +130,3 @@ def _possible(layer: MoeLayer, count: int) -> bool:
     except CompressionError:
         return False
     return True
-
-
-def _experts(folder: Path) -> int:
-    """The experts per layer that an output says it has."""
-    return int(json.loads((folder / "compression.json").read_text(encoding="utf-8"))["plan"]["experts"])
-
-
-@dataclass(slots=True)
-class _Trial:
-    """Takes each output through the gate before it is put in place."""
-
-    source: ModelSource
-    out: Path
-    gate: GateRequest
-    tasks: Sequence[EvaluationTask]
-    inconclusive: Verdict
-    keep_failed: bool
-    progress: Progress
-    after: Callable[[Path], None] | None
-    found: list[Attempt] = field(default_factory=list)
-
-    def accept(self, folder: Path) -> None:
-        """Judge the output in `folder`, note the attempt, and raise `RejectedError` if it may not take its place."""
-        made = ModelSource(str(folder), None, folder)
-        result = run_gate(self.source, made, self.tasks, self.gate, self.progress, label=self.out.name)
-        accepted = (self.inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
-        self.found.append(Attempt(_experts(folder), result, accepted))
-        (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
-        if not (self.keep_failed or accepted):
-            raise RejectedError(f"{self.out} did not pass the gate ({result.verdict}) and was not written")
-        if self.after is not None:
-            self.after(folder)

@@ -14,10 +14,9 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from compressor.checkpoint.faults import hub_fault, is_refusal, told_reason
-from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
+from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_weight_map
 from compressor.errors import CompressionError
 from compressor.progress import Progress
-from compressor.records import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +68,14 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
 
 
 def find_repository(model: str, revision: str | None, weights: Weights = "safetensors") -> Repository | Path:
-    """What the Hub holds; a whole copy in the cache, with a warning, where the Hub cannot be asked."""
+    """What the Hub holds, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
+    api = HfApi()
     try:
-        return list_repository(model, revision)
+        commit = api.model_info(model, revision=revision).sha or revision or "main"
+        entries = list(api.list_repo_tree(model, revision=commit))
+        if any(entry.path == TEMPLATES for entry in entries):
+            entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
+        return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
     except Exception as error:
         folder = None if is_refusal(error) else cached_folder(model, revision)
         if folder is None:
@@ -85,23 +89,10 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
         return folder
 
 
-def list_repository(model: str, revision: str | None) -> Repository:
-    """Commit, names and sizes, by two or three small requests; raises what the Hub client raises."""
-    api = HfApi()
-    commit = api.model_info(model, revision=revision).sha or revision or "main"
-    entries = list(api.list_repo_tree(model, revision=commit))
-    if any(entry.path == TEMPLATES for entry in entries):
-        entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
-    return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
-
-
 def cached_folder(model: str, revision: str | None) -> Path | None:
     """Where the cache has a revision as it was last seen; no request is made."""
-    for name in (CONFIG, MODEL_NAME):
-        found = try_to_load_from_cache(model, name, revision=revision)
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+    known = [try_to_load_from_cache(model, name, revision=revision) for name in (CONFIG, MODEL_NAME)]
+    return next((Path(found).parent for found in known if isinstance(found, str)), None)
 
 
 def weights_file(model: str, names: Collection[str], weights: Weights = "safetensors") -> str:
@@ -161,12 +152,7 @@ def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
 
 def _placed(folder: Path, head: str) -> list[str]:
     """The shards of an index that has been fetched; a file that is no index stands for itself."""
-    if head != INDEX_NAME:
-        return [head]
-    places = read_object(folder / head).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CompressionError(f"{folder / head} has no weight_map; restore the file from its source")
-    return sorted({str(file) for file in places.values()})
+    return sorted({str(file) for file in read_weight_map(folder / head).values()}) if head == INDEX_NAME else [head]
 
 
 def _lost(folder: Path, weights: Weights) -> str | None:
@@ -203,18 +189,17 @@ def steps(nbytes: int) -> int:
 
 
 def _fetch_weights(found: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
-    told = 0
+    left = last = steps(file.size)
 
-    def reach(step: int) -> None:
-        nonlocal told
-        while told < step:
-            told += 1
+    def come(nbytes: int) -> None:
+        nonlocal left
+        while left > max(1, last - nbytes // STEP_BYTES):  # the last step is told when the file is in place
+            left -= 1
             progress.advance(file.path)
 
-    last = steps(file.size)
-    # the last step is told when the file is in place
-    _fetch(found.model, file.path, found.commit, lambda come: reach(min(come // STEP_BYTES, last - 1)), damaged)
-    reach(last)
+    _fetch(found.model, file.path, found.commit, come, damaged)
+    for _ in range(left):
+        progress.advance(file.path)
 
 
 def _fetch(

@@ -12,26 +12,12 @@ import torch
 from compressor.errors import CompressionError
 
 TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
 DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -79,8 +65,8 @@ class Size:
     @classmethod
     def of(cls, tensors: Iterable[Stored]) -> Self:
         """The sums over these tensors."""
-        counted = [(tensor.parameters, tensor.nbytes) for tensor in tensors]
-        return cls(sum(parameters for parameters, _ in counted), sum(nbytes for _, nbytes in counted))
+        counted = list(tensors)
+        return cls(sum(tensor.parameters for tensor in counted), sum(tensor.nbytes for tensor in counted))
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -98,21 +84,19 @@ def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str
             begin, end = (_natural(offset) for offset in entry["data_offsets"])
             shape = tuple(_natural(size) for size in entry["shape"])
             info = TensorInfo(name, file, str(entry["dtype"]), shape, data_start + begin, data_start + end)
-            if info.dtype not in DTYPE_BITS:
-                raise CompressionError(
-                    f"{file}: tensor {name!r} has dtype {info.dtype!r}, which the safetensors format does not know; "
-                    "download the file again"
-                )
-            sound = info.nbytes == tensor_bytes(info.dtype, info.shape)
         except (KeyError, TypeError, ValueError) as error:
             raise CompressionError(
                 f"{file}: the header entry of tensor {name!r} cannot be read; download the file again"
             ) from error
-        if not sound:
+        if info.dtype not in DTYPE_BITS:
+            raise CompressionError(
+                f"{file}: tensor {name!r} has dtype {info.dtype!r}, which the safetensors format does not know; "
+                "download the file again"
+            )
+        if info.nbytes != tensor_bytes(info.dtype, info.shape):
             raise CompressionError(
                 f"{file}: tensor {name!r} claims {info.nbytes} bytes, its dtype {info.dtype} and shape "
-                f"{list(info.shape)} "
-                "need another number; download the file again"
+                f"{list(info.shape)} need another number; download the file again"
             )
         tensors[name] = info
     return tensors
@@ -124,22 +108,8 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _check_order(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
-    """Tensors must fill the file without gaps or overlaps, as the format asks; stock loaders refuse other files."""
-    end = data_start
-    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
-        if info.begin != end:
-            raise CompressionError(
-                f"{path}: tensor {info.name!r} begins at byte {info.begin} instead of {end}, so tensors overlap or "
-                "leave a gap; download the file again"
-            )
-        end = info.end
-    if end != size:
-        raise CompressionError(f"{path} has {size - end} bytes after its last tensor; download the file again")
-
-
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file and check that the file holds all the bytes it promises."""
+    """Read the header of one safetensors file and check that its tensors fill the file, as the format asks."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         prefix = stream.read(8)
@@ -162,5 +132,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CompressionError(
             f"{path} is truncated: its header promises {promised} bytes, it has {size}; download it again"
         )
-    _check_order(path, tensors, 8 + length, size)
+    end = 8 + length
+    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):  # stock loaders refuse others, too
+        if info.begin != end:
+            raise CompressionError(
+                f"{path}: tensor {info.name!r} begins at byte {info.begin} instead of {end}, so tensors overlap or "
+                "leave a gap; download the file again"
+            )
+        end = info.end
+    if end != size:
+        raise CompressionError(f"{path} has {size - end} bytes after its last tensor; download the file again")
     return tensors

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,14 +17,21 @@ MODEL_NAME = "model.onnx"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 
 
-def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
-    """Tensor name to shard name from the index; refuses shards that are missing or lie outside the folder."""
+def read_weight_map(index_path: Path) -> dict[str, Any]:
+    """Tensor name to shard name, as the index has them."""
     weight_map = read_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CompressionError(f"{index_path} has no weight_map; restore the file from its source")
+    return weight_map
+
+
+def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
+    """The same, with shards that are missing or lie outside the folder refused."""
+    weight_map = read_weight_map(index_path)
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise CompressionError(
@@ -54,8 +62,7 @@ def _locate_tensors(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} holds its weights only as pickle files, which can run code when opened; convert them to "
             "safetensors first"
         )
-    stray = sorted(path.name for path in folder.glob("*.safetensors"))
-    if stray:
+    if stray := sorted(path.name for path in folder.glob("*.safetensors")):
         raise CompressionError(
             f"{folder} has {stray[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}; download the missing file"
         )
@@ -69,9 +76,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise CompressionError(
-                f"{folder} is not a folder; name a local checkpoint folder or a Hub id such as org/model"
-            )
+            raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
         if not (folder / "config.json").is_file():
             raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
         self.folder = folder
@@ -145,12 +150,12 @@ def contains_nan(tensor: torch.Tensor) -> bool:
         return bool(tensor.amax().isnan())  # the maximum hands a NaN on
     bits = tensor.view(torch.uint8)
     if tensor.dtype == torch.float8_e4m3fn:
-        return bool(((bits & 0x7F) == 0x7F).any())
-    if tensor.dtype == torch.float8_e5m2:
-        return bool(((bits & 0x7F) > 0x7C).any())
-    if tensor.dtype == torch.float8_e8m0fnu:
-        return bool((bits == 0xFF).any())
-    return bool((bits == 0x80).any())  # the two FNUZ formats have a single NaN
+        found = (bits & 0x7F) == 0x7F
+    elif tensor.dtype == torch.float8_e5m2:
+        found = (bits & 0x7F) > 0x7C
+    else:  # the others have a single NaN
+        found = bits == (0xFF if tensor.dtype == torch.float8_e8m0fnu else 0x80)
+    return bool(found.any())
 
 
 def refuse_nan(name: str, file: str, tensor: torch.Tensor) -> None:

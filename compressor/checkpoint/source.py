@@ -6,18 +6,10 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from compressor.checkpoint.download import (
-    CONFIG,
-    Weights,
-    download,
-    fetch_small,
-    find_repository,
-    shard_names,
-    weights_file,
-)
+from compressor.checkpoint import download as fetching
 from compressor.checkpoint.faults import hub_fault
 from compressor.checkpoint.headers import TensorInfo
-from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
+from compressor.checkpoint.reader import INDEX_NAME, NAME_ONE, Checkpoint
 from compressor.errors import CompressionError
 from compressor.progress import Progress, Silent
 
@@ -44,26 +36,22 @@ def is_local(model: str) -> bool:
 
 
 def locate(
-    model: str, revision: str | None = None, progress: Progress | None = None, weights: Weights = "safetensors"
+    model: str, revision: str | None = None, progress: Progress | None = None, weights: fetching.Weights = "safetensors"
 ) -> ModelSource:
     """Find a local folder, or download from the Hub what a model needs, shard by shard.
 
     With "any" `weights` an ONNX graph will do where there are no safetensors.
     """
     if not model.strip():
-        raise CompressionError(
-            "the model's name is empty; name a local checkpoint folder or a Hub id such as org/model"
-        )
+        raise CompressionError(f"the model's name is empty; {NAME_ONE}")
     if is_local(model):
         if revision is not None:
             raise CompressionError(f"{model} is a local folder; --revision is for Hub ids only")
         folder = Path(model)
         if not folder.is_dir():
-            raise CompressionError(
-                f"{model} is not a folder; name a local checkpoint folder or a Hub id such as org/model"
-            )
+            raise CompressionError(f"{model} is not a folder; {NAME_ONE}")
         return ModelSource(str(folder.resolve()), None, folder.resolve())
-    folder = download(model, revision, progress or Silent(), weights)
+    folder = fetching.download(model, revision, progress or Silent(), weights)
     return ModelSource(model, folder.name, folder)
 
 
@@ -78,12 +66,12 @@ class HubHeaders:
 
 def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
     """config.json and the safetensors headers of a Hub model, by range requests; from the cache if need be."""
-    found = find_repository(model, revision)
+    found = fetching.find_repository(model, revision)
     if isinstance(found, Path):
         return HubHeaders(found, found.name, Checkpoint(found).tensors)
-    head = weights_file(model, found.files)
-    folder = fetch_small(found, revision, [name for name in (CONFIG, INDEX_NAME) if name in found.files])
-    shard_names(found, folder, head)
+    head, small = fetching.weights_file(model, found.files), (fetching.CONFIG, INDEX_NAME)
+    folder = fetching.fetch_small(found, revision, [name for name in small if name in found.files])
+    fetching.shard_names(found, folder, head)
     try:
         metadata = HfApi().get_safetensors_metadata(model, revision=found.commit)
     except Exception as error:

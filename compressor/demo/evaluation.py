@@ -97,20 +97,19 @@ def _log_likelihoods(
         longest = max(len(rows[index].tokens) for index in batch)
         tokens = torch.full((len(batch), longest), filler)
         scored = torch.zeros(len(batch), longest, dtype=torch.bool)
-        for position, index in enumerate(batch):
+        for row, to_score, index in zip(tokens, scored, batch, strict=True):
             length = len(rows[index].tokens)
-            tokens[position, :length] = torch.tensor(rows[index].tokens)
-            scored[position, rows[index].start : length] = True
+            row[:length] = torch.tensor(rows[index].tokens)
+            to_score[rows[index].start : length] = True
         # No mask: attention is causal and padding stands on the right, so no scored token ever sees it.
         logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
         # Position i predicts token i + 1; log_softmax runs on the scored positions only.
         chosen = scored[:, 1:]
         predicted = functional.log_softmax(logits[:, :-1].cpu()[chosen].float(), dim=-1)
         gathered = predicted.gather(-1, tokens[:, 1:][chosen].unsqueeze(-1)).squeeze(-1).double()
-        sums = torch.zeros(len(batch), dtype=torch.float64)
-        sums.index_add_(0, chosen.nonzero()[:, 0], gathered)
-        for position, index in enumerate(batch):
-            scores[index] = sums[position].item()
+        sums = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, chosen.nonzero()[:, 0], gathered)
+        for index, total in zip(batch, sums.tolist(), strict=True):
+            scores[index] = total
     return scores
 
 

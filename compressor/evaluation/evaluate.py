@@ -1,16 +1,17 @@
 """Evaluates a model with lm-eval, item by item, and takes results from an earlier run where nothing has changed."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import faults_told
 from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.progress import Progress
+
+REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 
 
 def evaluate_stored(
@@ -47,10 +48,11 @@ def run_tasks(
         from compressor.evaluation.model import AnswerWatch, loaded_model
 
         progress.start(f"Loading {source.label}", 1)
-        with _faults_told(source, "could not be loaded by lm-eval"), loaded_model(source.folder, options) as model:
+        loading = faults_told(f"{source.label} could not be loaded by lm-eval", *REMEDIES)
+        with loading, loaded_model(source.folder, options) as model:
             progress.advance("")
             for task in tasks:
-                with _faults_told(source, f"could not be evaluated on task {task.name!r}"):
+                with faults_told(f"{source.label} could not be evaluated on task {task.name!r}", *REMEDIES):
                     model.watch(AnswerWatch(source.label, task.name, progress))
                     found[task.name] = item_scores(task, _samples(model, task, options))
                 keep(found[task.name])
@@ -76,22 +78,3 @@ def _samples(model: Any, task: EvaluationTask, options: EvaluationOptions) -> di
         fewshot_random_seed=options.seed,
     )
     return dict(results["samples"])
-
-
-@contextmanager
-def _faults_told(source: ModelSource, what: str) -> Iterator[None]:
-    """Turn other libraries' exceptions into one sentence."""
-    try:
-        yield
-    except CompressionError:
-        raise
-    except OSError as error:
-        raise CompressionError(f"{source.label} {what}: {reason_of(error)}; check its files") from error
-    except Exception as error:
-        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
-            raise CompressionError(
-                f"{source.label} {what}: memory ran out; pass a smaller --batch-size, or --device cpu"
-            ) from error
-        raise CompressionError(
-            f"{source.label} {what}: {reason_of(error)}; see whether lm-eval alone can do it"
-        ) from error

@@ -44,45 +44,25 @@ class _Relay(logging.Handler):
 
 
 @contextmanager
-def _relayed() -> Iterator[None]:
-    source, relay = logging.getLogger("lm_eval"), _Relay()
-    level, propagate = source.level, source.propagate
-    source.addHandler(relay)
-    source.setLevel(logging.WARNING)
-    source.propagate = False
-    try:
-        yield
-    finally:
-        source.removeHandler(relay)
-        source.setLevel(level)
-        source.propagate = propagate
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    import datasets
-
-    disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not disabled:
-            datasets.enable_progress_bars()
-
-
-@contextmanager
 def quiet_lm_eval() -> Iterator[None]:
     """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out."""
+    import datasets
     from lm_eval import evaluator
     from lm_eval.api import task
 
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        for manager in (quiet_transformers(), _quiet_datasets(), _relayed()):
+    source, relay = logging.getLogger("lm_eval"), _Relay()
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as stack:
+        for manager in (redirect_stdout(nowhere), warnings.catch_warnings(), quiet_transformers()):
             stack.enter_context(manager)
+        warnings.simplefilter("ignore")
+        if not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        stack.callback(source.setLevel, source.level)
+        source.setLevel(logging.WARNING)
+        stack.callback(source.removeHandler, relay)
+        source.addHandler(relay)
+        stack.enter_context(patch.object(source, "propagate", False))
         stack.enter_context(patch.object(task, "tqdm", lambda items, **_: items))
         stack.enter_context(patch.object(evaluator, "get_git_commit_hash", lambda: None))
         stack.enter_context(patch.object(evaluator, "add_env_info", lambda storage: None))

@@ -16,9 +16,9 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
-from compressor.files import file_digest, write_whole
+from compressor.files import file_digest
 from compressor.records import read_as
-from compressor.run_record import read_cached, versions
+from compressor.run_record import read_cached, versions, write_cached
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class ItemScores:
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
     """The results of one model on one task; of a group, with all parts under one metric and the parts as clusters."""
-    rows = {part: first_filter(samples[part]) for part in task.parts}
+    # of a task that reads its answers in several ways, the results of the first
+    rows = {part: [row for row in samples[part] if row["filter"] == samples[part][0]["filter"]] for part in task.parts}
     metric, kind = choose_metric(task, rows)
     found = [
         (f"{part}/{row['doc_id']}" if task.grouped else str(row["doc_id"]), part, *_value(task, part, metric, row))
@@ -67,21 +68,14 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
     )
 
 
-def first_filter(rows: Rows) -> Rows:
-    """Of a task that reads its answers in several ways, the results of the first."""
-    return [row for row in rows if row["filter"] == rows[0]["filter"]]
-
-
 def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, Kind]:
     """The first metric that gives every item of every part a number, and what sort of number that is."""
     first = next(iter(task.parts))
     names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
-        kinds = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
-        if kinds == {"score"}:
-            return name, "score"
-        if kinds == {"likelihood"}:
-            return name, "likelihood"
+        kind, *others = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
+        if kind is not None and not others:
+            return name, kind
     what = "no metric that every item of each of its parts has" if task.grouped else "no metric of single items"
     told = ", ".join(names) or "none"
     raise CompressionError(
@@ -91,16 +85,12 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
 
 def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
     """What an item's value is: a score, a log-likelihood, or nothing that belongs to the item alone."""
-    value = row.get(metric)
+    value, aggregation = row.get(metric), getattr(task.aggregation().get(metric), "__name__", "")
     if isinstance(value, tuple) and len(value) == 2:
-        return "likelihood" if _aggregation(task, metric) in ("weighted_perplexity", "bits_per_byte") else None
+        return "likelihood" if aggregation in ("weighted_perplexity", "bits_per_byte") else None
     if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
         return None
-    return "likelihood" if _aggregation(task, metric) == "perplexity" else "score"
-
-
-def _aggregation(task: Any, metric: str) -> str:
-    return str(getattr(task.aggregation().get(metric), "__name__", ""))
+    return "likelihood" if aggregation == "perplexity" else "score"
 
 
 def _negated(task: EvaluationTask, metric: str) -> bool:
@@ -110,13 +100,9 @@ def _negated(task: EvaluationTask, metric: str) -> bool:
 
 def _value(task: EvaluationTask, part: str, metric: str, row: Mapping[str, Any]) -> tuple[float, float]:
     """An item's value, greater is better, and its weight: words, bytes, or one."""
-    made = task.parts[part]
-    if isinstance(row[metric], tuple):
-        value, weight = float(row[metric][0]), float(row[metric][1])
-    else:
-        value, weight = float(row[metric]), 1.0
-        if _kind(made, metric, row) == "score" and _negated(task, metric):
-            value = -value
+    value, weight = map(float, row[metric] if isinstance(row[metric], tuple) else (row[metric], 1))
+    if _kind(task.parts[part], metric, row) == "score" and _negated(task, metric):
+        value = -value
     if not math.isfinite(value):
         raise CompressionError(
             f"task {part!r} gives item {row['doc_id']} a {metric} of {value}; check the model, or name another task"
@@ -139,9 +125,9 @@ def identity(source: ModelSource) -> dict[str, Any]:
 def judged_identity(source: ModelSource) -> dict[str, Any]:
     """The same with the SHA-256 of a folder's weight files, by which a copy is known for the model that was judged."""
     found = identity(source)
-    if source.revision is not None:
-        return found
-    return {**found, "digests": {str(entry[0]): file_digest(source.folder / entry[0]) for entry in found["weights"]}}
+    if source.revision is None:
+        found["digests"] = {str(entry[0]): file_digest(source.folder / entry[0]) for entry in found["weights"]}
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +165,7 @@ class ResultStore:
 
     def save(self, key: Mapping[str, Any], scores: ItemScores) -> None:
         """Store a result; the file is there whole or not at all. Where that fails, the run goes on with a warning."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path(key), json.dumps({"key": key, "scores": asdict(scores)}))
-        except OSError as error:
+        if error := write_cached(self.path(key), {"key": key, "scores": asdict(scores)}):
             logger.warning("the results on %s could not be stored in %s: %s", scores.task, self.folder, error)
 
 

@@ -109,16 +109,6 @@ def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float, str]]
     return rows
 
 
-def flips(lost: int, gained: int, items: int, margin: float, alpha: float) -> Evidence:
-    """The exact test of right and wrong answers (compressor/paired_proportions.py)."""
-    return Evidence(
-        lower_bound(lost, gained, items, alpha),
-        upper_bound(lost, gained, items, alpha),
-        at_most(lost, gained, items, margin),
-        at_least(lost, gained, items, margin),
-    )
-
-
 def unseen(pairs: PairedItems) -> tuple[float, float] | None:
     """How far an item may move, and of how many, by changes too rare for t; None if enough items differ to trust it.
 
@@ -148,7 +138,9 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
     drops, items = pairs.base - pairs.compressed, len(pairs.base)
     estimate, parts = ratio(drops, pairs.weights), []
     if pairs.binary:
-        parts.append(flips(int((drops > 0).sum()), int((drops < 0).sum()), items, margin, alpha))
+        counts = int((drops > 0).sum()), int((drops < 0).sum()), items
+        bounds = lower_bound(*counts, alpha), upper_bound(*counts, alpha)
+        parts.append(Evidence(*bounds, at_most(*counts, margin), at_least(*counts, margin)))
     else:
         error, freedom = ratio_error(drops, pairs.weights), freedom_of(pairs.weights)
         for skew in (0.0, skewness(drops, pairs.weights)) if items > 1 else (0.0,):
@@ -206,10 +198,6 @@ def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
 
 def judge(pairs: Sequence[PairedItems], max_drop: float, confidence: float) -> tuple[TaskGate, ...]:
     """All tasks: bounds are each task's own, p-values and verdicts are corrected for their number (Holm 1979)."""
-    if not (math.isfinite(max_drop) and max_drop >= 0):
-        raise CompressionError(f"the largest drop allowed is {max_drop}: give a number of 0 or more, such as 0.01")
-    if not 0.5 < confidence < 1:
-        raise CompressionError(f"the confidence is {confidence}: give a number between 0.5 and 1, such as 0.95")
     if not pairs:
         raise CompressionError("the gate has no task to judge: name at least one")
     alpha = 1 - confidence

@@ -5,7 +5,6 @@ Of an ONNX graph, names, shapes and dtypes are its own, so that any layout of a 
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,29 +84,13 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
     return StockDecoder(model)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphInput:
-    """An input of the graph; a dimension is a number, or the name of an axis whose length may vary."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int | str | None, ...]
-
-    @classmethod
-    def of(cls, entry: Any) -> "GraphInput":
-        """From what ONNX Runtime says of it; refuses a dtype that is not known."""
-        if entry.type not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise CompressionError(f"{MODEL_NAME}: input {entry.name!r} is a {entry.type}; known are {known}")
-        return cls(entry.name, DTYPES[entry.type], tuple(entry.shape))
-
-    def empty(self, rows: int) -> Tensor:
-        """What a cache holds before the first token of so many sequences: no past, zeros along axes that are fixed."""
-        shape = [
-            size if isinstance(size, int) else rows if axis == 0 or "batch" in (size or "") else 0
-            for axis, size in enumerate(self.shape)
-        ]
-        return torch.zeros(shape, dtype=self.dtype)
+def _empty(entry: Any, rows: int) -> Tensor:
+    """What a cache holds before the first token of so many sequences: no past, zeros along axes that are fixed."""
+    shape = [
+        size if isinstance(size, int) else rows if axis == 0 or "batch" in (size or "") else 0
+        for axis, size in enumerate(entry.shape)  # a number, or the name of an axis whose length may vary
+    ]
+    return torch.zeros(shape, dtype=DTYPES[entry.type])
 
 
 def _output_of(name: str, outputs: set[str]) -> str:
@@ -130,8 +113,12 @@ class DecoderGraph:
     def __init__(self, session: Any) -> None:
         """Find tokens, logits and caches; raises `CompressionError` for a graph that is no decoder."""
         self._session = session
-        self._inputs = {entry.name: GraphInput.of(entry) for entry in session.get_inputs()}
+        self._inputs = {entry.name: entry for entry in session.get_inputs()}
         outputs = {entry.name for entry in session.get_outputs()}
+        for name, entry in self._inputs.items():
+            if entry.type not in DTYPES:
+                known = ", ".join(DTYPES)
+                raise CompressionError(f"{MODEL_NAME}: input {name!r} is a {entry.type}; known are {known}")
         for name, found, what in ((TOKENS, {*self._inputs}, "input"), (LOGITS, outputs, "output")):
             if name not in found:
                 known = ", ".join(sorted(found))
@@ -144,15 +131,14 @@ class DecoderGraph:
     def start(self, rows: int) -> None:
         """Empty the caches for so many sequences."""
         self.past = 0  # tokens that the caches hold
-        self._caches = {name: _value(self._inputs[name].empty(rows)) for name in self._next}
+        self._caches = {name: _value(_empty(self._inputs[name], rows)) for name in self._next}
 
     def run(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Logits [B, S, V] of new tokens [B, S]; the mask [B, past + S] covers the earlier ones too."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.past :]
         given = {TOKENS: tokens, MASK: mask, POSITIONS: positions}
-        fed = {
-            name: _value(value.to(self._inputs[name].dtype)) for name, value in given.items() if name in self._inputs
-        }
+        asked = [name for name in given if name in self._inputs]
+        fed = {name: _value(given[name].to(DTYPES[self._inputs[name].type])) for name in asked}
         logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
         self._caches = dict(zip(self._next, caches, strict=True))
         self.past += tokens.shape[1] if self._next else 0

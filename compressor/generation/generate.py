@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError, faults_told
 from compressor.generation.decoders import onnx_decoder, stock_decoder
 from compressor.generation.sampling import Choose, GenerationOptions, chooser
 from compressor.generation.text import TextStream, encode_prompt, text_tokenizer
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 Decoder = Callable[[Sequence[int]], Tensor]  # token ids it has not seen, [S] -> logits of the token after them, [V]
 Stopped = Literal["end", "length", "interrupted"]  # an end token came, enough tokens came, or nobody asked for more
 DEFAULTS = GenerationOptions()
+REMEDIES = ("pass --device cpu, or a shorter prompt", "see whether its own library alone can do it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ class Continuation:
         for token in continue_tokens(self.decoder, self.prompt, self.choose, self.stops, self.most):
             self.tokens.append(token)
             self.seconds = time.perf_counter() - start
-            if self.first_seconds is None:
-                self.first_seconds = self.seconds
+            self.first_seconds = self.first_seconds or self.seconds
             if token not in self.stops and (piece := self.stream.push(token)):
                 yield piece
         self.stopped = "end" if self.tokens[-1] in self.stops else "length"
@@ -76,18 +75,17 @@ def prepare(
 ) -> Continuation:
     """Read the prompt and load the model, the weights last; every fault is a `CompressionError`."""
     folder = locate(model, options.revision, progress, weights="any").folder
-    open_decoder = _kind(folder)
+    open_decoder = _opener(folder)
     facts, tokenizer = read_facts(folder), text_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)
     check_tokens(ids, facts)
     own = tokenizer.eos_token_id
     stops = facts.stops or frozenset(() if own is None else (int(own),))
     before = () if options.chat else ids  # an answer opens a text of its own
-    with _faults_told(folder):
-        decoder = open_decoder(folder, options.device, options.dtype)
+    told = faults_told(f"{folder} cannot be run", *REMEDIES)
+    decoder = told(told(open_decoder)(folder, options.device, options.dtype))  # the opening and each call
     warn_of_length(len(ids), options.max_new_tokens, facts)
-    told = _faults_told(folder)(decoder)  # each call of it, too
-    return Continuation(told, chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before))
+    return Continuation(decoder, chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before))
 
 
 def continue_tokens(
@@ -103,13 +101,11 @@ def continue_tokens(
         fresh = (token,)
 
 
-def _kind(folder: Path) -> Callable[[Path, str, str], Decoder]:
+def _opener(folder: Path) -> Callable[[Path, str, str], Decoder]:
     """How the folder's model is opened; of both kinds of weights, safetensors are the original."""
-    if any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-        return stock_decoder
-    if (folder / MODEL_NAME).is_file():
+    if (folder / MODEL_NAME).is_file() and not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
         return onnx_decoder
-    if any(True for pattern in ("*.safetensors", *PICKLE_PATTERNS) for _ in folder.glob(pattern)):
+    if any(True for pattern in ("*.safetensors", INDEX_NAME, *PICKLE_PATTERNS) for _ in folder.glob(pattern)):
         return stock_decoder  # whose errors tell what is wrong with them
     raise CompressionError(
         f"{folder} has neither {SINGLE_NAME} nor {MODEL_NAME}; name the folder of a safetensors checkpoint or of "
@@ -119,23 +115,15 @@ def _kind(folder: Path) -> Callable[[Path, str, str], Decoder]:
 
 def read_facts(folder: Path) -> ModelFacts:
     """End tokens of the generation config, else of the config; sizes of the config, or of its part for text."""
-    config = _read(folder / "config.json")
+    paths = (folder / "generation_config.json", folder / "config.json")
+    generation, config = (read_object(path) if path.is_file() else {} for path in paths)
     nodes = [config, *(part for part in (config.get("text_config"),) if isinstance(part, dict))]
-    stops = _first([_read(folder / "generation_config.json"), *nodes], "eos_token_id")
+    stops = _first([generation, *nodes], "eos_token_id")
     stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
     if not all(isinstance(stop, int) for stop in stops):
         raise CompressionError(f"{folder}: eos_token_id {stops!r} is no token id and no list of them; correct it")
-    vocabulary, positions = (_first(nodes, name) for name in ("vocab_size", "max_position_embeddings"))
-    return ModelFacts(
-        frozenset(stops),
-        vocabulary if isinstance(vocabulary, int) else None,
-        positions if isinstance(positions, int) else None,
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file."""
-    return read_object(path) if path.is_file() else {}
+    sizes = (_first(nodes, name) for name in ("vocab_size", "max_position_embeddings"))
+    return ModelFacts(frozenset(stops), *(size if isinstance(size, int) else None for size in sizes))
 
 
 def _first(nodes: Sequence[Mapping[str, Any]], name: str) -> Any:
@@ -157,17 +145,3 @@ def warn_of_length(length: int, most: int, facts: ModelFacts) -> None:
             "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
             "what comes after them may be nonsense", length, most, facts.positions,
         )  # fmt: skip
-
-
-@contextmanager
-def _faults_told(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except CompressionError:
-        raise
-    except Exception as error:  # models and runtimes raise what they like
-        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
-            raise CompressionError(f"{folder}: memory ran out; pass --device cpu, or a shorter prompt") from error
-        raise CompressionError(
-            f"{folder} cannot be run: {reason_of(error)}; see whether its own library alone can do it"
-        ) from error

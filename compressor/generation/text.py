@@ -28,14 +28,12 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
     if chat:
         return _encode_chat(tokenizer, prompt)
-    ids = tuple(int(token) for token in tokenizer(prompt)["input_ids"])
-    if not ids and tokenizer.bos_token_id is not None:
-        return (int(tokenizer.bos_token_id),)
-    if not ids:
-        raise CompressionError(
-            "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
-        )
-    return ids
+    opening = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+    if ids := tuple(int(token) for token in tokenizer(prompt)["input_ids"]) or opening:
+        return ids
+    raise CompressionError(
+        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
+    )
 
 
 def _encode_chat(tokenizer: Any, prompt: str) -> tuple[int, ...]:
@@ -46,10 +44,9 @@ def _encode_chat(tokenizer: Any, prompt: str) -> tuple[int, ...]:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except Exception as error:  # templates are programs
         raise CompressionError(f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat") from error
-    ids = tuple(int(token) for token in encoded["input_ids"])
-    if not ids:
-        raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
-    return ids
+    if ids := tuple(int(token) for token in encoded["input_ids"]):
+        return ids
+    raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
 
 
 class TextStream:

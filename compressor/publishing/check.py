@@ -20,6 +20,8 @@ from compressor.publishing.files import belonging, left_out
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
+AGAIN = "export the checkpoint again with moe-compress export"
+
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFolder:
@@ -37,45 +39,43 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     if not folder.is_dir():
         raise CompressionError(f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export")
     has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
-    if (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights):
-        weights = _verify_graph(folder)
-        files = belonging(folder, weights)
-        return VerifiedFolder(folder, True, files, left_out(folder, files), weights)
-    if not (has_weights or (folder / "config.json").exists()):
+    is_graph = (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights)
+    if not (is_graph or has_weights or (folder / "config.json").exists()):
         raise CompressionError(
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or {INDEX_NAME}) nor an "
             f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of one"
         )
-    checkpoint = verify_checkpoint(folder, _recorded_experts(folder))
-    weights = frozenset(info.file for info in checkpoint.tensors.values())
-    files = belonging(folder, weights)
-    graph = folder / ONNX_FOLDER
-    if graph.is_dir():
-        inner = belonging(graph, _verify_graph(graph))
-        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in inner.items()}
-    return VerifiedFolder(folder, False, files, left_out(folder, files), weights)
+    weights = _verify_graph(folder) if is_graph else _verify_weights(folder)
+    files, inside = belonging(folder, weights), folder / ONNX_FOLDER
+    if inside.is_dir() and not is_graph:
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, _verify_graph(inside)).items()}
+    return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights)
 
 
-def _recorded_experts(folder: Path) -> int | None:
-    """The experts per layer that compression.json says an output of ours has; None for any other checkpoint."""
-    if not (folder / COMPRESSION).is_file():
-        return None
-    experts = entry_of(read_object(folder / COMPRESSION), "plan").get("experts")
-    if isinstance(experts, bool) or not isinstance(experts, int):
-        raise CompressionError(
-            f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
-        )
-    return experts
+def _verify_weights(folder: Path) -> frozenset[str]:
+    """Check a checkpoint, one of ours by the experts that compression.json names; returns the names of its files."""
+    experts = None
+    if (folder / COMPRESSION).is_file():
+        experts = entry_of(read_object(folder / COMPRESSION), "plan").get("experts")
+        if type(experts) is not int:
+            raise CompressionError(
+                f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
+            )
+    return frozenset(info.file for info in verify_checkpoint(folder, experts).tensors.values())
 
 
 def _verify_graph(folder: Path) -> frozenset[str]:
     """Check an ONNX export against its record, and that its weights are all there; returns the names of its files."""
-    path, again = folder / GRAPH, "export the checkpoint again with moe-compress export"
+    path = folder / GRAPH
     for name in (GRAPH, ONNX_RECORD):
         if not (folder / name).is_file():
-            raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {again}")
+            raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {AGAIN}")
     record = read_object(folder / ONNX_RECORD)
-    _check_record(folder / ONNX_RECORD, record)
+    found = entry_of(record, "verification")
+    difference, allowed = found.get("largest_difference"), found.get("tolerance")
+    if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
+        what = f"{folder / ONNX_RECORD} does not say that the graph agrees with the stock model"
+        raise CompressionError(f"{what}; {AGAIN}")
     load_exporter("onnx").require_packages()
     import onnx
 
@@ -87,21 +87,11 @@ def _verify_graph(folder: Path) -> frozenset[str]:
     except CompressionError:
         raise
     except Exception as error:  # a class for each kind of fault
-        raise CompressionError(f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {again}") from error
+        raise CompressionError(f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {AGAIN}") from error
     for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         if [value.name for value in values] != record.get(kind):
-            raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {again}")
+            raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}")
     return frozenset({GRAPH, *files})
-
-
-def _check_record(path: Path, record: Mapping[str, Any]) -> None:
-    found = entry_of(record, "verification")
-    difference, allowed = found.get("largest_difference"), found.get("tolerance")
-    if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
-        raise CompressionError(
-            f"{path} does not say that the graph agrees with the stock model; export the checkpoint again with "
-            "moe-compress export"
-        )
 
 
 def _external_ends(graph: Any) -> dict[str, int]:
@@ -129,13 +119,10 @@ def _check_ends(folder: Path, ends: Mapping[str, int]) -> None:
     for name, end in ends.items():
         if not name or Path(name).name != name:
             raise CompressionError(f"{folder / GRAPH} keeps weights in {name!r}, outside its folder; it is refused")
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != end:
-            raise CompressionError(
-                f"{path} {'is missing' if size is None else f'has {size} bytes'}, {GRAPH} needs {end} bytes of "
-                "weights there; export the checkpoint again with moe-compress export"
-            )
+            there = "is missing" if size is None else f"has {size} bytes"
+            raise CompressionError(f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}")
 
 
 def require_pass(found: VerifiedFolder, path: Path) -> GateResult:

@@ -90,27 +90,36 @@ def push(
     Raises `CompressionError` before anything is sent if the folder is not whole, holds a token, did not pass the gate
     that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
     check_arguments(repo_id, revision, create_pr, message, tag)
     found = verify_folder(Path(folder))
     gate = None if require_gate is None else require_pass(found, Path(require_gate))
     files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
     refuse_tokens(files)
     title, branch = message or default_message(found), revision or hub.DEFAULT_BRANCH
-    api, added = hub.open_api(), hub.additions(files)
-    remote = _see(api, repo_id, dry_run)
-    standing = _compare(api, repo_id, found, added, remote, branch)
+    repository = hub.Repository(repo_id)
+    api = repository.api
+    added = {name: CommitOperationAdd(name, content) for name, content in files.items()}  # which remember their hashes
+    remote = _see(repository, dry_run)
+    standing = _compare(repository, found, added, remote, branch)
     if remote is not None:
-        hub.refuse_public(repo_id, remote, private)
-        hub.refuse_tag(repo_id, remote, tag, None if standing.differs else standing.head)
+        repository.refuse_public(remote, private)
+        repository.refuse_tag(remote, tag, None if standing.differs else standing.head)
     done: Any = None
     if not dry_run and remote is not None:
-        fresh = hub.open_repository(api, repo_id, remote, private)
+        fresh = repository.open(remote, private)
         if not remote.exists:  # a new repository begins with files of the Hub's own
-            standing = _compare(api, repo_id, found, added, fresh, branch)
-        done = _send(api, repo_id, fresh, added, standing, title, branch, create_pr)
+            standing = _compare(repository, found, added, fresh, branch)
+        if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
+            repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=standing.head, exist_ok=True))
+        if standing.differs:
+            changes = [*(added[file.path] for file in standing.files), *map(CommitOperationDelete, standing.removed)]
+            done = repository.commit(changes, title, branch, standing.head, create_pr)
+            repository.check_arrived(done.oid, added)
         if tag is not None and tag not in fresh.tags:
             made = standing.head if done is None else done.oid
-            hub.asked(repo_id, api.create_tag, repo_id, tag=tag, revision=made)
+            repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=made))
     return PushSummary(
         repo_id=repo_id, url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
         commit=None if done is None else done.oid, pull_request=None if done is None else done.pr_url,
@@ -141,23 +150,13 @@ def check_access(repo_id: str, private: bool) -> None:
     """
     from huggingface_hub import get_token
 
-    api = hub.open_api()
-    if get_token() is not None:
-        _check_login(api, repo_id)
-    elif api.endpoint == HUGGING_FACE:
+    check_arguments(repo_id, None, False, None, None)
+    repository = hub.Repository(repo_id)
+    if get_token() is not None:  # what is neither 401 nor 403 says nothing about the login
+        repository.ask(repository.api.whoami, passed={None, *range(600)} - {401, 403})
+    elif repository.api.endpoint == HUGGING_FACE:
         raise CompressionError(f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first")
-    hub.refuse_public(repo_id, hub.asked(repo_id, hub.look_up, api, repo_id), private)
-
-
-def _check_login(api: Any, repo_id: str) -> None:
-    fault: CompressionError | None = None
-    try:
-        api.whoami()
-    except Exception as error:
-        if hub.status_of(error) in (401, 403):  # anything else says nothing about the login
-            fault = hub.hub_fault(repo_id, error)
-    if fault is not None:
-        raise fault  # out here, so that it does not refer to an exception that may hold a token
+    repository.refuse_public(repository.look_up(), private)
 
 
 def _staged(
@@ -192,10 +191,10 @@ def _look_at_card(found: VerifiedFolder) -> None:
         )  # fmt: skip
 
 
-def _see(api: Any, repo_id: str, dry_run: bool) -> hub.Remote | None:
+def _see(repository: hub.Repository, dry_run: bool) -> hub.Remote | None:
     """The repository as it is; None where a dry run cannot ask the Hub."""
     try:
-        return hub.asked(repo_id, hub.look_up, api, repo_id)
+        return repository.look_up()
     except CompressionError as error:
         if not dry_run:
             raise
@@ -204,39 +203,15 @@ def _see(api: Any, repo_id: str, dry_run: bool) -> hub.Remote | None:
 
 
 def _compare(
-    api: Any, repo_id: str, found: VerifiedFolder, added: Mapping[str, Any], remote: hub.Remote | None, branch: str
+    repository: hub.Repository, found: VerifiedFolder, added: Mapping[str, Any], remote: hub.Remote | None, branch: str
 ) -> _Standing:
     """Which files differ from those of the branch, or of the one that it will begin at; all where nothing is known."""
-    head: str | None = None
-    there: Mapping[str, hub.RemoteFile] = {}
-    if remote is not None:
-        head = remote.branches.get(branch, remote.branches.get(hub.DEFAULT_BRANCH))
-        there = hub.asked(repo_id, hub.list_files, api, repo_id, head)
-    files = []
+    branches = {} if remote is None else remote.branches
+    head = branches.get(branch, branches.get(hub.DEFAULT_BRANCH))
+    there, files = repository.files(head), []
     for name, addition in sorted(added.items()):
         state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
         files.append(PushedFile(name, addition.upload_info.size, state))
     same = tuple(file.path for file in files if file.state == "unchanged")
     stale = () if found.is_graph else superseded(there, added, not found.weights <= {*same})
     return _Standing(head, tuple(file for file in files if file.state != "unchanged"), same, stale)
-
-
-def _send(
-    api: Any,
-    repo_id: str,
-    remote: hub.Remote,
-    added: Mapping[str, Any],
-    standing: _Standing,
-    title: str,
-    branch: str,
-    create_pr: bool,
-) -> Any:
-    """Make the branch, and the commit if there is something to commit; its facts, or None."""
-    if branch not in remote.branches and branch != hub.DEFAULT_BRANCH:
-        hub.asked(repo_id, api.create_branch, repo_id, branch=branch, revision=standing.head, exist_ok=True)
-    if not standing.differs:
-        return None
-    changes = [*(added[file.path] for file in standing.files), *hub.deletions(standing.removed)]
-    done = hub.commit(api, repo_id, changes, title, branch, standing.head, create_pr)
-    hub.check_arrived(api, repo_id, done.oid, added)
-    return done

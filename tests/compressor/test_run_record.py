@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +118,7 @@ def test_without_a_home_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "expanduser", homeless)
     folder = output(tmp_path / "out")
-    record_run(folder, "model", None, None, {}, 0, None)
+    record_run(folder, RunRecord("model", None))
     assert read_record(folder) is None
 
 
@@ -131,7 +131,7 @@ def test_the_cache_folder_lies_beside_the_stored_evaluations(monkeypatch: pytest
 
 def test_a_record_is_private_and_whole(tmp_path: Path, cache: Path) -> None:
     folder = output(tmp_path / "out")
-    record_run(folder, "model", None, None, {}, 0, None)
+    record_run(folder, RunRecord("model", None))
     (file,) = (cache / "runs").iterdir()
     assert os.stat(file).st_mode & 0o077 == 0
     assert len(file.stem) == 64
@@ -143,7 +143,7 @@ NONSENSE = ["", "[]", "{}", "null", '{"source": 1}', "\x00", '{"seconds": []}']
 @pytest.mark.parametrize("content", NONSENSE)
 def test_a_damaged_record_is_none(tmp_path: Path, cache: Path, content: str) -> None:
     folder = output(tmp_path / "out")
-    record_run(folder, "model", None, None, {}, 0, None)
+    record_run(folder, RunRecord("model", None))
     (file,) = (cache / "runs").iterdir()
     assert read_record(folder) is not None
     file.write_text(content)
@@ -152,7 +152,7 @@ def test_a_damaged_record_is_none(tmp_path: Path, cache: Path, content: str) -> 
 
 def test_an_edited_or_missing_output_has_no_record(tmp_path: Path) -> None:
     folder = output(tmp_path / "out")
-    record_run(folder, "model", None, None, {}, 0, None)
+    record_run(folder, RunRecord("model", None))
     output(folder, "{ }")
     assert read_record(folder) is None
     assert read_record(tmp_path / "nowhere") is None
@@ -172,7 +172,7 @@ RECORDS = st.builds(
 @given(record=RECORDS)
 def test_a_record_comes_back(tmp_path_factory: pytest.TempPathFactory, record: RunRecord) -> None:
     folder = output(tmp_path_factory.getbasetemp() / "recorded")
-    record_run(folder, *list(asdict(record).values())[:6])
+    record_run(folder, record)
     found = read_record(folder)
     assert found is not None
     assert replace(found, finished="") == replace(record, calibration=with_folders(record.calibration))

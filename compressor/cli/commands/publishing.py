@@ -51,7 +51,6 @@ def check_access(repo_id: str, private: bool) -> None:
     """Refuse before hours of work what a push after them would be refused for: the name, the login, the repository."""
     from compressor.publishing import push as pushing
 
-    pushing.check_arguments(repo_id, None, False, None, None)
     pushing.check_access(repo_id, private)
 
 

@@ -12,6 +12,8 @@ from scipy.stats import norm, ttest_rel
 
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.tasks import EvaluationOptions
+from compressor.gates.run import GateRequest
 from compressor.gates.statistics import compare_items, judge, overall
 from compressor.gates.verdict import TaskGate
 from scripts import simulate_gate
@@ -252,14 +254,14 @@ def test_the_whole_gate() -> None:
 
 @pytest.mark.parametrize("max_drop", [-0.01, math.nan, math.inf])
 def test_margin_refused(max_drop: float) -> None:
-    with pytest.raises(CompressionError, match="largest drop allowed"):
-        gate(*flipped(1, 1, 9), max_drop=max_drop)
+    with pytest.raises(CompressionError, match="a number of 0 or more"):
+        GateRequest(EvaluationOptions(tasks=("t",)), max_drop=max_drop)
 
 
 @pytest.mark.parametrize("confidence", [0.5, 1.0, 95, math.nan])
 def test_confidence_refused(confidence: float) -> None:
     with pytest.raises(CompressionError, match=r"between 0\.5 and 1"):
-        gate(*flipped(1, 1, 9), confidence=confidence)
+        GateRequest(EvaluationOptions(tasks=("t",)), confidence=confidence)
 
 
 def test_no_task_refused() -> None:

@@ -108,14 +108,14 @@ def test_a_commit_of_somebody_else_in_between_is_not_overwritten(
     carded: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = hub.create(REPOSITORY, {"config.json": b"{}"})
-    real = client.commit
+    real = client.Repository.commit
 
     def late(*arguments: Any) -> Any:
         other = there.commit("theirs", "", (there.branches["main"],), there.commit_at("main").entries)
         there.move("main", other.oid)
         return real(*arguments)
 
-    monkeypatch.setattr(client, "commit", late)
+    monkeypatch.setattr(client.Repository, "commit", late)
     with pytest.raises(CompressionError, match=r"somebody else has committed to it meanwhile \(412"):
         push(carded, REPOSITORY)
     assert there.commits()[0].title == "theirs"
