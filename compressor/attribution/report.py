@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from compressor.attribution.figures import UNRANKED, Attribution, KeyInfluence
 from compressor.attribution.graph_files import NAMES as GRAPH
-from compressor.attribution.graph_files import Drawn, graph_content, graph_tables, measured_graph, write_graph
+from compressor.attribution.graph_files import Measured, graph_content, graph_tables, measured_graph, write_graph
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.attribution.plots import NAMES as PICTURES
 from compressor.attribution.plots import plot_attribution
@@ -173,14 +174,13 @@ def _correlation_line(attribution: Attribution) -> str:
     )
 
 
-def _graph_part(made: Drawn) -> list[str]:
+def _graph_part(made: Measured) -> list[str]:
     """The central experts, whether the measures agree, and the communities; nothing without a central expert."""
-    found = [(caption, columns, rows) for caption, columns, rows in graph_tables(made) if rows]
     if not any(made.centrality.values()):
         return []
     note = f"`{GRAPH[0]}` and `{GRAPH[1]}` hold the whole graph: who steers which router, and how strongly."
-    tables = [line for caption, columns, rows in found for line in (caption, "", *_table(columns, rows))]
-    return ["## The routing graph", "", note, "", *tables]
+    tables = [[caption, "", *_table(columns, rows)] for caption, columns, rows in graph_tables(made) if rows]
+    return ["## The routing graph", "", note, "", *chain.from_iterable(tables)]
 
 
 def markdown(
@@ -189,7 +189,7 @@ def markdown(
     supers: Sequence[SuperExpert],
     threshold: float,
     top: int,
-    graph: Drawn,
+    graph: Measured,
 ) -> str:
     """What was measured, hubs, kinds, the strongest senders, super experts and the graph."""
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
