@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def attributed(planted: Path) -> Result:
     return captured(
         "attribute", planted / "model", "--calibration", planted / "calibration.txt", *SIZES,
-        "-o", planted / "attribution", "--keys", 2, "--top", 3,
+        "-o", planted / "attribution", "--keys", 2, "--top", 3, "--edges", "experts", "--edges-kept", 50,
     )  # fmt: skip
 
 
@@ -79,6 +80,28 @@ def test_the_strongest_heads_are_split_by_key(planted: Path, attributed: Result)
     assert "## By key token" in (planted / "attribution" / "attribution.md").read_text()
 
 
+def test_the_graph_opens_and_adds_up(planted: Path, attributed: Result) -> None:
+    graph = nx.read_graphml(planted / "attribution" / "graph.graphml")
+    content = json.loads((planted / "attribution" / "attribution.json").read_text())
+    by_name = {(sender["module"], sender["number"]): sender for sender in content["senders"]}
+    assert graph.number_of_nodes() == content["graph"]["nodes"] and graph.number_of_edges() == content["graph"]["edges"]
+    for number, receiver in enumerate(content["receivers"]):
+        edges = list(graph.in_edges(f"L{receiver['layer']} router", data=True))
+        assert sum(data["covariance"] for *_, data in edges) == pytest.approx(receiver["variance"], rel=1e-4)
+        for start, _, data in edges:
+            node = graph.nodes[start]
+            reported = by_name[node["module"], node.get("number")]
+            assert data["influence"] == pytest.approx(reported["influence"][number], rel=5e-6)
+            change = reported["rank_change"][number]
+            assert data.get("aarv") == (None if change is None else pytest.approx(change, rel=5e-6))
+    assert sum(data["kind"] == "scores" for *_, data in graph.edges(data=True)) == 50
+    hub = f"L{SENDER} E{HUB}"
+    assert all(content["graph"]["first"][name][0] == hub for name in ("influence", "AARV", "out-degree", "PageRank"))
+    assert len(content["graph"]["agreement"]) == 21
+    text = (planted / "attribution" / "attribution.md").read_text()
+    assert "## The routing graph" in text and f"| {hub} |" in text
+
+
 def test_the_list_protects(run: Run, planted: Path, attributed: Result) -> None:
     result = run(
         "plan", planted / "model", "-o", planted / "plan.json", "--experts", 4, "--strategy", "model-centric",
@@ -109,6 +132,8 @@ def test_without_an_output_it_only_shows(run: Run, planted: Path, tmp_path: Path
         (("--top", 0), "--top"),
         (("--threshold", -1), "--threshold"),
         (("--keys", -1), "--keys"),
+        (("--edges", "heads"), "there are no --edges 'heads'; known are routers, experts"),
+        (("--edges-kept", 0), "--edges-kept"),
         (("--samples", 0), "--samples"),
         (("--calibration", "nowhere.txt"), "nowhere.txt"),
     ],

@@ -188,6 +188,7 @@ def test_the_digest_of_a_request_is_of_the_files_content(model: Path, tmp_path: 
 
     first = digest(str(path))
     assert first == digest(str(copy)) != digest(None) != digest("auto")
+    assert len({digest(protect) for protect in ("auto", "graph:1", "graph:2")}) == 3
     path.write_text("[ ]")
     assert digest(str(path)) != first
 
@@ -273,6 +274,40 @@ def test_hubs_that_do_not_fit_are_let_go_with_one_warning(
     assert result.status == 0
     assert result.err.count("WARNING") == 1 and "1 of 4 hubs do not fit where 2 experts are kept" in result.err
     assert written(tmp_path / "out")["protected"] == {EXPERTS.format(0): [1, 5], EXPERTS.format(1): [2]}
+
+
+def test_the_experts_that_stand_highest_in_the_graph_are_protected(
+    run: Run, model: Path, data: tuple[Any, ...], attributed: Attributed, tmp_path: Path
+) -> None:
+    """Here PageRank goes by influence alone, and standing is influence over the mean of the layer."""
+    seen = attributed({0: [5, 1, 6], 1: [2]})  # 90, 89 and 88 stand before 5 experts of 1, and 90 before 7
+    expected = {1: {1: [2]}, 2: {0: [5], 1: [2]}, 4: {0: [1, 5, 6], 1: [2]}}
+    for count, layers in expected.items():
+        arguments = ("--experts", 4, "--protect", f"graph:{count}", "--strategy", "model-centric", "--overwrite", *data)
+        assert run("plan", model, "-o", tmp_path / "plan.json", *arguments).status == 0
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        assert plan["protected"] == {EXPERTS.format(layer): experts for layer, experts in layers.items()}
+    assert len(seen) == 3 and not seen[0].heldout
+    result = run(
+        "compress", model, "-o", tmp_path / "out", "--experts", 2, "--protect", "graph:6", "--strategy", "reap", *data
+    )
+    assert result.status == 0 and "2 of 6 central experts do not fit where 2 experts are kept" in result.err
+    protected = written(tmp_path / "out")["protected"]
+    assert protected[EXPERTS.format(0)] == [1, 5] and protected[EXPERTS.format(1)][:1] == [0]
+    sizes = ("--evaluation-samples", 4, "--random-seeds", 1, "--strategies", "reap", "--json")
+    result = run("compare", model, "-o", tmp_path / "c", "--experts", "4,3", "--protect", "graph:2", *sizes, *data)
+    assert result.status == 0, result.err
+    assert json.loads(result.out)["protected"] == {EXPERTS.format(0): [5], EXPERTS.format(1): [2]}
+
+
+@pytest.mark.parametrize("command", ["plan", "compress", "compare"])
+@pytest.mark.parametrize("count", ["", "0", "-1", "1.5", "ten", "²", "hubs.json"])
+def test_a_graph_without_a_number_is_refused_before_anything_is_read(
+    command: str, count: str, run: Run, tmp_path: Path
+) -> None:
+    arguments = ("-o", tmp_path / "out", "--experts", 4, "--protect", f"graph:{count}")
+    refused(run(command, tmp_path / "no-model", *arguments), "should be graph:N with a whole number N above 0")
+    assert names(tmp_path) == []
 
 
 def test_no_hubs_at_all_are_told(

@@ -1,15 +1,15 @@
 """Which experts are hubs by their place in the routing graph, and whether the measures agree."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
 
 from compressor.attribution.figures import Attribution
 from compressor.attribution.graph import ROUTES, STEERS, edges_of, routing_graph
+from compressor.attribution.summary import spearman
 from compressor.ties import rounded
 
 if TYPE_CHECKING:
@@ -21,16 +21,6 @@ MEASURES = (INFLUENCE, AARV, DEGREE, PAGERANK, STANDING, BETWEENNESS, CORE)
 TOP = 10
 
 Centrality = Mapping[str, Mapping[str, float]]  # by measure, of every expert by its label
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How far two measures order the experts alike."""
-
-    first: str
-    second: str
-    correlation: float | None  # Spearman's; None for fewer than 3 experts, or where one measure is the same for all
-    shared: int  # of the `TOP` first by either
 
 
 def centralities(graph: "nx.DiGraph") -> Centrality:
@@ -64,8 +54,7 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     layers: dict[str, list[float]] = {}
     for expert in experts:
         layers.setdefault(graph.nodes[expert]["module"], []).append(ranks[expert])
-    mean = {module: math.fsum(own) / len(own) for module, own in layers.items()}
-    standing = {expert: ranks[expert] / (mean[graph.nodes[expert]["module"]] or 1.0) for expert in experts}
+    standing = {expert: ranks[expert] / (fmean(layers[graph.nodes[expert]["module"]]) or 1.0) for expert in experts}
     found: dict[str, Mapping[str, float]] = {
         INFLUENCE: dict(steering.out_degree(experts, weight="influence")),
         AARV: dict(steering.out_degree(experts, weight="aarv")),
@@ -86,7 +75,7 @@ def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
         weights: dict[str, list[float]] = {}
         for sender, _, data in edges:
             weights.setdefault(kinds[sender], []).append(data["weight"])
-        least = {name: math.fsum(own) / len(own) * (1 - 1e-9) for name, own in weights.items()}
+        least = {name: fmean(own) * (1 - 1e-9) for name, own in weights.items()}
         strong.add_edges_from(edge for edge in edges if edge[2]["weight"] >= least[kinds[edge[0]]] > 0)
     return strong
 
@@ -102,18 +91,16 @@ def ranking(found: Centrality, measure: str) -> list[str]:
     return [experts[place] for place in order if values[place] > 0]
 
 
-def agreements(found: Centrality) -> tuple[Agreement, ...]:
-    """Every pair of measures, in the order of `MEASURES`."""
-    from scipy.stats import spearmanr
+def agreements(found: Centrality) -> dict[tuple[str, str], tuple[float | None, int]]:
+    """Of every two measures, how far they order the experts alike, and how many are among the `TOP` first by both.
 
+    The first is Spearman's rank correlation, None for fewer than 3 experts or where a measure is the same for all.
+    """
     tops = {measure: set(ranking(found, measure)[:TOP]) for measure in found}
-    made = []
-    for first, second in combinations(found, 2):
-        values = [*found[first].values()], [*found[second].values()]
-        varied = len(values[0]) > 2 and all(len(set(row)) > 1 for row in values)
-        correlation = float(spearmanr(*values).statistic) if varied else None
-        made.append(Agreement(first, second, correlation, len(tops[first] & tops[second])))
-    return tuple(made)
+    return {
+        (one, other): (spearman([*found[one].values()], [*found[other].values()]), len(tops[one] & tops[other]))
+        for one, other in combinations(found, 2)
+    }
 
 
 def most_central(attribution: Attribution, count: int) -> Sequence[tuple[str, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from compressor.attribution.figures import UNRANKED, Attribution, KeyInfluence
 from compressor.attribution.graph_files import NAMES as GRAPH
-from compressor.attribution.graph_files import Drawn, graph_tables
+from compressor.attribution.graph_files import Measured, graph_tables
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
 from compressor.attribution.summary import (
     ZEROED,
@@ -40,7 +40,7 @@ def percent(value: float | None) -> str:
 
 def whole_blocks(
     attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[SuperExpert], threshold: float, top: int,
-    graph: Drawn,
+    graph: Measured,
 ) -> Blocks:  # fmt: skip
     """What was measured, hubs, kinds, the strongest senders, super experts, key tokens and the graph."""
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
@@ -194,7 +194,7 @@ def _strongest_keys(found: KeyInfluence) -> list[str]:
     return [f"{json.dumps(names[key], ensure_ascii=False)} at {key}" for key in order]
 
 
-def _graph_blocks(made: Drawn) -> Blocks:
+def _graph_blocks(made: Measured) -> Blocks:
     """The central experts, whether the measures agree, and the communities; nothing without a central expert."""
     if not any(made.centrality.values()):
         return ()

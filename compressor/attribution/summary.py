@@ -91,13 +91,17 @@ def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
 
 
 def rank_correlation(found: Sequence[Pair]) -> float | None:
-    """Spearman's, of influence and AARV; None where either is the same for all pairs, or there are fewer than 3."""
-    influence, change = [pair.influence for pair in found], [pair.rank_change for pair in found]
-    if len(found) < 3 or len(set(influence)) == 1 or len(set(change)) == 1:
+    """Spearman's, of influence and AARV."""
+    return spearman([pair.influence for pair in found], [pair.rank_change for pair in found])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The rank correlation; None where all values of one side are the same, or there are fewer than 3."""
+    if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
         return None
     from scipy.stats import spearmanr
 
-    return float(spearmanr(influence, change).statistic)
+    return float(spearmanr(first, second).statistic)
 
 
 def rounded(content: Any) -> Any:

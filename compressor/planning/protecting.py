@@ -162,7 +162,9 @@ def protect_found(
     """
     found, layers = measure.attribute(model, fit_batches(calibration), progress, seed), model.architecture.layers
     if central is not None:
-        return strongest_that_fit(most_central(found, central), layers, keep, "central experts")
+        if not (chosen := most_central(found, central)):
+            logger.warning("no expert steers a later router, so --protect graph:%d protects none", central)
+        return strongest_that_fit(chosen, layers, keep, "central experts")
     hubs = [(hub.module, hub.expert) for hub in find_hubs(found)]
     if not hubs:
         logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")

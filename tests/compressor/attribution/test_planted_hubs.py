@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compressor.attribution.centrality import MEASURES, centralities, ranking
 from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.graph import routing_graph
 from compressor.attribution.hubs import find_hubs, outlier_scores, overlap, super_experts
 from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
@@ -84,6 +86,20 @@ def test_an_expert_that_a_later_router_reads_is_a_hub(name: str, tmp_path: Path)
         receiver.layer: value for receiver, value in zip(found.receivers, planted.influence, strict=True) if value
     }
     assert set(influence) == {4, 5} and max(influence, key=influence.__getitem__) == 5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_expert_that_every_later_router_reads_is_first_by_every_measure(name: str, tmp_path: Path) -> None:
+    model = zoo.build(name, **FAMILIES[name])
+    before = attributed(model, tmp_path / "before").of_kind("expert")
+    often = strongest([sender for sender in before if sender.layer == 1], "share")
+    assert often.number is not None
+    write(model, 1, often.number, torch.stack([towards(model, layer) for layer in range(2, 6)]).sum(0))
+    graph = routing_graph(attributed(model, tmp_path / "after"))
+    found = centralities(graph)
+    for measure in MEASURES:
+        assert ranking(found, measure)[0] == f"L1 E{often.number}", measure
+        assert max(found[measure].values()) == found[measure][f"L1 E{often.number}"], measure
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
