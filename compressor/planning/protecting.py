@@ -5,16 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.attribution import measure
+from compressor.attribution.figures import Attribution
 from compressor.attribution.hubs import Hub, find_hubs
-from compressor.calibration.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
-from compressor.model.opened import OpenModel
 from compressor.planning.request import AUTO
 from compressor.plans.json import integer
-from compressor.progress import Progress
 from compressor.records import read_json
 from compressor.words import ranges
 
@@ -122,17 +119,6 @@ def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int)
                 )
 
 
-def fit_batches(calibration: Calibration) -> Calibration:
-    """The calibration without what is held out, which nothing that decides a plan may see."""
-    numbers = [number for number in range(len(calibration.batches)) if number not in calibration.heldout]
-    return Calibration(
-        tuple(calibration.batches[number] for number in numbers),
-        calibration.identity,
-        sources=tuple(calibration.source_of(number) for number in numbers),
-        weights=calibration.weights,
-    )
-
-
 def strongest_that_fit(hubs: Sequence[Hub], layers: Sequence[MoeLayer], keep: int) -> Protected:
     """Of the hubs, the strongest first, as many in each layer and routing group as stay there."""
     found: dict[str, frozenset[int]] = {}
@@ -149,12 +135,12 @@ def strongest_that_fit(hubs: Sequence[Hub], layers: Sequence[MoeLayer], keep: in
     return found
 
 
-def protect_hubs(model: OpenModel, calibration: Calibration, keep: int, progress: Progress, seed: int = 0) -> Protected:
-    """The routing hubs that the calibration shows, at the default threshold, as far as they fit.
+def protect_hubs(found: Attribution, layers: Sequence[MoeLayer], keep: int) -> Protected:
+    """The routing hubs that an attribution shows, at the default threshold, as far as they fit.
 
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
     """
-    hubs = find_hubs(measure.attribute(model, fit_batches(calibration), progress, seed))
+    hubs = find_hubs(found)
     if not hubs:
         logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
-    return strongest_that_fit(hubs, model.architecture.layers, keep)
+    return strongest_that_fit(hubs, layers, keep)
