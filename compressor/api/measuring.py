@@ -77,8 +77,7 @@ def compare(
             refuse_unjudged_sources(calibration)
         steering = Steering(opened, calibration, run.progress, asked.seed)
         protected = protected_experts(asked, min(counts, default=opened.architecture.experts), steering)
-        if strategies is None:
-            contenders = _attributable(contenders, steering)
+        contenders = _attributable(contenders, steering, named=bool(strategies))
         return compare_models(
             opened, contenders, counts, calibration, given or calibration.reserved, run.progress, asked.seed,
             per_source, protected, steering,
@@ -98,15 +97,15 @@ def _contenders(
     return found
 
 
-def _attributable(contenders: Sequence[Contender], steering: Steering) -> list[Contender]:
-    """The contenders, without those that need an attribution where the model has none."""
-    steered = [contender for contender in contenders if needs_attribution(contender.strategy.needs)]
+def _attributable(contenders: Sequence[Contender], steering: Steering, named: bool) -> list[Contender]:
+    """The contenders; those that nobody named and that need an attribution are left out where the model has none."""
     try:
-        if steered:
-            steering.attribution()
+        steering.rank_changes([contender.strategy for contender in contenders])
     except CompressionError as error:
-        logger.warning("%s is left out: %s", ", ".join(contender.name for contender in steered), error)
-        return [contender for contender in contenders if contender not in steered]
+        if named:
+            raise
+        logger.warning("%s; it is left out", error)
+        return [contender for contender in contenders if not needs_attribution(contender.strategy.needs)]
     return list(contenders)
 
 
