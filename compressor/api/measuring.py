@@ -1,11 +1,13 @@
 """The Python API that looks at models and changes none: `inspect`, `compare`, `attribute` and `gate`."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.calibration.batches import evaluation_sets, load_tokenizer
+from compressor.calibration.statistics import needs_attribution
 from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, compare_models, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
@@ -26,7 +28,10 @@ from compressor.planning.protecting import given_protected
 from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
+from compressor.planning.steering import Steering
 from compressor.progress import Progress, Silent
+
+logger = logging.getLogger(__name__)
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
@@ -70,10 +75,12 @@ def compare(
         calibration = read_calibration(opened, asked, heldout=True, reserve=reserve)
         if per_source:
             refuse_unjudged_sources(calibration)
-        protected = protected_experts(run, asked, min(counts, default=opened.architecture.experts), calibration)
+        steering = Steering(opened, calibration, run.progress, asked.seed)
+        protected = protected_experts(asked, min(counts, default=opened.architecture.experts), steering)
+        contenders = _attributable(contenders, steering, named=bool(strategies))
         return compare_models(
             opened, contenders, counts, calibration, given or calibration.reserved, run.progress, asked.seed,
-            per_source, protected,
+            per_source, protected, steering,
         )  # fmt: skip
 
 
@@ -88,6 +95,18 @@ def _contenders(
     if len({contender.name for contender in found}) < len(found):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
     return found
+
+
+def _attributable(contenders: Sequence[Contender], steering: Steering, named: bool) -> list[Contender]:
+    """The contenders; those that nobody named and that need an attribution are left out where the model has none."""
+    try:
+        steering.rank_changes([contender.strategy for contender in contenders])
+    except CompressionError as error:
+        if named:
+            raise
+        logger.warning("%s; it is left out", error)
+        return [contender for contender in contenders if not needs_attribution(contender.strategy.needs)]
+    return list(contenders)
 
 
 def _counts(model: OpenModel, experts: Sequence[int], request: Request) -> list[int]:

@@ -232,11 +232,21 @@ class Heldout(Meter):
     meaning = "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output"
 
 
+class RankChange(Meter):
+    """Measured by routing attribution, over the layers at once, where a strategy asks for it."""
+
+    name, shape, kind = "rank_change", "[E]", "attributed"
+    meaning = (
+        "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
+        "all tokens, summed over those routers; 0 where there are none"
+    )
+
+
 METERS: Mapping[str, type[Meter]] = {
     meter.name: meter
     for meter in (
         RoutedCount, GateWeightSum, ProbabilitySum, NormSum, SquaredNormSum, GatedNormSum, Inputs, RouterLogits,
-        TopKIndex, TopKWeights, RouterArgumentsThere, ExpertOutputs, MixedOutputs, Weights, Heldout,
+        TopKIndex, TopKWeights, RouterArgumentsThere, ExpertOutputs, MixedOutputs, Weights, Heldout, RankChange,
     )
 }  # fmt: skip
 

@@ -22,9 +22,9 @@ from compressor.model.buffers import as_arguments
 from compressor.model.experts import observed_forward
 
 __all__ = [
-    "ALL", "DENSE", "HELDOUT", "RECONSTRUCTION", "ROUTED", "ROUTED_OUTPUTS", "SAMPLED", "SAMPLE_TOKENS", "WEIGHTS",
-    "Collector", "LayerStatistics", "LayerWeights", "RouterArguments", "check_needs", "combined", "mix_tokens",
-    "needs_data", "needs_heldout",
+    "ALL", "ATTRIBUTED", "DENSE", "HELDOUT", "RECONSTRUCTION", "ROUTED", "ROUTED_OUTPUTS", "SAMPLED", "SAMPLE_TOKENS",
+    "WEIGHTS", "Collector", "LayerStatistics", "LayerWeights", "RouterArguments", "check_needs", "combined",
+    "mix_tokens", "needs_attribution", "needs_data", "needs_heldout",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,9 @@ def _of(kind: str) -> frozenset[str]:
     return frozenset(name for name, meter in METERS.items() if meter.kind == kind)
 
 
-ROUTED, SAMPLED, DENSE, WEIGHTS, HELDOUT = map(_of, ("routed", "sampled", "dense", "weights", "heldout"))
+ROUTED, SAMPLED, DENSE, WEIGHTS, HELDOUT, ATTRIBUTED = map(
+    _of, ("routed", "sampled", "dense", "weights", "heldout", "attributed")
+)
 ROUTED_OUTPUTS = _of("routed outputs")  # need every output: a slower forward
 ALL = frozenset(METERS)
 RECONSTRUCTION = frozenset(
@@ -90,9 +92,14 @@ class LayerStatistics:
     mixed_outputs = _Collected[Tensor]()
     weights = _Collected[LayerWeights]()
     heldout = _Collected["LayerStatistics"]()
+    rank_change = _Collected[Tensor]()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", _Values(self.values, self.layer.name))
+
+    def adding(self, **values: Any) -> "LayerStatistics":
+        """The same with these statistics too, by name."""
+        return replace(self, values={**self.values, **values})
 
 
 class _Values(Mapping[str, Any]):
@@ -141,6 +148,11 @@ def needs_heldout(needs: frozenset[str]) -> bool:
     return bool(needs & HELDOUT)
 
 
+def needs_attribution(needs: frozenset[str]) -> bool:
+    """Whether the routers' logits must be attributed for these needs."""
+    return bool(needs & ATTRIBUTED)
+
+
 class Collector:
     """Has the meters of `needs` observe one layer while batches of so many tokens (`sizes`) pass it.
 
@@ -150,7 +162,7 @@ class Collector:
     def __init__(
         self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: Tensor, sizes: list[int], seed: int
     ) -> None:
-        self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT, seed
+        self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT - ATTRIBUTED, seed
         self.positions, self.sizes = positions, sizes
         self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self.batch, self.tokens = 0, 0

@@ -23,6 +23,7 @@ from compressor.model.streaming import LayerStream
 from compressor.planning.make import Planned, Wish, make_plans
 from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy, load_strategy, read_option
+from compressor.planning.steering import Steering
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
 from compressor.run_record import versions
@@ -153,6 +154,7 @@ def compare_models(
     seed: int = 0,
     per_source: bool = False,
     protected: Protected | None = None,
+    steering: Steering | None = None,
 ) -> Comparison:
     """Plan with every contender at every count from one pass, carry each plan out in memory, and judge all alike.
 
@@ -167,7 +169,7 @@ def compare_models(
     wishes = [Wish(contender.strategy, count, contender.options) for count in counts for contender in contenders]
     owners = [contender for _ in counts for contender in contenders]
     begin = time.perf_counter()
-    made = make_plans(model, wishes, calibration, progress, seed, protected, per_source)
+    made = make_plans(model, wishes, calibration, progress, seed, protected, per_source, steering)
     shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
     for planned in made:
         contender = owners[planned.wish]

@@ -17,6 +17,7 @@ from compressor.planning.protecting import Protected, given_protected, protect_f
 from compressor.planning.registry import load_strategy
 from compressor.planning.request import Request
 from compressor.planning.run import Run
+from compressor.planning.steering import Steering
 from compressor.plans.plan import CompressionPlan
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,12 @@ def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve:
     )
 
 
-def protected_experts(run: Run, request: Request, keep: int, calibration: Calibration | None) -> Protected:
+def protected_experts(request: Request, keep: int, steering: Steering) -> Protected:
     """The experts that a list names, or the hubs or central experts that the calibration shows, as was asked for."""
-    if request.protects_what_data_shows and calibration is not None:
-        return protect_found(run.model, calibration, keep, run.progress, request.seed, request.central)
-    return given_protected(request.protect, run.model.architecture.layers, keep)
+    layers = steering.model.architecture.layers
+    if request.protects_what_data_shows:
+        return protect_found(steering.attribution(), layers, keep, request.central)
+    return given_protected(request.protect, layers, keep)
 
 
 def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[CompressionPlan, Calibration | None]:
@@ -68,15 +70,16 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
     calibration = None
     if wish.reads or request.protects_what_data_shows:
         calibration = read_calibration(model, request, wish.holds_out)
-    protected = protected_experts(run, request, wish.experts, calibration)
+    steering = Steering(model, calibration, run.progress, request.seed)
+    protected = protected_experts(request, wish.experts, steering)
     if request.sequential and wish.reads and calibration is not None:
         made = make.make_plan_in_order(
-            model, wish, calibration, wish.correction, run.progress, request.seed, protected, run.cut
+            model, wish, calibration, wish.correction, run.progress, request.seed, protected, run.cut, steering
         )
     else:
         data = calibration if needs_data(wish.strategy.needs) else None
         made = make.make_plan(
-            model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected
+            model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected, steering
         )
     return _with_correction(made, model, wish.correction, calibration), calibration
 
@@ -124,7 +127,7 @@ def refuse_unjudged_sources(calibration: Calibration) -> None:
 def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
     """From one pass the plan for all calibration sources together, then one for each source alone, in their order.
 
-    Hubs are found once, on all sources, and protected in every plan.
+    Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
     """
     model, wish = run.model, settle(run.model, request)
     if not wish.reads:
@@ -135,10 +138,11 @@ def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
     calibration = read_calibration(model, request, wish.holds_out)
     if wish.holds_out:
         refuse_unjudged_sources(calibration)
-    protected = protected_experts(run, request, wish.experts, calibration)
+    steering = Steering(model, calibration, run.progress, request.seed)
+    protected = protected_experts(request, wish.experts, steering)
     reads = needs_data(wish.strategy.needs)
     data = calibration if reads else None
-    made = make.make_plans(model, [wish], data, run.progress, request.seed, protected, per_source=True)
+    made = make.make_plans(model, [wish], data, run.progress, request.seed, protected, True, steering)
     alone = [calibration.only(number) for number in range(len(request.sources))]
     plans = [planned.plan for planned in made] if reads else [made[0].plan] * (1 + len(alone))
     return [

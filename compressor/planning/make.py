@@ -5,15 +5,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
 from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics, needs_data, needs_heldout
+from compressor.calibration.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
 from compressor.correction.in_order import COMPRESSED, LayerWork, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy
+from compressor.planning.steering import Steering
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
 from compressor.run_record import versions
@@ -54,9 +57,13 @@ class Planned:
 _Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
 
 
-def _layer_plan(stats: LayerStatistics, wish: Wish, protected: Protected | None) -> LayerPlan:
+def _layer_plan(
+    stats: LayerStatistics, wish: Wish, protected: Protected | None, rank_changes: Mapping[str, Tensor]
+) -> LayerPlan:
     """The layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
+    if needs_attribution(wish.strategy.needs):
+        stats = stats.adding(rank_change=rank_changes[stats.layer.name])
     made = wish.strategy.plan_layer(stats, wish.experts, guarded)
     if changed := touched(made, guarded):
         raise CompressionError(
@@ -98,12 +105,15 @@ def make_plans(
     seed: int = 0,
     protected: Protected | None = None,
     per_source: bool = False,
+    steering: Steering | None = None,
 ) -> list[Planned]:
-    """Several plans from one pass over the layers; nothing is written.
+    """Several plans from one pass over the layers, and an attribution where a strategy needs it; nothing is written.
 
     `protected` experts, by layer name, stay as they are. With `per_source` each calibration source gets a plan of its
-    own after the one for all.
+    own after the one for all; `steering`, which others may have run, is of all sources.
     """
+    steering = steering or Steering(model, calibration, progress, seed)
+    rank_changes = steering.rank_changes([wish.strategy for wish in wishes])
     needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
     layers: dict[_Key, list[LayerPlan]] = {}
     seconds: dict[_Key, float] = {}
@@ -111,7 +121,7 @@ def make_plans(
         for number, wish in enumerate(wishes):
             for source, seen in enumerate((stats, *stats.by_source), start=-1):
                 begin = time.perf_counter()
-                made = _layer_plan(seen, wish, protected)
+                made = _layer_plan(seen, wish, protected, rank_changes)
                 layers.setdefault((number, source), []).append(made)
                 spent = time.perf_counter() - begin
                 seconds[number, source] = seconds.get((number, source), 0.0) + spent
@@ -134,10 +144,11 @@ def make_plan(
     progress: Progress,
     seed: int = 0,
     protected: Protected | None = None,
+    steering: Steering | None = None,
 ) -> CompressionPlan:
     """Plan every layer with one strategy on the original model; nothing is written."""
     wish = Wish(strategy, experts, options)
-    return make_plans(model, [wish], calibration, progress, seed, protected)[0].plan
+    return make_plans(model, [wish], calibration, progress, seed, protected, steering=steering)[0].plan
 
 
 def make_plan_in_order(
@@ -149,14 +160,18 @@ def make_plan_in_order(
     seed: int = 0,
     protected: Protected | None = None,
     files: CutFiles | None = None,
+    steering: Steering | None = None,
 ) -> CompressionPlan:
     """Plan every layer on what the compressed, and if so asked corrected, earlier layers put out.
 
-    `files` keeps the cut layers, so that carrying the plan out need not repeat the pass.
+    `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A strategy that needs an
+    attribution sees that of the original model.
     """
+    steering = steering or Steering(model, calibration, progress, seed)
+    rank_changes = steering.rank_changes([wish.strategy])
 
     def decide(stats: LayerStatistics) -> LayerPlan:
-        return replace(_layer_plan(stats, wish, protected), upstream=COMPRESSED)
+        return replace(_layer_plan(stats, wish, protected, rank_changes), upstream=COMPRESSED)
 
     work = LayerWork(wish.experts, decide, wish.strategy.needs, correction, seed)
     layers = compress_in_order(model, work, calibration, progress, files, phase="plan in order")

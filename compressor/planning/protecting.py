@@ -5,17 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.attribution import measure
 from compressor.attribution.centrality import most_central
+from compressor.attribution.figures import Attribution
 from compressor.attribution.hubs import find_hubs
-from compressor.calibration.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
-from compressor.model.opened import OpenModel
 from compressor.planning.request import AUTO, GRAPH
 from compressor.plans.json import integer
-from compressor.progress import Progress
 from compressor.records import read_json
 from compressor.words import ranges
 
@@ -123,17 +120,6 @@ def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int)
                 )
 
 
-def fit_batches(calibration: Calibration) -> Calibration:
-    """The calibration without what is held out, which nothing that decides a plan may see."""
-    numbers = [number for number in range(len(calibration.batches)) if number not in calibration.heldout]
-    return Calibration(
-        tuple(calibration.batches[number] for number in numbers),
-        calibration.identity,
-        sources=tuple(calibration.source_of(number) for number in numbers),
-        weights=calibration.weights,
-    )
-
-
 def strongest_that_fit(
     found_experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, called: str = "hubs"
 ) -> Protected:
@@ -153,14 +139,14 @@ def strongest_that_fit(
 
 
 def protect_found(
-    model: OpenModel, calibration: Calibration, keep: int, progress: Progress, seed: int = 0, central: int | None = None
+    found: Attribution, layers: Sequence[MoeLayer], keep: int, central: int | None = None
 ) -> Protected:
-    """The routing hubs that the calibration shows, at the default threshold, as far as they fit.
+    """The routing hubs that an attribution shows, at the default threshold, as far as they fit.
+
 
     With `central`, so many experts that stand highest in the routing graph (`centrality.STANDING`) instead.
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
     """
-    found, layers = measure.attribute(model, fit_batches(calibration), progress, seed), model.architecture.layers
     if central is not None:
         if not (chosen := most_central(found, central)):
             logger.warning("no expert steers a later router, so --protect graph:%d protects none", central)

@@ -7,7 +7,8 @@
         assert my_strategy.plan(fake_statistics(experts=8), keep=4).dropped == (1, 2, 5, 7)
 
 The layer is that of a stock model with random weights, observed as calibration observes it, so that every statistic is
-there and they agree: visits sum to tokens times top-k, outputs are those of the layer's experts.
+there and they agree: visits sum to tokens times top-k, outputs are those of the layer's experts. What these do to
+later routers is made up, for there are none.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +59,8 @@ def fake_statistics(
             return collector
 
         heldout = observed(RECONSTRUCTION).finish(_routers(architecture, layer.router))
-        return observed(ALL).finish(_routers(architecture, layer.router), heldout)
+        stats = observed(ALL).finish(_routers(architecture, layer.router), heldout)
+        return stats.adding(rank_change=torch.rand(experts) * stats.routed_count / max(tokens, 1))
 
 
 def _model(experts: int, top_k: int, hidden: int, intermediate: int) -> tuple[Architecture, Any]:

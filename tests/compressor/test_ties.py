@@ -149,6 +149,9 @@ TIED = torch.tensor([0.1, 0.7, 0.3, 0.7, 0.3, 0.7, 0.3, 0.2], dtype=torch.float6
 SCORES: list[tuple[str, dict[str, Any], str]] = [
     ("count-guided", {}, "routed_count"),
     ("gated-mass", {}, "gated_norm_sum"),
+    ("hub-guided", {}, "gated_norm_sum"),
+    ("hub-guided", {}, "rank_change"),
+    ("hub-guided", {"mass": "visits", "exponent": 10}, "rank_change"),
     ("reap", {}, "gated_norm_sum"),
     ("reap", {"saliency": "frequency"}, "routed_count"),
     ("reap", {"saliency": "ean"}, "norm_sum"),
@@ -161,7 +164,8 @@ SCORES: list[tuple[str, dict[str, Any], str]] = [
 def test_tied_scores(name: str, options: dict[str, Any], statistic: str) -> None:
     """Where visits are no whole numbers, as with weighted sources, they are as uncertain as the sums."""
     strategy = load_strategy(name, options)
-    values = {"routed_count": torch.full((8,), 12.3, dtype=torch.float64), statistic: TIED}
+    even = torch.full((8,), 12.3, dtype=torch.float64)
+    values = {"routed_count": even, "gated_norm_sum": even, "rank_change": even, statistic: TIED}
     for seed in SEEDS:
         shaken = {key: noisy(value, seed + place) for place, (key, value) in enumerate(values.items())}
         assert kept(strategy.plan_layer(scored(shaken, 8), 5)) == (1, 2, 3, 4, 5)

@@ -27,7 +27,7 @@ from tests import zoo
 from tests.opened import opened
 
 NAMES = pytest.mark.parametrize("name", ["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"])
-DATA = ALL - {"weights", "heldout"}
+DATA = ALL - {"weights", "heldout", "rank_change"}
 SUMS = ROUTED | ROUTED_OUTPUTS
 SHARES = (0.5, 0.25, 0.25)
 SOURCES = (0, 1, 0, 2, 2, 0)

@@ -39,7 +39,7 @@ NAMES = [
 SEVERAL = pytest.mark.parametrize("name", NAMES)
 SAMPLE = 20  # of 36 tokens
 SEED = 5
-DATA = ALL - {"weights", "heldout"}
+DATA = ALL - {"weights", "heldout", "rank_change"}
 
 
 @pytest.fixture(autouse=True)

@@ -19,14 +19,9 @@ from compressor.grouping import learned
 from compressor.grouping.choose import METHODS, competing
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
-from compressor.planning.protecting import (
-    check_protected,
-    fit_batches,
-    given_protected,
-    read_protected,
-    strongest_that_fit,
-)
+from compressor.planning.protecting import check_protected, given_protected, read_protected, strongest_that_fit
 from compressor.planning.registry import STRATEGIES, Strategy, load_strategy, names
+from compressor.planning.steering import fit_batches
 from compressor.plans.plan import LayerPlan, touched
 from compressor.progress import Silent
 from tests.opened import batches, calibration, opened
@@ -188,7 +183,7 @@ def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path, monkey
     data = Calibration(data.batches, data.identity, heldout=frozenset({2}))
     strategies, keep = variations(), 4
     passing = collect(model, ALL, data, Silent())
-    stats = next(passing)
+    stats = next(passing).adding(rank_change=torch.rand(8, dtype=torch.float64))
     for strategy in strategies:
         layer = stats.layer
         wished = least_liked(strategy.plan_layer(stats, keep), layer, keep // layer.routing_groups)

@@ -1,0 +1,332 @@
+"""Hub-guided: by hand, beside its two ends, on a planted hub from attribute's own figures, and who shares those."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from compressor.attribution import measure
+from compressor.calibration.batches import Calibration, calibrate, load_tokenizer
+from compressor.calibration.sources import parse_sources
+from compressor.calibration.statistics import LayerStatistics
+from compressor.checkpoint.source import locate
+from compressor.correction.refit import Correction
+from compressor.errors import CompressionError
+from compressor.grouping.choose import keep_best
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import open_model
+from compressor.planning.make import Wish, make_plan, make_plan_in_order, make_plans
+from compressor.planning.registry import Strategy, load_strategy
+from compressor.planning.steering import Steering
+from compressor.progress import Silent
+from strategies import count_guided, gated_mass
+from strategies.hub_guided import Options, factors, plan
+from tests import small, zoo
+from tests.command_line import Run, names, refused
+from tests.opened import batches, calibration, one_expert, opened, plain_calls
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+LAYERS, SENDER, HUB = 4, 1, 5
+SIZES = ("--samples", 12, "--sequence-length", 32)
+
+
+def stats(mass: list[float], changes: list[float], counts: list[float] | None = None, **groups: Any) -> LayerStatistics:
+    layer = MoeLayer("layers.1.experts", "layers.1", "layers.1.gate", "layers.1", 1, len(mass), 2, **groups)
+    given = {"gated_norm_sum": mass, "rank_change": changes, "routed_count": counts or mass}
+    values = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in given.items()}
+    return LayerStatistics(layer, 9, values)
+
+
+def kept(made: Any) -> list[int]:
+    assert made.is_drop
+    return [group.members[0] for group in made.groups]
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_by_hand() -> None:
+    """Products 8, 3, 4, 12, 0; with the exponent a half 4, 3, 4, 3.46, 0; with a fifth 2.6, 3, 4, 1.6, 0."""
+    found = stats([2, 3, 4, 1, 9], [4, 1, 1, 12, 0])
+    made = plan(found, 2)
+    assert kept(made) == [0, 3] and made.decided_by == "gated_norm_sum x rank_change"
+    assert made.figures == {
+        "kept_share_of_saliency": pytest.approx(20 / 27, abs=1e-6),
+        "kept_share_of_rank_change": pytest.approx(16 / 18, abs=1e-6),
+    }
+    assert kept(plan(found, 3)) == [0, 2, 3] and kept(plan(found, 4)) == [0, 1, 2, 3]
+    assert kept(plan(found, 2, options=Options(exponent=0.5))) == [0, 2]
+    assert kept(plan(found, 3, options=Options(exponent=0.5))) == [0, 2, 3]
+    assert kept(plan(found, 2, options=Options(exponent=0.2))) == [1, 2]
+    assert kept(plan(found, 2, options=Options(exponent=0.0))) == [2, 4]
+    assert kept(plan(found, 2, frozenset({4, 1}))) == [1, 4]
+    visited = stats([9, 9, 0, 0, 0], [4, 1, 1, 12, 0], counts=[2, 3, 4, 1, 9])
+    assert kept(plan(visited, 2, options=Options(mass="visits"))) == [0, 3]
+
+
+def test_the_layers_own_scales_do_not_count_nor_overflow() -> None:
+    for a, b in ((1e-9, 1e-30), (7, 1e-30), (1e-9, 1e30), (7, 1e30)):
+        assert kept(plan(stats([2 * a, 3 * a, 4 * a, a], [4 * b, b, b, 12 * b]), 2)) == [0, 3]
+    strong = factors(torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float64), 10.0)
+    assert bool(strong.isfinite().all()) and strong.tolist() == sorted(strong.tolist())
+
+
+@pytest.mark.parametrize("groups", [{}, {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}])
+def test_without_later_routers_or_exponent_it_is_gated_mass_or_count_guided(groups: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        mass, changes = torch.rand(2, 8, generator=generator, dtype=torch.float64).tolist()
+        counts = torch.randint(0, 4, (8,), generator=generator).double().tolist()
+        last = stats(mass, [0.0] * 8, counts, **groups)
+        for keep, protected in ((4, frozenset[int]()), (4, frozenset({3})), (6, frozenset({0, 7}))):
+            for found, exponent in ((stats(mass, changes, counts, **groups), 0.0), (last, 1.0)):
+                made = plan(found, keep, protected, Options(exponent=exponent))
+                assert made == gated_mass.plan(found, keep, protected)
+                made = plan(found, keep, protected, Options("visits", exponent))
+                assert made.groups == count_guided.plan(found, keep, protected).groups
+
+
+def test_needs_follow_the_options_and_wrong_options_are_refused() -> None:
+    needs = {
+        ("gated-mass", 1.0): {"gated_norm_sum", "rank_change"}, ("visits", 2): {"routed_count", "rank_change"},
+        ("gated-mass", 0.0): {"gated_norm_sum"}, ("visits", 0): {"routed_count"},
+    }  # fmt: skip
+    for (mass, exponent), expected in needs.items():
+        assert load_strategy("hub-guided", {"mass": mass, "exponent": exponent}).needs == expected
+    for exponent in (-0.5, 11, float("nan"), float("inf")):
+        with pytest.raises(CompressionError, match=r"exponent is .*; give a number from 0 to 10"):
+            load_strategy("hub-guided", {"exponent": exponent})
+    with pytest.raises(CompressionError, match="there is no mass 'ean'; known are gated-mass, visits"):
+        load_strategy("hub-guided", {"mass": "ean"})
+    with pytest.raises(CompressionError, match="the outputs of expert 1 are not finite"):
+        plan(stats([1, float("nan"), 3], [1, 1, 1]), 2)
+    with pytest.raises(CompressionError, match="3 protected experts do not fit into 2"):
+        plan(stats([1, 2, 3, 4], [1, 1, 1, 1]), 2, frozenset({0, 1, 3}))
+
+
+# --- a planted hub ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def plant(model: nn.Module) -> None:
+    """One expert, seldom visited, writes a little where all later routers look; the other experts hardly move them.
+
+    The first coordinate is that expert's alone. The second is the same for all tokens: what routers go by otherwise.
+    """
+    parts: Any = model.model
+    parts.embed_tokens.weight[:, :2] = torch.tensor([0.0, 0.5])
+    generator = torch.Generator().manual_seed(3)
+    for number, layer in enumerate(parts.layers):
+        layer.self_attn.o_proj.weight[:2] = 0
+        layer.mlp.experts.down_proj[:, :2] = 0
+        if number > SENDER:
+            layer.mlp.gate.weight[:, :2] = torch.tensor([300.0, 30.0]) * torch.randn(8, 2, generator=generator)
+    sender = parts.layers[SENDER].mlp
+    sender.experts.down_proj[HUB] *= 0.1
+    sender.experts.down_proj[HUB, 0] = torch.randn(sender.experts.down_proj.shape[-1], generator=generator)
+    others = [expert for expert in range(8) if expert != HUB]
+    sender.gate.weight[HUB] = 3 * sender.gate.weight[others].mean(0)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted")
+    model = zoo.build("mixtral", vocab_size=small.VOCABULARY, num_hidden_layers=LAYERS)
+    plant(model)
+    model.save_pretrained(folder / "model")
+    small.tokenizer().save_pretrained(folder / "model")
+    small.text_file(folder)
+    small.save(folder / "zaya", "zaya")
+    (folder / "other.txt").write_text("\n\n".join(f"{n} + {n * 7} = {n * 8}." for n in range(200)))
+    return folder
+
+
+@pytest.fixture
+def data(planted: Path) -> tuple[Any, ...]:
+    return ("--calibration", planted / "calibration.txt", *SIZES)
+
+
+@pytest.fixture
+def attributions(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
+    """What each attribution from now on is shown."""
+    seen: list[Calibration] = []
+    real = measure.attribute
+
+    def watched(model: Any, data: Calibration, *args: Any) -> Any:
+        seen.append(data)
+        return real(model, data, *args)
+
+    monkeypatch.setattr(measure, "attribute", watched)
+    return seen
+
+
+def masses(stock: Any, rows: Tensor, folder: Path) -> tuple[Mapping[str, list[float]], Mapping[str, list[int]]]:
+    """Gated mass and visits of each layer's experts, by a loop over the tokens of a plain forward."""
+    architecture = open_model(locate(str(folder)), "float32", "cpu").architecture
+    mass, visits = {}, {}
+    for name, calls in plain_calls(stock, architecture, (rows,)).items():
+        hidden, index, weights = calls.joined()
+        outputs = [one_expert(stock.get_submodule(name), expert, hidden) for expert in range(8)]
+        mass[name], visits[name] = [0.0] * 8, [0] * 8
+        for token in range(len(hidden)):
+            for expert, weight in zip(index[token].tolist(), weights[token].tolist(), strict=True):
+                mass[name][expert] += float((weight * outputs[expert][token]).double().norm())
+                visits[name][expert] += 1
+    return mass, visits
+
+
+@pytest.mark.parametrize("mass", ["gated-mass", "visits"])
+@pytest.mark.parametrize("exponent", [1, 0.5, 2])
+def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
+    mass: str, exponent: float, run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    assert run("attribute", planted / "model", "-o", tmp_path / "attribution", *data).status == 0
+    content = json.loads((tmp_path / "attribution" / "attribution.json").read_text())
+    changes = {
+        (sender["module"], sender["number"]): sum(value or 0.0 for value in sender["rank_change"])
+        for sender in content["senders"] if sender["kind"] == "expert"
+    }  # fmt: skip
+    options = ("--strategy", "hub-guided", "--option", f"mass={mass}", "--option", f"exponent={exponent}")
+    made = run("plan", planted / "model", "-o", tmp_path / "plan.json", "--experts", 4, *options, *data)
+    assert made.status == 0, made.err
+    stock = AutoModelForCausalLM.from_pretrained(planted / "model")
+    model = open_model(locate(str(planted / "model")), "float32", "cpu")
+    read = calibrate(
+        parse_sources([str(planted / "calibration.txt")]), load_tokenizer(planted / "model"), samples=12, length=32,
+        seed=0, vocab=model.vocabulary,
+    )  # fmt: skip
+    mass_of, visits = masses(stock, torch.cat(read.batches), planted / "model")
+    for layer in json.loads((tmp_path / "plan.json").read_text())["layers"]:
+        name = layer["module"]
+        heavy = mass_of[name] if mass == "gated-mass" else visits[name]
+        effects = [changes[name, expert] for expert in range(8)]
+        factor = [effect**exponent if any(effects) else 1.0 for effect in effects]
+        ranked = sorted(range(8), key=lambda e: (-heavy[e] * factor[e], e))
+        assert [group["members"] for group in layer["groups"]] == [[expert] for expert in sorted(ranked[:4])]
+        if layer["layer"] == SENDER:
+            assert HUB in ranked[:4] and HUB not in sorted(range(8), key=lambda e: -heavy[e])[:4]
+        assert any(effects) == (layer["layer"] < LAYERS - 1)
+
+
+# --- who runs the attribution, and on what ----------------------------------------------------------------------------
+
+
+def test_plan_and_apply_give_the_bytes_of_compress(
+    run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    for number, more in enumerate(((), ("--sequential",), ("--correct", "ridge"))):
+        arguments = ("--experts", 4, "--strategy", "hub-guided", *more, *data)
+        compressed, applied, made = (tmp_path / f"{name}-{number}" for name in ("out", "applied", "plan.json"))
+        assert run("compress", planted / "model", "-o", compressed, *arguments).status == 0
+        assert run("plan", planted / "model", "-o", made, *arguments).status == 0
+        assert run("apply", made, "-o", applied).status == 0
+        assert small.tree(compressed) == small.tree(applied)
+
+
+def test_one_attribution_serves_hubs_strategies_and_all_rows(
+    run: Run, planted: Path, data: tuple[Any, ...], attributions: list[Calibration], tmp_path: Path
+) -> None:
+    model, made = planted / "model", tmp_path / "plan.json"
+    plain = ("plan", model, "-o", made, "--overwrite", "--experts", 4, *data, "--strategy")
+    assert run(*plain, "gated-mass").status == 0
+    assert run(*plain, "hub-guided", "--option", "exponent=0").status == 0 and not attributions
+    for more in (("--protect", "auto"), (), ("--protect", "auto", "--sequential"), ("--correct", "ridge")):
+        before = len(attributions)
+        assert run(*plain, "hub-guided", *more).status == 0 and len(attributions) == before + 1
+    assert [sum(map(len, seen.batches)) for seen in attributions] == [12, 12, 12, 10]  # a correction holds two out
+    before = len(attributions)
+    result = run(
+        "compare", model, "--experts", "6,4", "--strategies", "hub-guided,gated-mass,hub-guided:exponent=2",
+        "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, "--protect", "auto", "--json", *data,
+        "-o", tmp_path / "comparison",
+    )  # fmt: skip
+    assert result.status == 0 and len(attributions) == before + 1 and not attributions[-1].heldout
+
+
+def test_what_cannot_be_attributed_is_refused(run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+    said = "strategy 'hub-guided' needs routing attribution, which others do not: ZayaForCausalLM cannot be attributed"
+    arguments = ("--experts", 4, "--strategy", "hub-guided", *data)
+    result = run("compress", planted / "zaya", "-o", tmp_path / "out", *arguments)
+    refused(result, f"{said}: model.layers.0: its router's logits are not linear")
+    more = ("--experts", 4, "--strategies", "hub-guided", "--evaluation-samples", 2, *data)
+    refused(run("compare", planted / "zaya", "-o", tmp_path / "out", *more), said)
+    assert names(tmp_path) == []
+    assert run("compress", planted / "zaya", "-o", tmp_path / "out", *arguments, "--option", "exponent=0").status == 0
+
+
+def test_a_comparison_of_all_goes_on_without_it(
+    run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = lambda: iter([load_strategy("hub-guided"), load_strategy("gated-mass")])  # noqa: E731
+    monkeypatch.setattr("compressor.api.measuring.working_strategies", few)
+    more = ("--experts", 4, "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, "--json", *data)
+    result = run("compare", planted / "zaya", "-o", tmp_path / "out", *more)
+    assert result.status == 0, result.err
+    assert [row["strategy"] for row in json.loads(result.out)["rows"]] == ["original", "gated-mass", "random"]
+    assert "WARNING: strategy 'hub-guided' needs routing attribution" in result.err and "it is left out" in result.err
+
+
+def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> None:
+    """In order, and for each source alone: the same figures, those of the attribution itself."""
+    model = open_model(locate(str(planted / "model")), "float32", "cpu")
+    rows = batches(zoo.build("mixtral"), (2, 2, 1, 1), length=24)
+    data = Calibration(tuple(rows), {"source": "random tokens"}, (0, 0, 1, 1), (0.5, 0.5), frozenset({1, 3}))
+    fit = calibration([rows[0], rows[2]])
+    expected = {layer.name: torch.zeros(8, dtype=torch.float64) for layer in model.architecture.layers}
+    for sender in measure.attribute(model, fit, Silent()).of_kind("expert"):
+        expected[sender.module][int(sender.number or 0)] = sum(value or 0.0 for value in sender.rank_change)
+    seen: list[tuple[str, Tensor]] = []
+
+    def listening(found: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> Any:
+        seen.append((found.layer.name, found.rank_change.clone()))
+        return keep_best(found, found.rank_change, keep, protected)
+
+    wish = Wish(Strategy("listening", listening, frozenset({"rank_change"})), 4, {})
+    made = make_plans(model, [wish], data, Silent(), per_source=True)
+    assert len(seen) == 3 * LAYERS and len(made) == 3
+    ordered = make_plan_in_order(model, wish, data, Correction(), Silent())
+    assert len(seen) == 4 * LAYERS
+    assert [layer.groups for layer in ordered.layers] == [layer.groups for layer in made[0].plan.layers]
+    for name, found in seen:
+        torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=0)
+    with pytest.raises(CompressionError, match="calibration data; pass --calibration"):
+        make_plan(model, wish.strategy, 4, {}, None, Silent())
+
+
+def test_equal_experts_are_equally_heard(tmp_path: Path) -> None:
+    """Twins are told apart by their number alone, however the calibration is cut into batches."""
+    stock = zoo.build("mixtral", num_hidden_layers=3)
+    twins = {0: 2, 1: 3, 4: 6, 5: 7}
+    with torch.no_grad():
+        for name, experts in zoo.experts(stock).items():
+            router = stock.get_submodule(name.rpartition(".")[0]).gate
+            for parameter in (*experts.parameters(), *router.parameters()):
+                for one, other in twins.items():
+                    parameter[other] = parameter[one]
+    stock.save_pretrained(tmp_path)
+    model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    made = []
+    for sizes in ((6,), (2, 2, 2), (1, 5)):
+        data = calibration(batches(stock, sizes))
+        strategy = load_strategy("hub-guided")
+        for changes in Steering(model, data, Silent()).rank_changes([strategy]).values():
+            torch.testing.assert_close(changes[[0, 1, 4, 5]], changes[[2, 3, 6, 7]], rtol=1e-6, atol=0)
+        made.append([kept(layer) for layer in make_plan(model, strategy, 5, {}, data, Silent()).layers])
+    assert made[0] == made[1] == made[2]
+    for layer in made[0]:
+        assert sum(one in layer and other not in layer for one, other in twins.items()) == 1
+        assert not any(other in layer and one not in layer for one, other in twins.items())
+
+
+def test_every_family_with_several_layers_or_modules_is_planned(tmp_path: Path) -> None:
+    for name in ("deepseek_v3", "ernie4_5_vl_moe", "gpt_oss"):
+        stock, model = opened(name, tmp_path / name)
+        made = make_plan(model, load_strategy("hub-guided"), 4, {}, calibration(batches(stock)), Silent())
+        assert [layer.module for layer in made.layers] == [layer.name for layer in model.architecture.layers]
+        assert made.layers[-1].decided_by == "gated_norm_sum"
