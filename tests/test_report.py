@@ -69,9 +69,14 @@ def test_a_folder_from_another_machine_says_what_is_missing(
 
 
 def test_without_measuring_nothing_runs(run: Run, out: Path, tmp_path: Path) -> None:
+    """The page shows what the run has noted: who visited whom while it planned."""
     result = run("report", out, "-o", tmp_path / "report.html", "--no-measure", "--json")
     assert result.status == 0, result
-    assert all(layer["error"] is None for layer in json.loads(result.out)["layers"])
+    data = ReportData.from_json(result.out)
+    assert (data.measured_tokens, data.measured_text) == (8 * 32, "text.txt")
+    assert all(layer.error is None and layer.visits_after is None for layer in data.layers)
+    assert all(sum(layer.visits_before or ()) == pytest.approx(1, abs=1e-5) for layer in data.layers)
+    assert "256 tokens of text.txt" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

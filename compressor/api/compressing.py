@@ -21,6 +21,8 @@ from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan, check_against
 from compressor.progress import Progress
+from compressor.report.measuring_run import Noted
+from compressor.report.store import keep_measures
 from compressor.run_record import RunRecord, record_run
 from compressor.surgery.job import make_job
 
@@ -96,13 +98,13 @@ def apply(
     `command` is the command line that asked for it, for the record of the run.
     """
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
-    place = _Place(Path(out), overwrite, max_shard_bytes)
+    place, noted = _Place(Path(out), overwrite, max_shard_bytes), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
     with open_run(source, revision, (loaded.correction or {}).get("dtype", "auto"), progress=progress) as run:
         facts = [loaded.digest(), run.model.checkpoint.stamp(), str(run.model.partial.device)]
         with _working(run, place, hashlib.sha256(json.dumps(facts).encode()).hexdigest()):
-            made = _carry_out(run, loaded, place)
-    _record(run.model, made, command)
+            made = _carry_out(run, loaded, place, noted)
+    _record(run.model, made, command, noted)
     return made
 
 
@@ -124,7 +126,7 @@ def compress(
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
     `command` is the command line that asked for it, for the record of the run.
     """
-    asked, place = Request.of(request, wanted), _Place(Path(out), overwrite, max_shard_bytes, accept)
+    asked, place, noted = Request.of(request, wanted), _Place(Path(out), overwrite, max_shard_bytes, accept), Noted()
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
             wish = settle(run.model, asked)
@@ -132,9 +134,11 @@ def compress(
             digest = request_digest(run.model, asked)
         with _working(run, place, digest):
             with run.clock.phase("plan"):
+                if not asked.sequential:  # which sees other inputs than the source's own
+                    wish = replace(wish, strategy=noted.planning(wish.strategy))
                 made, calibration = plan_or_resume(run, asked, wish)
-            done = _carry_out(run, made, place, calibration)
-    _record(run.model, done, command)
+            done = _carry_out(run, made, place, noted, calibration)
+    _record(run.model, done, command, noted)
     return done
 
 
@@ -163,14 +167,16 @@ def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool
     writer.check_space(out, 2 * needed if corrected else needed)
 
 
-def _carry_out(run: Run, plan: CompressionPlan, place: _Place, calibration: Calibration | None = None) -> Summary:
+def _carry_out(
+    run: Run, plan: CompressionPlan, place: _Place, noted: Noted, calibration: Calibration | None = None
+) -> Summary:
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
     model, clock, cut = run.model, run.clock, run.cut
     check_against(plan, model.architecture.layers, model.fingerprint)
     _check_target(model, place, plan.experts, plan.correction is not None)
     if plan.correction is not None and cut is not None:
         with clock.phase("correct"):
-            plan = correct(model, plan, run.progress, cut, calibration)
+            plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
     made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
 
     def verify(folder: Path) -> None:
@@ -199,8 +205,10 @@ def _carry_out(run: Run, plan: CompressionPlan, place: _Place, calibration: Cali
     )
 
 
-def _record(model: OpenModel, summary: Summary, command: Sequence[str] | None) -> None:
+def _record(model: OpenModel, summary: Summary, command: Sequence[str] | None, noted: Noted) -> None:
     """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
     source, calibration, words = model.source, summary.plan.calibration, None if command is None else tuple(command)
     known = RunRecord(source.name, source.revision, calibration, summary.seconds, summary.peak_memory, words)
-    record_run(Path(summary.out), known)
+    out = Path(summary.out)
+    record_run(out, known)
+    keep_measures(out, noted.measured(calibration), "run")

@@ -26,6 +26,7 @@ from compressor.progress import Progress
 from compressor.surgery.cutting import CutFiles, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
+Visited = Callable[[MoeLayer, torch.Tensor, int], None]  # told the visits [N] of a smaller layer, on so many tokens
 UNCORRECTED = Correction()
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 
@@ -34,7 +35,8 @@ COMPRESSED = "compressed"  # what the earlier layers were while a layer was plan
 class LayerWork:
     """What is done to every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
 
-    `measure` has the error of layers measured that are not corrected.
+    `measure` has the error of layers measured that are not corrected. `visited` is told whom the batches that pass the
+    smaller layers visit there, held-out ones excepted.
     """
 
     experts: int  # kept in each
@@ -43,6 +45,7 @@ class LayerWork:
     correction: Correction = UNCORRECTED
     seed: int = 0
     measure: bool = False
+    visited: Visited | None = None
 
 
 class ShadowModel:
@@ -90,6 +93,8 @@ class _InOrder(LayerVisitor):
     shadow: ShadowModel = field(init=False)
     routers: Routers = field(init=False)
     by_unit: dict[str, list[MoeLayer]] = field(init=False)
+    told: list[Callable[[], None]] = field(default_factory=list)  # to do when all batches have passed the layer
+    batch: int = 0  # the one that runs
 
     def __post_init__(self) -> None:
         self.shadow, self.routers = ShadowModel(self.model, self.work.experts), Routers(self.model)
@@ -97,10 +102,31 @@ class _InOrder(LayerVisitor):
 
     def before(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
-        if (layers := self.by_unit.get(unit)) and not self._from_files(unit, layers):
+        layers = self.by_unit.get(unit, [])
+        if layers and not self._from_files(unit, layers):
             self._compress(unit, layers, replay)
+        if self.work.visited is not None and self.calibration is not None:
+            self.told = [self._counting(layer, self.work.visited, self.calibration) for layer in layers]
+
+    def _counting(self, layer: MoeLayer, visited: Visited, data: Calibration) -> Callable[[], None]:
+        """Count who visits whom in a smaller layer, until the function that is returned tells it."""
+        counts, fit = torch.zeros(self.work.experts, dtype=torch.int64), {*range(len(data.batches))} - data.heldout
+
+        def count(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            _, index, weights = args
+            if self.batch in fit:
+                counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
+
+        handle = self.shadow.model.get_submodule(layer.name).register_forward_pre_hook(count)
+
+        def tell() -> None:
+            handle.remove()
+            visited(layer, counts, sum(data.batches[number].numel() for number in fit))
+
+        return tell
 
     def entering(self, batch: int) -> None:
+        self.batch = batch
         for watching in self.active:
             watching.enter(batch)
 
@@ -109,6 +135,9 @@ class _InOrder(LayerVisitor):
 
     def passed(self, unit: str) -> None:
         if unit in self.by_unit:
+            for tell in self.told:
+                tell()
+            self.told = []
             self.shadow.empty_again()
             self.progress.advance(unit)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
 from compressor.calibration.collecting import collect
 from compressor.calibration.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
-from compressor.correction.in_order import COMPRESSED, LayerWork, compress_in_order
+from compressor.correction.in_order import COMPRESSED, LayerWork, Visited, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
@@ -184,6 +184,7 @@ def correct(
     progress: Progress,
     files: CutFiles,
     calibration: Calibration | None = None,
+    visited: Visited | None = None,
 ) -> CompressionPlan:
     """Carry out the correction that a plan asks for, layer by layer into `files`; returns the plan with its figures.
 
@@ -198,7 +199,7 @@ def correct(
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
             plan.experts, lambda stats: by_name[stats.layer.name],
-            correction=Correction.from_plan(plan.correction), seed=plan.seed,
+            correction=Correction.from_plan(plan.correction), seed=plan.seed, visited=visited,
         )  # fmt: skip
         layers = compress_in_order(model, work, calibration, progress, files)
     return replace(plan, layers=layers)

@@ -1,22 +1,26 @@
 """What a report measures: how alike the source's experts are, who visits them, and what compression cost each layer.
 
 Source and output run over a part of the calibration text, a layer of each at a time. Source and text are found by the
-record of the run, unless they are named; what cannot be had is left out, with a sentence that says so.
+record of the run, unless they are named. What cannot be had is taken from what the run itself kept, or left out with a
+sentence that says so.
 """
 
 import hashlib
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressor.calibration.batches import Calibration, calibrate, load_tokenizer, recalibrate
 from compressor.calibration.sources import DEMO_SOURCE, divide, is_file, parse_sources, without_folders
-from compressor.checkpoint.source import ModelSource, is_local, locate
+from compressor.calibration.statistics import WEIGHTS, Collector
+from compressor.checkpoint.source import is_local, locate
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.opened import DTYPES, OpenModel, open_model
@@ -24,10 +28,10 @@ from compressor.planning.request import DEFAULT_LENGTH
 from compressor.plans.plan import CompressionPlan, check_against
 from compressor.progress import Progress, Silent
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
-from compressor.report.measuring_experts import Likeness, compared_by_weights, likeness_of, sample_size, wanted_keys
+from compressor.report.measuring_experts import Likeness, compared, likeness_of
 from compressor.report.measuring_pass import measure_layers
-from compressor.report.store import keep, kept
-from compressor.run_record import RunRecord, digest_of, read_record, versions
+from compressor.report.store import keep_measures, kept_measures
+from compressor.run_record import RunRecord, read_record, versions
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +39,70 @@ TOKENS = 16_384  # of the calibration text, unless more are asked for: less than
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """Batches of token ids [B, L], and the name of their text without folders."""
+class _AtHand:
+    """What there is of an output and its source, and what the run that made it noted."""
 
-    name: str
-    batches: tuple[Tensor, ...]
+    folder: Path
+    plan: CompressionPlan
+    source: OpenModel | None
+    output: OpenModel | None
+    text: Calibration | None
+    noted: Measured
 
-    @property
-    def tokens(self) -> int:
-        return sum(batch.numel() for batch in self.batches)
+    def measured(self, progress: Progress) -> Measured:
+        """Measure all that can be; what the run noted stands for the rest."""
+        found, tokens, name = iter(self.noted.layers), self.noted.tokens, self.noted.text
+        if self.text is not None and self.output is not None:
+            batches, tokens, name = self.text.batches, self.text.tokens, _name(self.text.identity)
+            found = measure_layers(self.output, self.source, batches, self._likeness(), progress, self.plan.seed)
+            if self.source is None and any(layer.visits_before for layer in self.noted.layers):
+                name += f" (visits before: {self.noted.tokens:,} tokens, as the run itself counted them)"
+        elif self.source is not None:
+            found = by_weights(self.source, self._likeness(), progress)
+        noted = {layer.module: layer for layer in self.noted.layers}
+        layers = tuple(_filled(layer, noted.get(layer.module, layer)) for layer in found)
+        return Measured(layers, tokens, name, tuple(self._missing()))
+
+    def _likeness(self) -> Callable[[str], Likeness]:
+        """How each layer's experts are compared, by its module; what the run has noted is told again."""
+        planned = {layer.module: layer for layer in self.plan.layers}
+        known = {layer.module: layer for layer in self.noted.layers if layer.similarity is not None}
+
+        @cache
+        def likeness(module: str) -> Likeness:
+            if module not in known:
+                return likeness_of(self.plan, planned[module])
+            label, table = known[module].similarity_label, torch.tensor(known[module].similarity, dtype=torch.float64)
+            return Likeness(frozenset(), lambda stats: (label, table))
+
+        return likeness
+
+    def _missing(self) -> Iterator[str]:
+        """A sentence for whatever is not at hand."""
+        plan, beyond = self.plan, " beyond what the run noted" if self.noted.tokens else ""
+        visits = f"so neither visits nor errors are measured{beyond}"
+        if self.source is None:
+            yield (
+                f"The source model {plan.source.model} is not at hand, so the likeness of its experts, the visits "
+                f"before and the errors are not measured{beyond}; name it with --model."
+            )
+        if self.text is None and plan.calibration is None:
+            yield f"The plan was made without any text, {visits}; name one with --calibration."
+        elif self.text is None and plan.calibration is not None:
+            text = f"The calibration text {_name(plan.calibration)} is not at hand or has changed"
+            yield f"{text}, {visits}; name it with --calibration."
+        if self.output is None:
+            yield f"{self.folder.name} holds no weights that can be run, {visits}."
+
+    def key(self) -> str:
+        """A digest of everything that the measures depend on, the output folder's own files excepted."""
+        models = [
+            model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
+            for model in (self.source, self.output)
+        ]
+        text = self.text and [_name(self.text.identity), *(batch.tolist() for batch in self.text.batches)]
+        facts = [FORMAT, models, text, self.noted.to_dict(), versions()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def measure(
@@ -68,89 +127,73 @@ def measure(
     if model is None and revision is not None:
         raise CompressionError("--revision is that of the model that --model names; give both")
     plan, record, listener = read_compression(folder)[1], read_record(folder), progress or Silent()
-    named = None if model is None else locate(model, revision, listener)
-    source = _source(folder, plan, record, named, (dtype, device), listener)
+    source = _source(folder, plan, record, (model, revision), (dtype, device), listener)
     output = _output(folder, source, (dtype, device))
-    missing = [] if source else [_without_source(plan)]
     text = None
-    beside = source or output
-    if beside is not None:
+    if (beside := source or output) is not None:
         text = _text(beside, plan, record, calibration, samples, sequence_length)
-    if text is None:
-        missing.append(_without_text(plan))
-    if output is None:
-        missing.append(f"{folder.name} holds no weights that can be run, so neither visits nor errors are measured.")
-    key = _key(folder, source, output, text)
-    if (known := kept(key)) is not None:
-        return replace(known, text=text.name if text else None, missing=tuple(missing))
-    found = _measured(plan, source, output, text, listener)
-    keep(key, found)
-    return replace(found, missing=tuple(missing))
+    own = kept_measures(folder, "run") if calibration is None and dtype == "auto" else None
+    hand = _AtHand(folder, plan, source, output, text, own or Measured(()))
+    if (found := kept_measures(folder, "report", hand.key())) is None:
+        found = hand.measured(listener)
+        keep_measures(folder, found, "report", hand.key())
+    return found
 
 
-def _measured(
-    plan: CompressionPlan, source: OpenModel | None, output: OpenModel | None, text: _Text | None, progress: Progress
-) -> Measured:
-    plans = {layer.module: layer for layer in plan.layers}
-
-    @cache
-    def likeness(module: str) -> Likeness:
-        return likeness_of(plan, plans[module])
-
-    if text is not None and output is not None:
-        layers = tuple(measure_layers(output, source, text.batches, likeness, progress, plan.seed))
-        return Measured(layers, text.tokens, text.name)
-    return Measured(() if source is None else _by_weights(source, likeness, progress))
+def _filled(found: LayerMeasures, noted: LayerMeasures) -> LayerMeasures:
+    """What was measured, and beside it what the run noted of the rest."""
+    return replace(
+        noted, **{e.name: value for e in fields(found) if (value := getattr(found, e.name)) not in (None, "")}
+    )
 
 
-def _by_weights(
-    source: OpenModel, likeness: Callable[[str], Likeness], progress: Progress
-) -> tuple[LayerMeasures, ...]:
+def by_weights(source: OpenModel, likeness: Callable[[str], Likeness], progress: Progress) -> Iterator[LayerMeasures]:
     """What the source's weights alone tell, a layer at a time."""
     layers, partial = source.architecture.layers, source.partial
     progress.start("measure", len(layers))
-    found = []
     for layer in layers:
-        partial.load(wanted_keys(likeness(layer.name), layer))
-        similarity, label = compared_by_weights(likeness(layer.name), layer, partial.model)
-        found.append(LayerMeasures(layer.name, similarity, label))
+        needs = likeness(layer.name).needs
+        whole = needs == WEIGHTS  # otherwise the router's tensors do
+        partial.load(tensor.key for tensor in layer.tensors if whole or not tensor.key.startswith(f"{layer.name}."))
+        stats = Collector(layer, partial.model, needs & WEIGHTS, torch.arange(0), [], 0).finish(None)
+        yield LayerMeasures(layer.name, *compared(likeness(layer.name), stats, partial.model))
         partial.release(layer.block)
         give_back()
         progress.advance(layer.name)
-    return tuple(found)
 
 
 def _source(
     folder: Path,
     plan: CompressionPlan,
     record: RunRecord | None,
-    named: ModelSource | None,
+    named: tuple[str | None, str | None],
     how: tuple[str, str],
     progress: Progress,
 ) -> OpenModel | None:
     """The source model, opened; None if it is not named and not to be found, or is no longer what it was."""
-    if named is not None:
-        return _checked(open_model(named, *how), plan, folder)
+
+    def checked(name: str, commit: str | None) -> OpenModel:
+        model = open_model(locate(name, commit, progress), *how)
+        if model.fingerprint != plan.source.fingerprint:
+            raise CompressionError(
+                f"{model.source.name} is not the model that {folder} was made from: its fingerprint is "
+                f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the original with --model"
+            )
+        check_against(plan, model.architecture.layers, model.fingerprint)
+        return model
+
+    if named[0] is not None:
+        return checked(named[0], named[1])
     name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
     if commit is None and (record is None or not Path(name).is_dir()):
         return None
     if commit is not None and is_local(name):  # a folder here that happens to be called like the Hub's model
         return None
     try:
-        return _checked(open_model(locate(name, commit, progress), *how), plan, folder)
+        return checked(name, commit)
     except (CompressionError, OSError) as error:
         logger.debug("the source of %s cannot be had: %s", folder, error)
         return None
-
-
-def _checked(model: OpenModel, plan: CompressionPlan, folder: Path) -> OpenModel:
-    if model.fingerprint != plan.source.fingerprint:
-        raise CompressionError(
-            f"{model.source.name} is not the model that {folder} was made from: its fingerprint is "
-            f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the original with --model"
-        )
-    check_against(plan, model.architecture.layers, model.fingerprint)
-    return model
 
 
 def _output(folder: Path, source: OpenModel | None, how: tuple[str, str]) -> OpenModel | None:
@@ -170,39 +213,33 @@ def _text(
     model: OpenModel,
     plan: CompressionPlan,
     record: RunRecord | None,
-    calibration: Sequence[str] | None,
+    named: Sequence[str] | None,
     samples: int | None,
     sequence_length: int | None,
-) -> _Text | None:
+) -> Calibration | None:
     """The text to run: one that is named, or a part of the plan's own, which must give the same tokens as it did."""
-    if calibration is not None:
-        sources = parse_sources(calibration)
+    if named is not None:
+        sources = parse_sources(named)
         length = DEFAULT_LENGTH if sequence_length is None else sequence_length
         wanted = samples or max(len(sources), TOKENS // max(length, 1))
-        made = calibrate(
+        return calibrate(
             sources, load_tokenizer(model.source.folder), samples=wanted, length=length, seed=plan.seed,
             vocab=model.vocabulary,
         )  # fmt: skip
-        return _Text(without_folders(made.identity)["source"], made.batches)
-    identity = _identity(plan, record)
-    if identity is None:
-        return None
     try:
-        made = recalibrate(identity, load_tokenizer(model.source.folder), model.vocabulary)
+        identity = _identity(plan, record)
+        made = identity and recalibrate(identity, load_tokenizer(model.source.folder), model.vocabulary)
     except (CompressionError, OSError) as error:
         logger.debug("the calibration text cannot be had: %s", error)
         return None
-    return _Text(without_folders(made.identity)["source"], part_of(made, samples))
+    return Calibration(part_of(made, samples), made.identity) if made else None
 
 
 def _identity(plan: CompressionPlan, record: RunRecord | None) -> Mapping[str, Any] | None:
     """What repeats the plan's calibration: the record's, which knows folders, or the plan's own if that needs none."""
-    own = plan.calibration
-    if own is None:
-        return None
-    recorded = record.calibration if record else None
-    if recorded is not None and recorded.get("sha256") == own.get("sha256"):
-        return recorded
+    own, recorded = plan.calibration, record.calibration if record else None
+    if own is None or (recorded is not None and recorded.get("sha256") == own.get("sha256")):
+        return own and recorded
     stored = own.get("sources")
     names = [entry.get("source") for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
     return own if names and all(name == DEMO_SOURCE or is_file(str(name)) for name in names) else None
@@ -211,56 +248,16 @@ def _identity(plan: CompressionPlan, record: RunRecord | None) -> Mapping[str, A
 def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tensor, ...]:
     """The first sequences of each source, by its weight: `samples` in all, or as many as 16,384 tokens fill."""
     batches = calibration.batches
-    length = max(batch.shape[1] for batch in batches)
     present = sorted({calibration.source_of(number) for number in range(len(batches))})
-    rows = max(len(present), samples or TOKENS // length)
+    rows = max(len(present), samples or TOKENS // max(batch.shape[1] for batch in batches))
     quota = dict(zip(present, divide(rows, [calibration.weights[source] for source in present]), strict=True))
     found = []
     for number, batch in enumerate(batches):
-        source = calibration.source_of(number)
-        taken = batch[: quota[source]]
-        quota[source] -= len(taken)
-        if len(taken):
-            found.append(taken)
+        taken = batch[: quota[calibration.source_of(number)]]
+        quota[calibration.source_of(number)] -= len(taken)
+        found += [taken] if len(taken) else []
     return tuple(found)
 
 
-def _without_source(plan: CompressionPlan) -> str:
-    return (
-        f"The source model {plan.source.model} is not at hand, so the likeness of its experts, the visits before and "
-        "the errors are not measured; name it with --model."
-    )
-
-
-def _without_text(plan: CompressionPlan) -> str:
-    if plan.calibration is None:
-        return (
-            "The plan was made without any text, so neither visits nor errors are measured; name one with "
-            "--calibration."
-        )
-    return (
-        f"The calibration text {without_folders(plan.calibration)['source']} is not at hand or has changed, so "
-        "neither visits nor errors are measured; name it with --calibration."
-    )
-
-
-def _key(folder: Path, source: OpenModel | None, output: OpenModel | None, text: _Text | None) -> dict[str, Any]:
-    """Everything that the measures depend on."""
-    batches = () if text is None else text.batches
-    models = [
-        model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
-        for model in (source, output)
-    ]
-    return {
-        "format": FORMAT,
-        "compression": digest_of(folder),
-        "source": models[0],
-        "output": models[1],
-        "text": [[list(batch.shape), _sha256(batch)] for batch in batches],
-        "sample": None if source is None else sample_size(source.architecture.experts),
-        "versions": versions(),
-    }
-
-
-def _sha256(batch: Tensor) -> str:
-    return hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
+def _name(identity: Mapping[str, Any]) -> str:
+    return str(without_folders(identity)["source"])

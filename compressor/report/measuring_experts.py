@@ -1,4 +1,4 @@
-"""How alike a layer's experts are, by what its strategy grouped them by; the matrices of a report.
+"""How alike a layer's experts are, by what its strategy grouped them by, and who visits them: a report's matrices.
 
 Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
 arXiv:1905.00414) stands in where a strategy compares no experts. E experts, S sampled tokens, H hidden.
@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.statistics import DENSE, SAMPLED, WEIGHTS, LayerStatistics, LayerWeights
+from compressor.calibration.statistics import DENSE, SAMPLED, WEIGHTS, LayerStatistics
 from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
-from compressor.planning.registry import load_strategy
+from compressor.planning.registry import Strategy, load_strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.report.data import Matrix, rounded
 
 logger = logging.getLogger(__name__)
 
-SAMPLE, SMALL_SAMPLE, MANY_EXPERTS = 256, 128, 64
 ROUTER_LABEL = "cosine of the centred router rows, negative ones as 0"
 
 
 def sample_size(experts: int) -> int:
-    """Tokens that experts are compared on: 256, and 128 beyond 64 experts.
+    """Tokens S that experts are compared on; CKA by Gram matrices takes S^2 H multiplications for each expert."""
+    return 256 if experts <= 64 else 128  # 256 experts of width 7168 take 4 seconds a layer on one core with 128
 
-    CKA by Gram matrices takes S^2 H multiplications in float64 for each expert: 256 experts of width 7168 take 12
-    seconds a layer on one core with 256 tokens, 4 with 128; 64 of width 2048 take one.
-    """
-    return SAMPLE if experts <= MANY_EXPERTS else SMALL_SAMPLE
+
+def shares(counts: Tensor) -> tuple[float, ...]:
+    """Each expert's share of the visits: [E] -> E numbers that sum to 1; zeros where there are none."""
+    return tuple(round(share, 6) for share in (counts / counts.sum().clamp(min=1)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,22 @@ class Likeness:
     needs: frozenset[str]
     measure: Callable[[LayerStatistics], tuple[str, Tensor]]
 
-    @property
-    def by_weights(self) -> bool:
-        """Whether no token is needed."""
-        return self.needs == WEIGHTS
+    def tell(self, stats: LayerStatistics) -> tuple[Matrix, str] | None:
+        """The matrix and its label, as a strategy tells them, which may raise anything; None without any tokens."""
+        sampled = self.needs & (SAMPLED | DENSE) - {"router_arguments"}
+        sizes = (getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled)
+        if self.needs - WEIGHTS and not (stats.tokens and all(sizes)):
+            return None
+        (label, table), experts = self.measure(stats), stats.layer.experts
+        if table.shape != (experts, experts) or not bool(table.isfinite().all()):
+            raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
+        return _matrix(table), str(label)
+
+
+def own_likeness(strategy: Strategy) -> Likeness | None:
+    """How a strategy itself compares experts; None if it does not say."""
+    measure = strategy.likeness
+    return measure and Likeness(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
 
 
 def likeness_of(plan: CompressionPlan, layer: LayerPlan) -> Likeness:
@@ -53,13 +65,10 @@ def likeness_of(plan: CompressionPlan, layer: LayerPlan) -> Likeness:
     won = layer.figures.get("won")  # by a strategy that tries several, each with its default options
     name, options = (str(won), {}) if won is not None else (plan.strategy, plan.options)
     try:
-        strategy = load_strategy(name, options)
+        own = own_likeness(load_strategy(name, options))
     except CompressionError:  # it need not be installed where a report is made
-        return Likeness(frozenset({"expert_outputs"}), _by_outputs)
-    measure = strategy.likeness
-    if measure is None:
-        return Likeness(frozenset({"expert_outputs"}), _by_outputs)
-    return Likeness(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
+        own = None
+    return own or Likeness(frozenset({"expert_outputs"}), _by_outputs)
 
 
 def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
@@ -67,55 +76,21 @@ def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
     return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
 
 
-def _reached(stats: LayerStatistics, needs: frozenset[str]) -> bool:
-    """Whether tokens were sampled for what is to be compared, if it takes any."""
-    sampled = needs & (SAMPLED | DENSE) - {"router_arguments"}
-    found = [getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled]
-    return needs == WEIGHTS or (stats.tokens > 0 and all(found))
-
-
 @torch.no_grad()
 def compared(likeness: Likeness, stats: LayerStatistics, model: Any) -> tuple[Matrix | None, str]:
-    """The matrix and its label; by the router's rows where no token reached the layer, which must be loaded."""
-    if _reached(stats, likeness.needs):
-        try:
-            label, table = likeness.measure(stats)
-            return _matrix(_checked(table, stats.layer.experts)), str(label)
-        except Exception as error:  # of a plugin: a report can do without
-            logger.warning(
-                "%s: its strategy cannot tell how alike its experts are (%s), so its router rows are compared",
-                stats.layer.name, reason_of(error),
-            )  # fmt: skip
-    return compared_by_rows(stats.layer, model)
+    """The matrix and its label; of the router's rows, which must be loaded, where no token reached the layer."""
+    try:
+        told = likeness.tell(stats)
+    except Exception as error:  # of a plugin: a report can do without
+        told = None
+        logger.warning(
+            "%s: its strategy cannot tell how alike its experts are (%s), so its router rows are compared",
+            stats.layer.name, reason_of(error),
+        )  # fmt: skip
+    return told or _by_rows(stats.layer, model)
 
 
-def _checked(table: Tensor, experts: int) -> Tensor:
-    if table.shape != (experts, experts) or not bool(table.isfinite().all()):
-        raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
-    return table
-
-
-def compared_by_weights(likeness: Likeness, layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:
-    """The same without any tokens, for a layer whose `wanted_keys` are loaded."""
-    if not likeness.by_weights:
-        return compared_by_rows(layer, model)
-    experts, router, block = (model.get_submodule(name) for name in (layer.name, layer.router, layer.block))
-    values = {"weights": LayerWeights(experts, router, block, _no_router)}
-    return compared(likeness, LayerStatistics(layer, values=values), model)
-
-
-def _no_router(count: int) -> Any:
-    raise NotImplementedError("comparing experts builds no smaller router")
-
-
-def wanted_keys(likeness: Likeness, layer: MoeLayer) -> list[str]:
-    """The tensors that comparing without tokens reads."""
-    experts = f"{layer.name}."
-    return [tensor.key for tensor in layer.tensors if likeness.by_weights or not tensor.key.startswith(experts)]
-
-
-@torch.no_grad()
-def compared_by_rows(layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:
+def _by_rows(layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:
     """Cosine of what the router's matrices hold for each expert, less its mean over experts; None without a matrix."""
     rows = []
     for tensor in layer.tensors:

@@ -1,14 +1,15 @@
-"""Both models over the same text, layer by layer: the source one layer ahead, the compressed one behind it.
+"""Source and output side by side in one streamed pass, as correction lets a layer and its smaller one take turns.
 
-While a layer of each is loaded, the compressed model's MoE block also runs on what the source's block is given, so
-that corrections and merged routers count as they are stored. Never more than one layer of each model is in memory.
-T tokens, E experts, H hidden.
+Of every two batches one goes through the source's layers and the next, of the same text, through the output's. While
+the source's passes a layer, the output's MoE block also runs on what the source's block is given, so that corrections
+and merged routers count as they are stored. No more than one layer of each is in memory. T tokens, E experts, H hidden.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from compressor.calibration.statistics import Collector
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream, LayerVisitor, Replay
+from compressor.model.streaming import Forward, LayerStream, LayerVisitor
 from compressor.progress import Progress
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring_experts import Likeness, compared, sample_size
+from compressor.report.measuring_experts import Likeness, compared, sample_size, shares
 
 VISITS = frozenset({"routed_count"})
 
@@ -38,7 +39,7 @@ class Gap:
 
     def add(self, source: Tensor, ours: Tensor, width: int) -> None:
         """Count the rows of [..., H] each, or of [T H] laid end to end, which are `width` wide."""
-        y, z = (_rows(value.detach(), width).float() for value in (source, ours))
+        y, z = (value.detach().reshape(-1, (width, *value.shape[1:])[-1]).float() for value in (source, ours))
         norms = y.norm(dim=-1).double() * z.norm(dim=-1).double()
         cosines = (y * z).sum(-1).double() / norms.where(norms > 0, 1)
         same = (y == z).all(dim=-1)  # rows of zeros among them, and rounding is no difference
@@ -50,29 +51,15 @@ class Gap:
     @property
     def error(self) -> float | None:
         """||y' - y||^2 / ||y||^2; the numerator alone where y is zero, None without tokens or a finite value."""
-        return _finite(self.missed / (self.energy or 1.0)) if self.tokens else None
+        return self._finite(self.missed / (self.energy or 1.0))
 
     @property
     def cosine(self) -> float | None:
         """The mean over tokens; None without tokens or a finite value."""
-        return _finite(self.cosines / self.tokens) if self.tokens else None
+        return self._finite(self.cosines / max(self.tokens, 1))
 
-
-def _rows(value: Tensor, width: int) -> Tensor:
-    return value.flatten(0, -2) if value.dim() > 1 else value.view(-1, width)
-
-
-def _finite(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def shares(counts: Tensor) -> tuple[float, ...]:
-    """Each expert's share of the visits: [E] -> E numbers that sum to 1; zeros where there are none."""
-    return tuple(round(share, 6) for share in (counts / counts.sum().clamp(min=1)).tolist())
-
-
-def _width(model: Any) -> int:
-    return int(model.config.get_text_config().hidden_size)
+    def _finite(self, value: float) -> float | None:
+        return float(f"{value:.6g}") if self.tokens and math.isfinite(value) else None
 
 
 def _first(output: Any) -> Tensor:
@@ -81,190 +68,106 @@ def _first(output: Any) -> Tensor:
 
 
 class _Watch:
-    """One MoE layer of both models while the batches pass it; `source` is None where only the output is at hand."""
+    """One MoE layer of the models, source and output or the output alone, while the batches pass it."""
 
-    def __init__(self, layer: MoeLayer, model: Any, sizes: list[int], seed: int) -> None:
-        self.layer, self.model, self.sizes, self.seed = layer, model, sizes, seed
-        self.after = Collector(layer, model, VISITS, torch.arange(0), sizes, seed)
-        self.before: Collector | None = None
-        self.block, self.stream = Gap(), Gap()
-        self.measures = LayerMeasures(layer.name)
-        self._handles: list[Any] = []
-        self._output: Tensor | None = None
+    def __init__(self, layers: Sequence[MoeLayer], models: Sequence[Any], collectors: Sequence[Collector]) -> None:
+        self.layer, self.collectors = layers[0], collectors  # in the order of the models' turns
+        self.block, self.stream, self.width = Gap(), Gap(), int(models[0].config.get_text_config().hidden_size)
+        self.outputs = [torch.empty(0), torch.empty(0)]
+        block, self.small = (model.get_submodule(self.layer.block) for model in (models[0], models[-1]))
+        hooks = [block.register_forward_hook(self._compare, with_kwargs=True, prepend=True)]  # before all is cut short
+        # a decoder layer that itself holds router and experts is judged by its experts' part
+        judged = self.layer.name if self.layer.block == self.layer.unit else self.layer.block
+        for turn, model in enumerate(models):
+            hooks.append(model.get_submodule(judged).register_forward_hook(bind(self._keep, turn), prepend=True))
+        self.hooks = hooks
 
-    @property
-    def _in_unit(self) -> bool:
-        """Whether the decoder layer itself holds router and experts, so that their part is what the experts put out."""
-        return self.layer.block == self.layer.unit
+    def _keep(self, turn: int, module: Any, args: Any, output: Any) -> None:
+        self.outputs[turn] = _first(output)
 
-    def attach(self, source: Any, layer: MoeLayer, likeness: Likeness) -> None:
-        """Start watching the source's layer, which must be loaded."""
-        positions = sample_positions(sum(self.sizes), sample_size(layer.experts), self.seed)
-        self.before = Collector(layer, source, VISITS | likeness.needs, positions, self.sizes, self.seed)
-        judged = source.get_submodule(layer.name if self._in_unit else layer.block)
-        block = source.get_submodule(layer.block)
-        self._handles = [
-            block.register_forward_hook(self._after_block, with_kwargs=True, prepend=True),
-            judged.register_forward_hook(self._keep, prepend=True),
-        ]
+    def _compare(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Have the output's block run on the arguments of the source's, unless it is the output's turn anyway."""
+        source, self.outputs[0] = self.outputs[0], torch.empty(0)
+        if source.numel() and module is not self.small:
+            self.small(*args, **kwargs)
+            self.block.add(source, self.outputs[1], self.width)
+
+    def enter(self, number: int, turn: int) -> None:
+        """This batch of the text is about to run through the model whose turn it is."""
+        self.detach()
+        self.collectors[turn].enter(number)
 
     def detach(self) -> None:
-        """Stop watching the source."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._output = [], None
-        for collector in (self.before, self.after):
-            if collector is not None:
-                collector.detach()
-
-    def _keep(self, module: Any, args: Any, output: Any) -> None:
-        self._output = _first(output)
-
-    def _after_block(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self._output is not None and self._output.numel():
-            self.block.add(self._output, self._ours(args, kwargs), _width(self.model))
-        self._output = None
-
-    def _ours(self, args: Any, kwargs: Any) -> Tensor:
-        """What the compressed model's block puts out on the same arguments."""
-        block, held = self.model.get_submodule(self.layer.block), list[Any]()
-        experts = self.model.get_submodule(self.layer.name)
-        handle = experts.register_forward_hook(lambda module, args, output: held.append(output))
-        try:
-            output = type(block).forward(block, *args, **kwargs)  # not the one that waits for other batches
-        finally:
-            handle.remove()
-        return _first(held[-1] if self._in_unit else output)
-
-    def finish(self) -> LayerMeasures:
-        """What was measured; the compressed model's batches must have passed."""
-        after = self.after.finish(None)
-        found = self.measures
-        return LayerMeasures(
-            found.module, found.similarity, found.similarity_label, found.visits_before, shares(after.routed_count),
-            self.block.error, self.block.cosine, self.stream.error, self.stream.cosine,
-        )  # fmt: skip
-
-    def finish_source(self, likeness: Likeness, source: Any) -> None:
-        """Measure what the source alone shows, while its layer is loaded, and stop watching it."""
-        assert self.before is not None
-        self.detach()
-        stats = self.before.finish(None)
-        similarity, label = compared(likeness, stats, source)
-        self.measures = LayerMeasures(self.layer.name, similarity, label, shares(stats.routed_count))
-        self.before = None
+        """Stop collecting."""
+        for collector in self.collectors:
+            collector.detach()
 
 
-class _Ahead(LayerVisitor):
-    """The source's pass, which takes each layer before the compressed model's does."""
+class _SideBySide(LayerVisitor):
+    """Lets every second batch pass the output's layers, and compares both; a single model is watched alone."""
 
-    def __init__(self, source: OpenModel, batches: Sequence[Tensor], likeness: Callable[[str], Likeness]) -> None:
-        self.model, self.likeness = source.partial.model, likeness
-        self.layers = {layer.name: layer for layer in source.architecture.layers}
+    def __init__(
+        self, models: Sequence[OpenModel], sizes: list[int], likeness: Callable[[str], Likeness], seed: int
+    ) -> None:
+        self.models, self.sizes, self.likeness, self.seed = models, sizes, likeness, seed
         self.watches: list[_Watch] = []
-        self.held: dict[int, Tensor] = {}  # what the layer put out, by batch
-        self.batch = 0
-        self.random = torch.get_rng_state()  # each model draws the same numbers
-        wanted = layers_by_unit(source.architecture.layers)
-        self.units = LayerStream(source.partial, batches, source.architecture.units, wanted).passing(self)
-
-    def take(self, unit: str, watches: list[_Watch]) -> None:
-        """Pass the next layer, and measure for the watches of its MoE layers what the source alone shows."""
-        self.watches = watches
-        handles = [_hook(self.model.get_submodule(unit), self._keep)] if watches else []
-        state = torch.get_rng_state()
-        torch.set_rng_state(self.random)
-        try:
-            next(self.units)
-        finally:
-            self.random = torch.get_rng_state()
-            torch.set_rng_state(state)
-            for handle in handles:
-                handle.remove()
-        for watch in watches:
-            watch.finish_source(self.likeness(watch.layer.name), self.model)
+        self.turn, self.held, self.random = 0, torch.empty(0), torch.get_rng_state()
 
     def loaded(self, unit: str) -> None:
-        for watch in self.watches:
-            watch.attach(self.model, self.layers[watch.layer.name], self.likeness(watch.layer.name))
+        for model in self.models[1:]:
+            model.partial.load(model.partial.keys_under(unit))
+        layers = ([layer for layer in model.architecture.layers if layer.unit == unit] for model in self.models)
+        self.watches = [self._watch(*pair) for pair in zip(*layers, strict=True)]
+
+    def _watch(self, *layers: MoeLayer) -> _Watch:
+        models, seed = [model.partial.model for model in self.models], self.seed
+        positions = sample_positions(sum(self.sizes), sample_size(layers[0].experts), seed)
+        needs = [VISITS | self.likeness(layers[0].name).needs, VISITS][-len(models) :]
+        each = zip(layers, models, needs, strict=True)
+        return _Watch(layers, models, [Collector(*one, positions, self.sizes, seed) for one in each])
 
     def entering(self, batch: int) -> None:
-        self.batch = batch
+        number, self.turn = divmod(batch, len(self.models))
         for watch in self.watches:
-            if watch.before is not None:
-                watch.before.detach()
-                watch.before.enter(batch)
+            watch.enter(number, self.turn)
+        if self.turn:  # each model draws the same numbers
+            torch.set_rng_state(self.random)
+        else:
+            self.random = torch.get_rng_state()
 
-    def _keep(self, module: Any, args: Any, output: Any) -> None:
-        self.held[self.batch] = _first(output)
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        return bind(self._pass, self.models[1].partial.model.get_submodule(unit).forward if self.turn else own)
 
+    def _pass(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; what the output's makes of a batch is compared with what the source's has just made of it."""
+        output = forward(*args, **kwargs)
+        for watch in self.watches if self.turn else ():
+            watch.stream.add(self.held, _first(output), watch.width)
+        self.held = _first(output)
+        return output
 
-@dataclass(slots=True)
-class _Pass(LayerVisitor):
-    """The pass of the compressed model, which takes the source's along."""
-
-    output: OpenModel
-    source: _Ahead | None
-    sizes: list[int]  # tokens of each batch
-    seed: int
-    watches: list[_Watch] = field(default_factory=list)
-    batch: int = 0  # the one that runs
-    handles: list[Any] = field(default_factory=list)
-
-    def before(self, unit: str, replay: Replay) -> None:
-        """The source passes the layer first."""
-        self.clear()
-        model = self.output.partial.model
-        layers = [layer for layer in self.output.architecture.layers if layer.unit == unit]
-        self.watches = [_Watch(layer, model, self.sizes, self.seed) for layer in layers]
-        if self.source is not None:
-            self.source.take(unit, self.watches)
-            if layers:
-                self.handles.append(_hook(model.get_submodule(unit), self._compare))
-
-    def entering(self, batch: int) -> None:
-        self.batch = batch
+    def finish(self) -> Iterator[LayerMeasures]:
+        """The measures of the layers that every batch has passed, and that are still loaded."""
         for watch in self.watches:
-            watch.after.detach()
-            watch.after.enter(batch)
+            *before, after = [collector.finish(None) for collector in watch.collectors]
+            found = LayerMeasures(watch.layer.name, visits_after=shares(after.routed_count))
+            for stats in before:
+                found = LayerMeasures(
+                    found.module, *compared(self.likeness(found.module), stats, self.models[0].partial.model),
+                    shares(stats.routed_count), found.visits_after,
+                    watch.block.error, watch.block.cosine, watch.stream.error, watch.stream.cosine,
+                )  # fmt: skip
+            yield found
 
-    def _compare(self, module: Any, args: Any, output: Any) -> None:
-        if self.source is not None and self.batch in self.source.held:
-            before = self.source.held.pop(self.batch)
-            for watch in self.watches:
-                watch.stream.add(before, _first(output), _width(self.output.partial.model))
-
-    def clear(self) -> None:
-        """Forget the layer that has passed."""
-        for handle in self.handles:
-            handle.remove()
+    def clear(self, unit: str = "") -> None:
+        """Leave the models as they were."""
         for watch in self.watches:
             watch.detach()
-        self.handles, self.watches = [], []
-        if self.source is not None:
-            self.source.held.clear()
-
-    def close(self) -> None:
-        """Give the source back."""
-        self.clear()
-        if self.source is not None:
-            self.source.units.close()
-
-
-def _hook(module: Any, hook: Callable[..., None]) -> Any:
-    return module.register_forward_hook(hook, prepend=True)  # before the pass is cut short
-
-
-def _refuse_different(source: OpenModel | None, output: OpenModel) -> None:
-    """Refuse models that cannot go side by side."""
-    if source is None:
-        return
-    one, two = ((m.architecture.units, [layer.name for layer in m.architecture.layers]) for m in (source, output))
-    if one != two:
-        raise CompressionError(
-            f"{source.source.label} and {output.source.label} have different layers, so they are no source and its "
-            "output; name the source with --model"
-        )
+            for hook in watch.hooks:
+                hook.remove()
+        self.watches = []
+        for model in self.models[1:]:
+            model.partial.release(unit)
 
 
 def measure_layers(
@@ -276,17 +179,24 @@ def measure_layers(
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
     """Each MoE layer's measures in order, on batches of token ids [B, L]; without a source, the visits after alone."""
-    _refuse_different(source, output)
-    by_unit = layers_by_unit(output.architecture.layers)
+    models = [output] if source is None else [source, output]
+    one, two = ((m.architecture.units, [layer.name for layer in m.architecture.layers]) for m in (models[0], output))
+    if one != two:
+        raise CompressionError(
+            f"{models[0].source.label} and {output.source.label} have different layers, so they are no source and its "
+            "output; name the source with --model"
+        )
+    by_unit, doubled = layers_by_unit(output.architecture.layers), [batch for batch in batches for _ in models]
     progress.start("measure", len(by_unit))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        ahead = None if source is None else _Ahead(source, batches, likeness)
-        state = _Pass(output, ahead, [batch.numel() for batch in batches], seed)
-        stream = LayerStream(output.partial, batches, output.architecture.units, by_unit)
-        with closing(stream.passing(state)) as passed, closing(state):
-            for unit in passed:
-                for watch in state.watches:
-                    yield watch.finish()
-                if unit in by_unit:
-                    progress.advance(unit)
+        both = _SideBySide(models, [batch.numel() for batch in batches], likeness, seed)
+        with closing(LayerStream(models[0].partial, doubled, one[0], by_unit).passing(both)) as passed:
+            try:
+                for unit in passed:
+                    yield from both.finish()
+                    if unit in by_unit:
+                        progress.advance(unit)
+                    both.clear(unit)
+            finally:
+                both.clear()

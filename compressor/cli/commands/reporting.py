@@ -26,7 +26,7 @@ def report(
         Path | None, typer.Option(metavar="GATE.JSON", help="The gate's result (default: gate.json in the folder).")
     ] = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Run no text: show what the folder says of itself.")
+        bool, typer.Option("--no-measure", help="Run no text: show what the folder says and the run noted.")
     ] = False,
     figures: Annotated[Path | None, typer.Option(help="New folder for the page's figures as PNG.")] = None,
 ) -> None:
@@ -34,20 +34,21 @@ def report(
     from compressor.report.data import report_data
     from compressor.report.measuring import measure
     from compressor.report.page import check_report, write_report
-    from compressor.report.store import keep_measures
+    from compressor.report.store import kept_measures
 
     if not checkpoint.is_dir():
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
     check_report(output, figures, running.overwrite)
     data = report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is told before anything runs
-    if not no_measure:
+    if no_measure:
+        measured = kept_measures(checkpoint, "run")
+    else:
         with progress_bars(running.as_json) as progress:
             measured = measure(
                 checkpoint, model, running.revision, request.calibration, samples, sequence_length, progress,
                 request.device, request.dtype,
             )  # fmt: skip
-        keep_measures(checkpoint, measured)
-        data = report_data(checkpoint, measured, hubs, gate)
+    data = report_data(checkpoint, measured, hubs, gate)
     written = write_report(data, output, figures, running.overwrite)
     if running.as_json:
         typer.echo(data.to_json())

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compressor
-from compressor.calibration.batches import Calibration
+from compressor.calibration.batches import Calibration, calibrate
 from compressor.errors import CompressionError
 from compressor.report import measuring as report_measuring
-from compressor.report.data import LayerMeasures, report_data
+from compressor.report.data import LayerMeasures, Measured, report_data
 from compressor.report.measuring import TOKENS, measure, part_of
+from compressor.report.store import kept_measures
 from tests import small, zoo
+from tests.plugins import install
 from tests.quantized import save_fp8
 from tests.small import edit_json, edit_tensors
 
@@ -136,6 +139,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_gone_is_said_and_the_rest_measured(place: Path, loss: str) -> None:
     change, missing = LOSSES[loss]
+    shutil.rmtree(place / "cache" / "reports")  # what the run noted
     change(place)
     found = measure(place / "out")
     assert found.missing == missing
@@ -146,6 +150,102 @@ def test_what_is_gone_is_said_and_the_rest_measured(place: Path, loss: str) -> N
         assert TEXT not in missing or "router rows" in layer.similarity_label
     assert bool(found.layers) == (len(missing) == 1)
     assert len(report_data(place / "out", found).layers) == 2
+
+
+@pytest.mark.parametrize("loss", ["no source", "no text"])
+def test_what_the_run_noted_stands_for_what_is_gone(place: Path, loss: str) -> None:
+    whole = measure(place / "out")
+    LOSSES[loss][0](place)
+    found = measure(place / "out")
+    assert [line.replace(" beyond what the run noted", "") for line in found.missing] == [*LOSSES[loss][1]]
+    assert found.missing != LOSSES[loss][1] and found.tokens == 8 * 32
+    for layer, all_of_it in zip(found.layers, whole.layers, strict=True):
+        assert layer.visits_before == all_of_it.visits_before and layer.error is None
+        assert layer.visits_after == (all_of_it.visits_after if loss == "no source" else None)
+    assert found.text == (
+        "calibration.txt (visits before: 256 tokens, as the run itself counted them)"
+        if loss == "no source"
+        else "calibration.txt"
+    )
+
+
+def noted(folder: Path) -> Measured:
+    found = kept_measures(folder, "run")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["data-centric", "model-centric", "reap"])
+def test_a_run_keeps_what_it_sees_anyway(place: Path, strategy: str) -> None:
+    """The same as a report measures alone, and as a plain forward counts; nothing of it is in the folder."""
+    text, settings = place / "calibration.txt", {**SETTINGS, "strategy": strategy, "correct": "ridge"}
+    compressor.compress(str(place / "in"), place / "new", calibration=str(text), **settings)
+    seen, calibrated = noted(place / "new"), 7 * 32  # an eighth is held out
+    data = calibrate(str(text), small.tokenizer(), samples=8, length=32, seed=0, vocab=small.VOCABULARY, heldout=0.125)
+    rows = torch.cat([batch for number, batch in enumerate(data.batches) if number not in data.heldout])
+    assert (seen.text, seen.tokens) == ("calibration.txt", calibrated)
+    for number, layer in enumerate(seen.layers):
+        assert layer.visits_after == pytest.approx(visits(place / "new", rows)[number], abs=1e-6)
+        if strategy == "reap":
+            assert layer.visits_before == pytest.approx(visits(place / "in", rows)[number], abs=1e-6)
+        assert (layer.similarity is None) == (strategy == "reap") and layer.error is None
+    found = measure(place / "new")
+    forget(place)
+    alone = measure(place / "new", str(place / "in"), calibration=[str(text)], samples=8, sequence_length=32)
+    for layer, measured, fresh in zip(seen.layers, found.layers, alone.layers, strict=True):
+        assert replace(measured, similarity=None, similarity_label="") == replace(
+            fresh, similarity=None, similarity_label=""
+        )
+        assert strategy == "reap" or (layer.similarity, layer.similarity_label) == (
+            measured.similarity, measured.similarity_label,
+        )  # fmt: skip
+        assert strategy != "model-centric" or layer.similarity == fresh.similarity
+
+
+def test_what_a_run_noted_is_not_measured_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[frozenset[str]]()
+    real = report_measuring.measure_layers
+
+    def listened(output: Any, source: Any, batches: Any, likeness: Any, *more: Any) -> Any:
+        asked.extend(likeness(layer.name).needs for layer in output.architecture.layers)
+        return real(output, source, batches, likeness, *more)
+
+    monkeypatch.setattr(report_measuring, "measure_layers", listened)
+    settings = {**SETTINGS, "strategy": "data-centric"}
+    compressor.compress(str(place / "in"), place / "new", calibration=str(place / "calibration.txt"), **settings)
+    measure(place / "new")
+    assert asked == [frozenset()] * 2
+    os.utime(place / "new" / "model.safetensors", (1, 1))  # other weights than those that the run has written
+    assert kept_measures(place / "new", "run") is None
+    measure(place / "new")
+    assert asked[2:] == [frozenset({"mixed_outputs"})] * 2
+
+
+def test_notes_of_a_run_in_order_are_none_of_the_source(place: Path) -> None:
+    """It plans on what the smaller layers before put out."""
+    settings = {**SETTINGS, "strategy": "data-centric", "sequential": True}
+    compressor.compress(str(place / "in"), place / "new", calibration=str(place / "calibration.txt"), **settings)
+    assert kept_measures(place / "new", "run") is None
+
+
+def test_a_likeness_that_fails_stops_no_run(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, monkeypatch, "failing", FAILING)
+    settings = {**SETTINGS, "strategy": "failing"}
+    compressor.compress(str(place / "in"), place / "new", calibration=str(place / "calibration.txt"), **settings)
+    assert [(layer.similarity, sum(layer.visits_before or ())) for layer in noted(place / "new").layers] == [
+        (None, pytest.approx(1, abs=1e-5))
+    ] * 2
+    assert not caplog.records
+
+
+FAILING = """
+from compressor.plans.plan import LayerPlan
+NEEDS = frozenset({"routed_count"})
+def plan(stats, keep, protected=frozenset()): return LayerPlan.keep(stats.layer, range(keep))
+def likeness(stats, options): raise IndexError("out of bounds")
+"""
 
 
 def test_what_was_lost_can_be_named(made: Path, place: Path) -> None:

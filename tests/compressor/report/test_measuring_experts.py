@@ -18,12 +18,8 @@ from compressor.model.opened import OpenModel
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Silent
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring_experts import (
-    compared_by_weights,
-    likeness_of,
-    sample_size,
-    wanted_keys,
-)
+from compressor.report.measuring import by_weights as by_weights_of
+from compressor.report.measuring_experts import likeness_of, sample_size
 from compressor.report.measuring_pass import measure_layers
 from tests.opened import batches, one_expert, opened, plain_calls
 from tests.plugins import install
@@ -127,14 +123,13 @@ def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
 
 
 def by_weights(model: OpenModel, plan: CompressionPlan) -> dict[str, Any]:
+    plans = {layer.module: layer for layer in plan.layers}
+    whole = plan.strategy == "model-centric"  # which alone compares what experts hold
     found = {}
-    for layer, planned in zip(model.architecture.layers, plan.layers, strict=True):
-        likeness = likeness_of(plan, planned)
-        keys = wanted_keys(likeness, layer)
-        assert likeness.by_weights or not any("experts" in key for key in keys)
-        model.partial.load(keys)
-        found[layer.name] = compared_by_weights(likeness, layer, model.partial.model)
-        model.partial.release(layer.block)
+    for layer in by_weights_of(model, lambda name: likeness_of(plan, plans[name]), Silent()):
+        experts = model.partial.model.get_submodule(layer.module).parameters()
+        assert all(value.is_meta is not whole for value in experts)
+        found[layer.module] = (layer.similarity, layer.similarity_label)
     return found
 
 
@@ -152,7 +147,7 @@ def test_without_text_router_rows_are_compared(both: tuple[Any, OpenModel]) -> N
 def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does(tmp_path: Path) -> None:
     model = opened("mixtral", tmp_path)[1]
     plan = plan_of(model, "auto", {"candidates": "reap,model-centric"}, won="model-centric")
-    assert likeness_of(plan, plan.layers[0]).by_weights
+    assert likeness_of(plan, plan.layers[0]).needs == {"weights"}
     other = replace(plan, layers=tuple(replace(layer, figures={"won": "reap"}) for layer in plan.layers))
     assert likeness_of(other, other.layers[0]).needs == {"expert_outputs"}
 

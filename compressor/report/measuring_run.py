@@ -1,0 +1,64 @@
+"""What a run of `compress` sees anyway of what reports show: it is kept, so that no report need measure it again."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.calibration.sources import without_folders
+from compressor.calibration.statistics import LayerStatistics
+from compressor.model.architecture import MoeLayer
+from compressor.planning.registry import Strategy, load_strategy
+from compressor.plans.plan import LayerPlan
+from compressor.report.data import LayerMeasures, Measured
+from compressor.report.measuring_experts import own_likeness, shares
+
+logger = logging.getLogger(__name__)
+
+
+class Noted:
+    """Notes of a run: visits of the source from its plan's statistics, each calibration source by its weight; how alike
+    experts are by the strategy's own likeness; visits of the smaller layers that a correction lets all batches pass.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, LayerMeasures] = {}
+        self.tokens = 0  # that were seen, held-out ones excepted
+
+    def planning(self, strategy: Strategy) -> Strategy:
+        """The strategy; what it plans a layer by is noted."""
+
+        def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
+            made = strategy.plan(stats, *more)
+            try:
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    self._planned(stats, strategy, made)
+            except Exception as error:  # of a plugin: a report asks it again, and tells
+                logger.debug("%s: nothing is noted for reports: %s", stats.layer.name, error)
+            return made
+
+        return replace(strategy, plan=plan)
+
+    def _planned(self, stats: LayerStatistics, strategy: Strategy, made: LayerPlan) -> None:
+        if "routed_count" in stats.values:
+            self._note(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
+        won = made.figures.get("won")  # by a strategy that tries several, each with its default options
+        own = own_likeness(strategy if won is None else load_strategy(str(won)))
+        if own and own.needs <= set(stats.values) and (found := own.tell(stats)):
+            self._note(stats.layer, stats.tokens, similarity=found[0], similarity_label=found[1])
+
+    def visited(self, layer: MoeLayer, counts: Tensor, tokens: int) -> None:
+        """Note how many of so many tokens chose each expert [N] of a layer that is smaller now."""
+        self._note(layer, tokens, visits_after=shares(counts))
+
+    def _note(self, layer: MoeLayer, tokens: int, **found: Any) -> None:
+        self.tokens = max(self.tokens, tokens)
+        self.layers[layer.name] = replace(self.layers.get(layer.name, LayerMeasures(layer.name)), **found)
+
+    def measured(self, calibration: Mapping[str, Any] | None) -> Measured:
+        """All notes, with the name of their text."""
+        text = without_folders(calibration)["source"] if calibration else None
+        return Measured(tuple(self.layers.values()), self.tokens, text)
