@@ -38,7 +38,21 @@ document.getElementById("frame").onload = event => {{
     boxes[name] = [box.left, box.top, box.width, box.height];
   }}
   const body = event.target.contentWindow.getComputedStyle(page.body);
-  const found = {{boxes, width: page.documentElement.scrollWidth, colour: body.color, ground: body.backgroundColor,
+  const letters = [], touching = [];
+  for (const svg of page.querySelectorAll("svg")) {{
+    const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+    const texts = [...svg.querySelectorAll("text")].filter(each => each.textContent.trim());
+    const places = texts.map(each => each.getBoundingClientRect());
+    texts.forEach(each => letters.push(scale * parseFloat(getComputedStyle(each).fontSize)));
+    places.forEach((a, at) => places.slice(at + 1).forEach((b, after) => {{
+      const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const up = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      const least = Math.min(a.width * a.height, b.width * b.height);
+      if (across > 0 && up > 0 && across * up > 0.25 * least)
+        touching.push([texts[at].textContent, texts[at + 1 + after].textContent]);
+    }}));
+  }}
+  const found = {{boxes, letters, touching, width: page.documentElement.scrollWidth, colour: body.color, ground: body.backgroundColor,
     tabs: [...page.querySelectorAll("a, summary, [tabindex='0']")].every(each => each.tabIndex >= 0)}};
   document.body.dataset.found = encodeURIComponent(JSON.stringify(found));
 }};
@@ -123,6 +137,14 @@ def test_page_is_seen_whole(tmp_path: Path, width: int, dark: bool) -> None:
             assert (seen.part(name).reshape(-1, 3) == ground).all(axis=1).any()  # transparent over the page
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("data", [report(2), report(2, 64, 48)], ids=["small", "large"])
+def test_letters_of_drawings_can_be_read(tmp_path: Path, data: ReportData, width: int) -> None:
+    measured = measure(tmp_path, page(data, figures(data)), width)
+    assert len(measured["letters"]) > 50 and min(measured["letters"]) >= 7.5
+    assert measured["touching"] == []
+
+
 def test_columns_follow_the_width(tmp_path: Path) -> None:
     data = report(2)
     content = page(data, figures(data))
@@ -145,6 +167,6 @@ def test_page_runs_no_script(tmp_path: Path) -> None:
     script = "<script>document.title = 'ran'</script>"
     titles = []
     for policy in (POLICY, "default-src * 'unsafe-inline'"):
-        file.write_text(content.replace(POLICY, policy) + script, encoding="utf-8")
+        file.write_text(content.replace(html.escape(POLICY, quote=False).replace("'", "&#39;"), policy) + script, encoding="utf-8")
         titles.append("<title>ran</title>" in run(tmp_path, "--dump-dom", file.as_uri()).decode())
     assert titles == [False, True]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,10 +122,10 @@ def test_panels_share_their_scale_and_have_room() -> None:
     draw_panels(canvas, [[panel], [panel]], ["0", "1"], [scale], "layer")
     images = [image for axes in canvas.axes for image in axes.images]
     assert len(images) == 2 and images[0].norm.vmin == images[1].norm.vmin == 1e-6
-    assert images[0].get_array()[1, 1] == 1e-6  # what is smaller has the first colour
+    assert np.asarray(images[0].get_array())[1, 1] == 1e-6  # what is smaller has the first colour
 
 
-def corners(patch: PathPatch) -> np.ndarray:
+def corners(patch: PathPatch) -> Any:
     """Places of the squares in one path, [squares, 2]."""
     return np.asarray(patch.get_path().vertices).reshape(-1, 5, 2)[:, :4].mean(axis=1)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import PathPatch, StepPatch
 from PIL import Image
@@ -80,11 +81,13 @@ def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[st
 def test_groups_are_outlined_where_they_lie(made: dict[str, Figure]) -> None:
     each = report().layers[0]
     (axes,) = drawn(made["similarity"].drawings[1]).axes
-    outlines = [patch for patch in axes.patches if isinstance(patch, PathPatch) and patch.get_edgecolor()[0] > 0.9]
+    outlines = [
+        patch for patch in axes.patches if isinstance(patch, PathPatch) and to_hex(patch.get_edgecolor()) == "#fefefe"
+    ]
     solid, dashed = ([each for each in outlines if (each.get_linestyle() == "solid") == is_solid]
                      for is_solid in (True, False))  # fmt: skip
     sizes = [len(group) for group in each.groups if len(group) > 1]
-    corners = solid[0].get_path().vertices.reshape(len(sizes), 5, 2)  # type: ignore[union-attr]
+    corners = np.asarray(solid[0].get_path().vertices).reshape(len(sizes), 5, 2)
     assert np.ptp(corners, axis=1) == pytest.approx(np.array(sizes)[:, None] * np.ones(2))
     assert len(dashed) == 1
     assert np.ptp(np.asarray(dashed[0].get_path().vertices), axis=0) == pytest.approx([len(each.dropped)] * 2)
@@ -112,7 +115,7 @@ def test_bars_are_as_high_as_the_shares(made: dict[str, Figure]) -> None:
     for each, drawing in zip(report().layers, made["visits"].drawings[1:], strict=True):
         above, below = drawn(drawing).axes
         for axes, shares in ((above, each.visits_before), (below, each.visits_after)):
-            steps = [np.asarray(patch.get_data().values) for patch in axes.patches if isinstance(patch, StepPatch)]
+            steps = [np.asarray(patch.get_data()[0]) for patch in axes.patches if isinstance(patch, StepPatch)]
             heights = np.nansum(steps, axis=0)
             assert heights[::2] == pytest.approx(shares) and not heights[1::2].any()  # gaps between bars
         assert above.get_ylim() == below.get_ylim()
@@ -176,7 +179,7 @@ def test_large_grid_has_marks_in_place_of_numbers() -> None:
         "experts"
     ].drawings
     (axes,) = drawn(drawing).axes
-    assert not axes.texts and sum(len(each.get_offsets()) for each in axes.collections) == 24 * 31  # type: ignore[arg-type]
+    assert not axes.texts and sum(len(np.asarray(each.get_offsets())) for each in axes.collections) == 24 * 31
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -200,7 +203,7 @@ def test_layers_of_equal_number_are_told_apart_by_module() -> None:
 
 def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:
     (axes,) = drawn(made["errors"].drawings[0]).axes
-    dots = {str(line.get_label()): [float(x) for x in line.get_xdata()] for line in axes.lines}  # type: ignore[union-attr]
+    dots = {str(line.get_label()): np.asarray(line.get_xdata()).tolist() for line in axes.lines}
     layers = report().layers
     assert dots["of the MoE block"] == pytest.approx([each.error for each in layers])
     assert dots["held-out, after correction"] == pytest.approx([each.heldout_error_after for each in layers])
