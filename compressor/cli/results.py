@@ -83,11 +83,11 @@ def show_attribution(
         return
     massive = {(each.module, each.expert) for each in supers}
     rows = tuple((*report.hub_cells(hub), "yes" if (hub.module, hub.expert) in massive else "no") for hub in hubs)
-    title = f"{attribution.model}: routing hubs"
-    senders = report.sender_rows(attribution, top, str)
+    columns, title = (*report.HUB_COLUMNS, "super expert"), f"{attribution.model}: routing hubs"
+    senders = tuple(report.sender_rows(attribution, top, str))
     show((
-        Table(title, (*report.HUB_COLUMNS, "super expert"), rows) if rows else Text("No hubs above the threshold."),
-        *([Table("Strongest senders", report.SENDER_COLUMNS, tuple(senders))] if senders else []),
+        Table(title, columns, rows, frozenset(columns[-1:])) if rows else Text("No hubs above the threshold."),
+        *([Table("Strongest senders", report.SENDER_COLUMNS, senders, frozenset({"kind"}))] if senders else []),
         Table("What shapes routing", report.KIND_COLUMNS, tuple(report.kind_rows(attribution))),
         Text(report.overlap_line(hubs, supers)), Text(report.exactness(attribution)), *written_line(written),
     ))  # fmt: skip
