@@ -295,7 +295,7 @@ def test_only_a_comparison_is_overwritten(
         refused(run(*command, "-o", out, "--overwrite"), f"{out} holds no comparison.json, so --overwrite will not")
     refused(run(*command, "-o", "no/parent"), "no is not a folder; create it")
     with monkeypatch.context() as patch:
-        patch.setattr(comparison_report, "plot_comparison", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        patch.setattr(comparison_report, "png", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
         refused(run(*command, "--seed", 1, "--overwrite"), "No space")
     assert small.tree(tmp_path) == old
     (tmp_path / "comparison" / "diary.txt").write_text("dear diary")

@@ -1,8 +1,8 @@
-"""How the command line speaks: progress bars, plain tables, JSON, and the command as it was typed."""
+"""How the command line speaks: progress bars, JSON, and the command as it was typed."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -10,12 +10,10 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from compressor.progress import Silent
 
 PROGRAM = "moe-compress"
-PIPED_WIDTH = 110  # columns of a table that no terminal limits
 
 
 class Bars:
@@ -69,38 +67,6 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 def print_json(content: Any) -> None:
     """Indented JSON on stdout."""
     print(json.dumps(content, indent=2, ensure_ascii=False))
-
-
-def print_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: bool = True,
-    ruled: Set[int] = frozenset(),
-) -> None:
-    """Print a table, numbers aligned to the right; with two columns it is a list of facts, without a header.
-
-    `ruled` are the numbers of rows with a line below them.
-    """
-    facts = len(columns) == 2
-    table = Table(title=title, title_justify="left", show_header=not facts)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if numbers and number and not facts else "left", overflow="fold")
-    for number, row in enumerate(rows):
-        table.add_row(*row, end_section=number in ruled)
-    console().print(table)
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Plain sentences, each on a line of its own however long."""
-    for line in lines:
-        console().print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def console() -> Console:
-    """What prints on stdout, wide enough for a table where no terminal limits it."""
-    plain = Console()
-    return plain if plain.is_terminal else Console(width=max(plain.width, PIPED_WIDTH))
 
 
 def command_line() -> tuple[str, ...] | None:

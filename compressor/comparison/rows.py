@@ -121,17 +121,17 @@ def sort_key(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
-def entries(rows: Iterable[Row]) -> tuple[Entry, ...]:
-    """The rows in their order, random drops joined where the first of them stands."""
+def entries(rows: Iterable[Row], apart: bool = False) -> tuple[Entry, ...]:
+    """The rows in their order, random drops joined where the first of them stands unless they shall stay `apart`."""
     found: dict[tuple[str, int, int | None], list[Row]] = {}
     for number, row in enumerate(rows):
-        found.setdefault((label(row), row.experts, None if row.is_random else number), []).append(row)
+        found.setdefault((label(row), row.experts, None if row.is_random and not apart else number), []).append(row)
     return tuple(Entry(key[0], tuple(together)) for key, together in found.items())
 
 
-def ranked(comparison: Comparison) -> tuple[Entry, ...]:
+def ranked(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
     """All entries but the original: many experts first, and the least loss first among equally many."""
-    return tuple(sorted(entries(comparison.rows[1:]), key=lambda entry: (-entry.experts, sort_key(entry.loss))))
+    return tuple(sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.experts, sort_key(entry.loss))))
 
 
 def best_rows(comparison: Comparison) -> frozenset[int]:

@@ -77,16 +77,16 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
         case Heading():
             return [f"{'#' * block.level} {_words(block.words)}"]
         case Text():
-            return [AT_START.sub(r"\1\\\2", _words(block.words))]
+            return [_paragraph(block.words)]
         case Items():
-            return [f"- {_words(item)}" for item in block.items]
+            return [f"- {_paragraph(item)}" for item in block.items]
         case Listing():
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", block.text)), 3)
             return [f"{fence}{block.language}", block.text, fence]
         case Facts():
             return [line for name, value in block.pairs for line in _fact(name, value)]
         case Table():
-            return [*([] if block.caption in ("", above) else [f"{escaped(block.caption)}:", ""]), *table(block)]
+            return [*([] if block.caption in ("", above) else [f"{_paragraph(block.caption)}:", ""]), *table(block)]
         case Figure():
             alternative = escaped(block.alt[:MOST_ALTERNATIVE])
             return [f"![{alternative}]({quote(images[block.name])})"] if block.name in images else []
@@ -95,9 +95,14 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
             return ["<details>", f"<summary>{summary}</summary>", "", markdown(block.blocks, images), "</details>"]
 
 
+def _paragraph(words: Words) -> str:
+    """Words at the beginning of a line, where some would make a list or a quotation."""
+    return AT_START.sub(r"\1\\\2", _words(words))
+
+
 def _fact(name: str, value: Words | Items) -> list[str]:
     if isinstance(value, Items):
-        return [f"- {escaped(name)}:", *(f"  - {_words(item)}" for item in value.items)]
+        return [f"- {escaped(name)}:", *(f"  - {_paragraph(item)}" for item in value.items)]
     return [f"- {escaped(name)}: {_words(value)}"]
 
 

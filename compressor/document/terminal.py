@@ -1,8 +1,10 @@
 """Blocks on a terminal, through rich; nothing of what they say is taken for rich's markup."""
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Mapping
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console
 from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
@@ -26,7 +28,8 @@ from compressor.document.blocks import (
     plain_words,
 )
 
-PIPED_WIDTH = 110  # columns of a table that no terminal limits
+PIPED_WIDTH = 120  # columns of a table that no terminal limits
+LEAST_WORDS = 20  # letters of a column of words that stay on one line while there are columns to leave out
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": ""}
 
 
@@ -37,7 +40,10 @@ def console() -> Console:
 
 
 def show(blocks: Iterable[Block]) -> None:
-    """Print them on stdout: paragraphs on one line however long, tables as wide as the terminal lets them be."""
+    """Print them on stdout: paragraphs on one line however long, tables as wide as the terminal lets them be.
+
+    Columns that a table leaves out for want of room are named below it.
+    """
     out = console()
     above = ""
     for block in blocks:
@@ -45,8 +51,13 @@ def show(blocks: Iterable[Block]) -> None:
             case Heading():
                 above = plain_words(block.words)
                 continue
-            case Table() | Facts():
-                out.print(_table(block, above, out) if isinstance(block, Table) else _facts(block, above))
+            case Facts():
+                out.print(_facts(block, above))
+            case Table():
+                left_out, heads = _fitting(block, out.width)
+                out.print(_table(block, block.caption or above, heads))
+                if left_out:
+                    out.print(RichText(f"In a wider terminal, or with --json: {', '.join(left_out)}."), soft_wrap=True)
             case Text(words, tone):
                 out.print(_words(words, STYLES[tone]), soft_wrap=True)
             case Items(items):
@@ -85,22 +96,38 @@ def _facts(block: Facts, title: str) -> RichTable:
     return made
 
 
-def _table(block: Table, above: str, out: Console) -> RenderableType:
-    """The table with as many of its optional columns as there is room for."""
-    left_out = [name for name in block.optional if name in block.columns]
-    for gone in range(len(left_out) + 1):
-        made = _columns(block, block.caption or above, frozenset(left_out[:gone]))
-        if made.__rich_measure__(out, out.options.update(max_width=10_000)).maximum <= out.width:
-            break
-    return made
+def _fitting(block: Table, room: int) -> tuple[tuple[str, ...], Mapping[int, str]]:
+    """Optional columns to leave out, and the headers of the others by place: broken at spaces before a column goes."""
+    cells = [[_width(plain_words(row[place])) for row in block.rows] for place in range(len(block.columns))]
+    least = [max(column, default=0) for column in cells]
+    for place in _word_places(block):
+        least[place] = min(least[place], LEAST_WORDS)
+    for gone in range(len(block.optional) + 1):
+        kept = {place: name for place, name in enumerate(block.columns) if name not in block.optional[:gone]}
+        broken = {place: _broken(name, least[place]) for place, name in kept.items()}
+        for heads in (kept, broken):
+            if sum(max(least[place], _width(head)) + 3 for place, head in heads.items()) < room:
+                return block.optional[:gone], heads
+    return block.optional, broken
 
 
-def _columns(block: Table, title: str, left_out: frozenset[str]) -> RichTable:
+def _word_places(block: Table) -> list[int]:
+    return [place for place, name in enumerate(block.columns) if not place or name in block.texts]
+
+
+def _width(text: str) -> int:
+    return max(map(cell_len, text.splitlines()), default=0)
+
+
+def _broken(name: str, width: int) -> str:
+    return textwrap.fill(name, max(width, 1), break_long_words=False, break_on_hyphens=False)
+
+
+def _table(block: Table, title: str, heads: Mapping[int, str]) -> RichTable:
     made = RichTable(title=RichText(title) if title else None, title_justify="left")
-    places = [place for place, name in enumerate(block.columns) if name not in left_out]
-    for place in places:
-        is_text = not place or block.columns[place] in block.texts
-        made.add_column(RichText(block.columns[place]), justify="left" if is_text else "right", overflow="fold")
+    words = _word_places(block)
+    for place, head in heads.items():
+        made.add_column(RichText(head), justify="left" if place in words else "right", overflow="fold")
     for number, row in enumerate(block.rows):
-        made.add_row(*(_words(row[place]) for place in places), end_section=number in block.ruled)
+        made.add_row(*(_words(row[place]) for place in heads), end_section=number in block.ruled)
     return made

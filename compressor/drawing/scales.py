@@ -33,7 +33,7 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     least, most, limits = min(finite), max(finite), log_limits(finite, decades)
-    if limits is None or (limits[1] <= 10 * limits[0] and (least > 0 or limits[1] == limits[0])):
+    if limits is None or limits[1] <= 10 * limits[0]:
         room = 0.06 * ((max(most, 0.0) - min(least, 0.0)) or 1.0)
         axes.set(**{f"{which}lim": (min(least, 0.0) - room * (least < 0) - room / 4, max(most, 0.0) + room)})
         return ""

@@ -67,9 +67,7 @@ def compare(
             random_seeds=random_seeds, per_source=per_source, revision=running.revision, progress=progress,
         )  # fmt: skip
         written = write_reports(found, output, running.overwrite)
-    show_comparison(found, running.as_json)
-    if not running.as_json:
-        print(f"Written: {', '.join(str(path) for path in written)}")
+    show_comparison(found, running.as_json, written)
 
 
 def attribute(

@@ -11,12 +11,18 @@ from hypothesis import given, settings
 
 from compressor.cli.results import show_comparison
 from compressor.comparison import report as comparison_report
-from compressor.comparison.report import markdown, write_reports
+from compressor.comparison.document import comparison_blocks
+from compressor.comparison.report import write_reports
 from compressor.comparison.rows import Comparison, Row, entries, label
+from compressor.document import markdown as rendered
 from compressor.errors import CompressionError
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
 
 SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
+
+
+def markdown(made: Comparison) -> str:
+    return rendered.markdown(comparison_blocks(made))
 
 
 def table(text: str) -> list[dict[str, str]]:
@@ -69,7 +75,7 @@ def assert_bold_is_best(made: Comparison) -> None:
     for cells in bold:
         assert all(cell.startswith("**") and cell.endswith("**") for cell in cells.values())
         least = min(each.loss for each in made.rows[1:] if each.experts == int(cells["experts"].strip("*")))
-        assert cells["loss"] == f"**{least:.4f}**"
+        assert cells["loss"] == f"**{least + 0.0:.4f}**"  # of two zeros the one without a minus
 
 
 def test_bold_is_the_least_loss_of_its_count() -> None:
@@ -147,7 +153,9 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
     assert sorted(written) == sorted(folder.iterdir())
     assert [path.name for path in written] == ["comparison.json", "comparison.md", "comparison.png"]
     assert json.loads(written[0].read_text()) == json.loads(json.dumps(made.to_dict()))
-    assert written[1].read_text(encoding="utf-8") == markdown(made)
+    text = written[1].read_text(encoding="utf-8")
+    (picture,) = [line for line in text.splitlines() if line.startswith("![")]
+    assert text.replace(f"{picture}\n\n", "") == markdown(made) and picture.endswith("(comparison.png)")
     (tmp_path / "plain").mkdir()
     assert folder.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -166,20 +174,19 @@ def test_what_is_no_number_is_null_in_strict_json(tmp_path: Path, capsys: pytest
 def test_a_failure_leaves_nothing(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Path] = []
 
-    def fail(_: Any, path: Path) -> None:
-        path.write_bytes(b"half a picture")
-        seen.extend(path.parent.iterdir())
+    def fail(*_: Any) -> bytes:
+        seen.extend(path for path in tmp_path.rglob("*") if path.is_file())
         raise error
 
-    monkeypatch.setattr(comparison_report, "plot_comparison", fail)
+    monkeypatch.setattr(comparison_report, "png", fail)
     with pytest.raises(type(error)):
         write_reports(full(), tmp_path / "out")
-    assert len(seen) == 3
+    assert len(seen) == 2
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison_report, "plot_comparison", lambda *_: (tmp_path / "out").mkdir())
+    monkeypatch.setattr(comparison_report, "png", lambda *_: (tmp_path / "out").mkdir() or b"")
     with pytest.raises(CompressionError, match="out exists already; name a new folder"):
         write_reports(full(), tmp_path / "out")
     assert [*tmp_path.iterdir(), *(tmp_path / "out").iterdir()] == [tmp_path / "out"]
@@ -229,11 +236,13 @@ def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
     made = full()
     show_comparison(made, as_json=False)
     lines = [cells for cells in printed(capsys) if len(cells) == 10]
-    assert lines[0][:3] == ["original", str(EXPERTS), "1.2500"]
-    order = [(-int(cells[1]), float(cells[2])) for cells in lines]
+    assert [lines[0][0], *lines[0][1:4:2]] == ["original", str(EXPERTS), "1.2500"]
+    order = [(-int(cells[1]), float(cells[3])) for cells in lines]
     assert order == sorted(order) and len(lines) == 1 + 2 * (15 + 1)
     mean = 1.25 + 0.5 * 8
-    assert lines[-1][:4] == ["random (3 seeds), loss 4.7500..5.7500", "8", f"{mean:.4f}", f"{mean - 1.25:+.4f}"]
+    name, experts, _, *losses = lines[-1][:5]
+    assert (name, experts) == ("random (3 seeds), loss 4.7500..5.7500", "8")
+    assert losses == [f"{mean:.4f}", f"{mean - 1.25:+.4f}"]
 
 
 def test_a_narrow_terminal_shows_whole_numbers(
@@ -246,7 +255,7 @@ def test_a_narrow_terminal_shows_whole_numbers(
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert "2.1250 │  +0.8750" in text and "[bold]" in text
     assert "1.0000 │ 1.5000" in text
-    assert "or with --json" in text and "seed 7" in text
+    assert "In a wider terminal, or with --json: peak memory, seconds" in text and "seed 7" in text
 
 
 def test_json_is_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,7 +227,9 @@ def test_a_narrow_terminal_shows_fewer_columns(
     monkeypatch.setenv("COLUMNS", "80")
     show_gate(mixed(), as_json=False)
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "+0.0800" in text and "detectable" not in text and "+0.50%" in text
+    table, _, below = text.partition("└")
+    assert "+0.0800" in table and "detectable" not in table and "+0.50%" in table
+    assert "In a wider terminal, or with --json: metric, detectable, lost / gained" in below
 
 
 def test_a_compression_under_a_gate_shows_its_attempts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The picture of a comparison: every line's points, what tells lines apart, and that no text covers another."""
 
+import io
 import math
 import subprocess
 import sys
@@ -16,10 +17,22 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from compressor.comparison.plot import comparison_figure, linear_below, plot_comparison, spaced
+from compressor.comparison import picture
 from compressor.comparison.rows import Comparison, label
-from compressor.drawing.palette import DPI
+from compressor.drawing.lines import spaced
+from compressor.drawing.palette import DPI, ROLES
+from compressor.drawing.picture import drawing_settings, png
+from compressor.drawing.scales import scale_axis
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
+
+
+def comparison_figure(made: Comparison) -> Figure:
+    """The picture as matplotlib's figure."""
+    (drawing,) = picture.comparison_figure(made).drawings
+    with drawing_settings():
+        canvas = Figure(figsize=drawing.size, dpi=DPI, layout="constrained")
+        drawing.draw(canvas)
+    return canvas
 
 
 def labelled(figure: Figure) -> dict[str, Line2D]:
@@ -151,10 +164,15 @@ def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), max_size=8))
 def test_the_scale_is_logarithmic_for_a_spread_above_ten(increases: list[float]) -> None:
-    sizes = sorted(abs(value) for value in increases if value)
-    below = linear_below(increases)
-    assert (below is not None) == (bool(sizes) and sizes[-1] > 10 * sizes[0])
-    if below is not None:
+    values = [0.0, *(value for value in increases if not 0 < abs(value) < 1e-12)]
+    sizes = sorted(abs(value) for value in values if value)
+    axes = Figure().add_subplot()
+    said = scale_axis(axes, "y", values, 4)
+    assert (axes.get_yscale() == "symlog") == (bool(sizes) and sizes[-1] > 10 * sizes[0]) == bool(said)
+    low, high = axes.get_ylim()
+    assert low <= min(values) and max(values) <= high  # all is to be seen
+    if said:
+        below = float(said.removeprefix("logarithmic, linear below "))
         assert math.log10(below) == pytest.approx(round(math.log10(below)), abs=1e-9)  # a power of ten
         assert below <= max(sizes[0], sizes[-1] / 1e4) * (1 + 1e-9) and below * 1e6 > sizes[-1]
 
@@ -179,24 +197,36 @@ def test_numbers_on_the_axis_keep_their_distance(counts: set[int]) -> None:
     assert all(other - one >= gap for one, other in combinations(kept, 2))
 
 
-def test_the_file_is_a_png_of_the_figures_size(tmp_path: Path) -> None:
-    path = tmp_path / "comparison.png"
-    plot_comparison(full(), path)
-    width, height = comparison_figure(full()).get_size_inches()
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
-        assert picture.size == (int(width * 150), int(height * 150))
-        assert picture.info["dpi"] == pytest.approx((150, 150), abs=0.1)
-        colours = {colour for count, colour in picture.convert("RGB").getcolors(1 << 24) if count > 20}
-    assert {(0x33, 0x22, 0x88), (0xCC, 0x66, 0x77), (0x77, 0x77, 0x77)} <= colours
+def test_the_file_is_a_png_of_the_figures_size() -> None:
+    made = picture.comparison_figure(full())
+    (drawing,) = made.drawings
+    with Image.open(io.BytesIO(png(made.title, made.drawings))) as image:
+        assert image.format == "PNG"
+        assert image.size == tuple(int(side * 150) for side in drawing.size)
+        assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
+        colours = {colour for count, colour in image.convert("RGB").getcolors(1 << 24) if count > 20}
+    assert {(0x33, 0x22, 0x88), (0xCC, 0x66, 0x77), to_rgb255(ROLES["muted"])} <= colours
 
 
-def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot(tmp_path: Path) -> None:
+def to_rgb255(code: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(code[1:]))
+
+
+def test_alternative_text_tells_each_line_by_count_the_least_first() -> None:
+    made = comparison([original(), *(row(name, 8, loss) for name, loss in (("reap", 2.0), ("auto", 1.5)))])
+    assert picture.comparison_figure(made).alt == (
+        "Loss above the original's 1.2500, the least first. With 8 experts: auto +0.2500, reap +0.7500."
+    )
+
+
+def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:
     code = (
-        "import sys; from pathlib import Path; import compressor.comparison.plot as plots\n"
+        "import sys; import compressor.comparison.picture as pictures\n"
+        "from compressor.drawing.picture import png\n"
         "from tests.comparisons import full\n"
         "assert 'matplotlib' not in sys.modules\n"
-        f"plots.plot_comparison(full(), Path({str(tmp_path / 'a.png')!r}))\n"
+        "made = pictures.comparison_figure(full())\n"
+        "assert 'matplotlib' not in sys.modules and png(made.title, made.drawings)\n"
         "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

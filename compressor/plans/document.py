@@ -1,0 +1,39 @@
+"""A plan as blocks: what becomes of each layer's experts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressor.document.blocks import Block, Table, Text
+from compressor.plans.plan import CompressionPlan
+from compressor.words import counted
+
+MOST = 12  # numbers in a cell
+COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
+
+
+def plan_blocks(plan: CompressionPlan, path: Path) -> tuple[Block, ...]:
+    """A row for each layer of a plan that was written there."""
+    columns = COLUMNS if plan.protected else COLUMNS[:-1]
+    rows = [
+        (
+            layer.module, str(layer.experts), str(len(layer.groups)), first_of(layer.dropped),
+            first_of([list(group.members) for group in layer.groups if len(group.members) > 1]),
+            first_of(plan.protected.get(layer.module, ())),
+        )[: len(columns)]
+        for layer in plan.layers
+    ]  # fmt: skip
+    data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
+    title = f"Plan by {plan.strategy}{data}, written to {path}"
+    return Table(title, columns, tuple(rows)), *protected_blocks(plan)
+
+
+def protected_blocks(plan: CompressionPlan) -> tuple[Block, ...]:
+    """How many experts stay untouched; nothing if none."""
+    count = sum(map(len, plan.protected.values()))
+    return (Text(f"{counted(count, 'protected expert')}, neither merged nor dropped"),) if count else ()
+
+
+def first_of(items: Sequence[object], most: int = MOST) -> str:
+    """The first of them with spaces between, and how many more there are; '-' for none."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return " ".join(map(str, items[:most])) + more or "-"

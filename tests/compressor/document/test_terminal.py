@@ -1,0 +1,154 @@
+"""Blocks on a terminal: what is left out where there is little room, what is never taken for markup, and rules."""
+
+import contextlib
+import io
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from compressor.document.blocks import (
+    Code,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Items,
+    Link,
+    Listing,
+    Note,
+    Strong,
+    Table,
+    Text,
+    Toned,
+    Words,
+)
+from compressor.document.terminal import show
+
+HOSTILE = r"[bold red]x[/] [link=file:///etc] \[a] {b} :smile: [/nothing]"
+COLUMNS = ("name", "first figure", "second figure", "third figure")
+WIDE = Table("A table", COLUMNS, (("a", "1234567", "2", "3"), ("b", "4", "5", "6")), optional=COLUMNS[:1:-1])
+
+
+@pytest.fixture(name="terminal")
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    return monkeypatch
+
+
+def shown(capsys: pytest.CaptureFixture[str], *blocks: object) -> str:
+    """What is printed, without colours."""
+    show(blocks)  # type: ignore[arg-type]
+    return re.sub(r"\x1b(\[[0-9;]*m|\]8;.*?\x1b\\)", "", capsys.readouterr().out)
+
+
+def header(text: str) -> str:
+    return " ".join(" ".join(line[1:-1].split("┃")) for line in text.splitlines() if line.startswith("┃"))
+
+
+def test_columns_go_one_by_one_as_the_terminal_narrows(
+    capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for width in range(90, 20, -1):
+        terminal.setenv("COLUMNS", str(width))
+        text = shown(capsys, WIDE)
+        gone = [name for name in COLUMNS[:1:-1] if name.split()[0] not in header(text).split()]
+        seen.append(tuple(gone))
+        assert ("In a wider terminal" in text) == bool(gone)
+        assert not gone or f"or with --json: {', '.join(gone)}." in text
+        table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
+        assert all(cell_len(line) <= width for line in table) and "1234567" in text  # numbers stay whole
+    assert list(dict.fromkeys(seen)) == [(), ("third figure",), ("third figure", "second figure")]
+
+
+def test_headers_break_before_a_column_goes(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
+    whole = len("│ name │ first figure │ second figure │ third figure │")
+    terminal.setenv("COLUMNS", str(whole))
+    assert "first figure ┃ second figure ┃ third figure" in shown(capsys, WIDE)
+    terminal.setenv("COLUMNS", str(whole - 1))
+    text = shown(capsys, WIDE)
+    assert "third figure" not in text and header(text).split().count("figure") == 3 and "wider" not in text
+
+
+def test_columns_of_words_fold_before_a_column_goes(
+    capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
+) -> None:
+    name = "a name of many words that takes more room than is left on one line of it"
+    terminal.setenv("COLUMNS", "60")
+    text = shown(capsys, Table("", ("name", "one", "two"), ((name, "0.1234", "5"),), optional=("two",)))
+    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert " ".join(cells) == name and len(cells) > 1 and "two" in header(text) and "0.1234" in text
+
+
+def test_a_table_is_whole_where_no_terminal_limits_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    text = shown(capsys, WIDE)
+    assert "third figure" in header(text) and "A table" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [HOSTILE, (HOSTILE,), Code(HOSTILE), Strong(HOSTILE), Note(HOSTILE), Toned(HOSTILE, "bad", "✗")],
+    ids=lambda words: type(words).__name__,
+)
+def test_nothing_is_taken_for_markup(
+    words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    blocks = (
+        Heading(HOSTILE), Facts(((HOSTILE, words), ("several", Items((words, words))))), Text(words), Items((words,)),
+        Table(HOSTILE, (HOSTILE, "b"), ((words, words),)), Listing(HOSTILE),
+    )  # fmt: skip
+    assert shown(capsys, *blocks).count(HOSTILE) == 1 + 4 + 1 + 1 + 4 + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=30))
+def test_any_word_is_shown_as_it_is(word: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        show([Text(word)])
+    assert printed.getvalue() == f"{word}\n"
+
+
+def test_links_name_their_target_unless_it_is_on_the_page_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+    links = Link("paper", "https://a.org/b"), Link("https://a.org/b", "https://a.org/b"), Link("below", "#below")
+    assert shown(capsys, *map(Text, links)) == "paper (https://a.org/b)\nhttps://a.org/b\nbelow\n"
+
+
+def test_paragraphs_stay_on_one_line(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
+    terminal.setenv("COLUMNS", "40")
+    text = "word " * 40
+    assert shown(capsys, Text(text), Items((text,)), Listing(text)) == f"{text}\n- {text}\n{text}\n"
+
+
+def test_a_heading_names_the_table_below_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, Heading("Gone"), Text("said"), Heading("Facts"), Facts((("a", "b"),)), Facts((("c", "d"),)))
+    assert text.count("Facts") == 1 and "Gone" not in text
+    assert "Own" in (text := shown(capsys, Heading("Above"), Table("Own", ("a",), ()))) and "Above" not in text
+
+
+def test_rules_stand_below_the_rows_that_ask_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tuple((name, "1") for name in "abcd")
+    lines = shown(capsys, Table("", ("n", "x"), rows, ruled={0, 2})).splitlines()
+    kinds = "".join(line[2] if line.startswith("│") else "-" for line in lines if line[0] in "│├")
+    assert kinds == "a-bc-d"
+
+
+def test_numbers_end_at_the_right_and_words_begin_at_the_left(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (("long name", "1", "x"), ("b", "1000", "words"))
+    text = shown(capsys, Table("", ("a", "b", "c"), rows, texts=frozenset({"c"})))
+    assert "│ long name │    1 │ x     │" in text and "│ b         │ 1000 │ words │" in text
+
+
+def test_pictures_and_what_is_folded_away_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, Figure("a", "b", "c", ()), Details("d", (Text("e"),))) == ""
+
+
+def test_colours_repeat_what_words_say(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
+    show([Text(Toned("failed", "bad", "✗")), Text("so it is", "good")])
+    assert capsys.readouterr().out == "\x1b[31mfailed\x1b[0m\n\x1b[32mso it is\x1b[0m\n"
