@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from compressor.document.html import POLICY
 from compressor.report.data import ReportData
-from compressor.report.figures import pictures
-from compressor.report.page import POLICY, page
+from compressor.report.figures import figures
+from compressor.report.page import page
 from tests.reported import bare, hostile, report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH")
 HEIGHT = 9000
-SHOWN = ("done", "sizes", "similarity", "visits", "errors", "hubs", "gate", "cost")
+SHOWN = ("done", "sizes", "experts", "similarity", "visits", "errors", "hubs", "gate", "cost")
 FRAME = """<!DOCTYPE html>
 <html style="color-scheme: light dark"><body style="margin: 0">
 <iframe id="frame" width="{width}" height="{height}" style="border: 0" srcdoc="{content}"></iframe>
@@ -37,7 +38,21 @@ document.getElementById("frame").onload = event => {{
     boxes[name] = [box.left, box.top, box.width, box.height];
   }}
   const body = event.target.contentWindow.getComputedStyle(page.body);
-  const found = {{boxes, width: page.documentElement.scrollWidth, colour: body.color, ground: body.backgroundColor,
+  const letters = [], touching = [];
+  for (const svg of page.querySelectorAll("svg")) {{
+    const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+    const texts = [...svg.querySelectorAll("text")].filter(each => each.textContent.trim());
+    const places = texts.map(each => each.getBoundingClientRect());
+    texts.forEach(each => letters.push(scale * parseFloat(getComputedStyle(each).fontSize)));
+    places.forEach((a, at) => places.slice(at + 1).forEach((b, after) => {{
+      const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const up = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      const least = Math.min(a.width * a.height, b.width * b.height);
+      if (across > 0 && up > 0 && across * up > 0.25 * least)
+        touching.push([texts[at].textContent, texts[at + 1 + after].textContent]);
+    }}));
+  }}
+  const found = {{boxes, letters, touching, width: page.documentElement.scrollWidth, colour: body.color, ground: body.backgroundColor,
     tabs: [...page.querySelectorAll("a, summary, [tabindex='0']")].every(each => each.tabIndex >= 0)}};
   document.body.dataset.found = encodeURIComponent(JSON.stringify(found));
 }};
@@ -102,7 +117,7 @@ def shades(pixels: np.ndarray) -> int:
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_page_is_seen_whole(tmp_path: Path, width: int, dark: bool) -> None:
     data = report(2)
-    drawn = pictures(data)
+    drawn = figures(data)
     seen = see(tmp_path, page(data, drawn), width, dark)
     assert seen.measured["width"] <= width and seen.measured["tabs"]
     assert seen.pixels.shape[1] == width
@@ -112,18 +127,27 @@ def test_page_is_seen_whole(tmp_path: Path, width: int, dark: bool) -> None:
     boxes = seen.measured["boxes"]
     for picture in drawn:
         assert shades(seen.part(f"figure-{picture.name}")) > 8
-        for number, part in enumerate(picture.parts):
+        for number, part in enumerate(picture.drawings):
             name = f"{picture.name}-{number}-title {picture.name}-{number}-desc"
             left, _, across, up = boxes[name]
-            assert across > 100 and up > 20 and left >= 0 and left + across <= width
+            scrolls = width < 500 and picture.name == "experts"  # in its own region
+            assert across > 100 and up > 20 and left >= 0 and (left + across <= width or scrolls)
             assert across / up == pytest.approx(part.size[0] / part.size[1], rel=0.03)
             assert shades(seen.part(name)) > 3
             assert (seen.part(name).reshape(-1, 3) == ground).all(axis=1).any()  # transparent over the page
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("data", [report(2), report(2, 64, 48)], ids=["small", "large"])
+def test_letters_of_drawings_can_be_read(tmp_path: Path, data: ReportData, width: int) -> None:
+    measured = measure(tmp_path, page(data, figures(data)), width)
+    assert len(measured["letters"]) > 50 and min(measured["letters"]) >= 7.5
+    assert measured["touching"] == []
+
+
 def test_columns_follow_the_width(tmp_path: Path) -> None:
     data = report(2)
-    content = page(data, pictures(data))
+    content = page(data, figures(data))
     phone, desk = (measure(tmp_path, content, width)["boxes"] for width in (390, 1280))
     first, second = (f"similarity-{number}-title similarity-{number}-desc" for number in (1, 2))
     assert phone[first][1] + phone[first][3] <= phone[second][1]  # below one another
@@ -132,7 +156,7 @@ def test_columns_follow_the_width(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [bare(), hostile()], ids=["bare", "hostile"])
 def test_odd_pages_fit_a_phone(tmp_path: Path, data: ReportData) -> None:
-    measured = measure(tmp_path, page(data, pictures(data)), 390)
+    measured = measure(tmp_path, page(data, figures(data)), 390)
     assert measured["width"] <= 390
     assert all(left >= 0 and left + width <= 390 for left, _, width, _ in (measured["boxes"][name] for name in SHOWN))
 
@@ -143,6 +167,6 @@ def test_page_runs_no_script(tmp_path: Path) -> None:
     script = "<script>document.title = 'ran'</script>"
     titles = []
     for policy in (POLICY, "default-src * 'unsafe-inline'"):
-        file.write_text(content.replace(POLICY, policy) + script, encoding="utf-8")
+        file.write_text(content.replace(html.escape(POLICY, quote=False).replace("'", "&#39;"), policy) + script, encoding="utf-8")
         titles.append("<title>ran</title>" in run(tmp_path, "--dump-dom", file.as_uri()).decode())
     assert titles == [False, True]

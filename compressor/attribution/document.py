@@ -119,7 +119,7 @@ def hub_blocks(
     return (
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
-        Table(f"{attribution.model}: routing hubs", (*HUB_COLUMNS, "super expert"), rows),
+        Table(f"{attribution.model}: routing hubs", (*HUB_COLUMNS, "super expert"), rows, frozenset({"super expert"})),
         Text(keep),
     )
 

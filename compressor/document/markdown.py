@@ -91,13 +91,18 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
         case Facts():
             return [line for name, value in block.pairs for line in _fact(name, value)]
         case Table():
-            return [*([] if block.caption in ("", above) else [f"{escaped(block.caption)}:", ""]), *table(block)]
+            return [*([] if block.caption in ("", above) else [f"{_paragraph(block.caption)}:", ""]), *table(block)]
         case Figure():
             alternative = escaped(block.alt[:MOST_ALTERNATIVE])
             return [f"![{alternative}]({quote(images[block.name])})"] if block.name in images else []
         case Details():
             summary = html.escape(" ".join(readable(plain_words(block.summary)).split()))
             return ["<details>", f"<summary>{summary}</summary>", "", markdown(block.blocks, images), "</details>"]
+
+
+def _paragraph(words: Words) -> str:
+    """Words at the beginning of a line, where some would make a list or a quotation."""
+    return AT_START.sub(r"\1\\\2", _words(words))
 
 
 def _fact(name: str, value: Words | Items) -> list[str]:

@@ -29,8 +29,8 @@ from compressor.document.blocks import (
 )
 from compressor.words import readable
 
-PIPED_WIDTH = 110  # columns of a table that no terminal limits
-LEAST_WORDS = 24  # letters of a column of words that stay on one line while there are columns to leave out
+PIPED_WIDTH = 120  # columns of a table that no terminal limits
+LEAST_WORDS = 20  # letters of a column of words that stay on one line while there are columns to leave out
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": ""}
 
 

@@ -15,7 +15,7 @@ def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Look | Sequence[Lo
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = [
+    handles: Any = [
         tuple(Line2D([], [], **each) if "marker" in each else Patch(**each)
               for each in ([look] if isinstance(look, Mapping) else look))
         for _, look in looks

@@ -47,8 +47,11 @@ def task_table(result: GateResult) -> Table:
         f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence "
         f"{100 * result.confidence:g}%"
     )
-    rows = [{**cells(task), "verdict": _toned(task.verdict, task.verdict)} for task in result.tasks]
-    return Table(caption, COLUMNS, tuple(tuple(row[name] for name in COLUMNS) for row in rows), TEXTS, OPTIONAL)
+    rows = tuple(
+        tuple(_toned(task.verdict, said) if name == "verdict" else said for name, said in cells(task).items())
+        for task in result.tasks
+    )
+    return Table(caption, COLUMNS, rows, TEXTS, OPTIONAL)
 
 
 def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:

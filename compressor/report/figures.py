@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,10 @@ WIDTH = 3.6  # inches
 VISITS = (2.5, 2.0)  # inches of a layer's drawing
 MOST_ROW, LEAST_ROW, TALLEST = 0.26, 0.13, 7.0
 HELDOUT = ("heldout_error_before", "heldout_error_after")
-ERRORS = {  # by field: what it is, and role, marker and whether the marker is filled
-    "error": ("of the MoE block", "after", "o", True),
-    HELDOUT[0]: ("held-out, before correction", "before", "D", False),
-    HELDOUT[1]: ("held-out, after correction", "merged", "D", True),
+ERRORS = {  # by field of a layer: what it is and how it is drawn
+    "error": Dots("of the MoE block", (), "after"),
+    HELDOUT[0]: Dots("held-out, before correction", (), "before", "D", False),
+    HELDOUT[1]: Dots("held-out, after correction", (), "merged", "D"),
 }
 Row = tuple[str, Mapping[str, float]]  # a layer's name, and its errors by field, those that are known and finite
 
@@ -152,21 +153,21 @@ def errors(data: ReportData) -> Figure | None:
 def error_alt(rows: Sequence[Row]) -> str:
     """The least and the greatest error of each kind."""
     said = []
-    for field, (label, *_) in ERRORS.items():
+    for field, dots in ERRORS.items():
         if known := [(values[field], name) for name, values in rows if field in values]:
             (least, first), (most, last) = (choose(known, key=lambda each: each[0]) for choose in (min, max))
-            said.append(f"Error {label}: from {short(least)} ({first}) to {short(most)} ({last}).")
+            said.append(f"Error {dots.label}: from {short(least)} ({first}) to {short(most)} ({last}).")
     return " ".join(said)
 
 
 def _draw_errors(canvas: "FigureBase", rows: Sequence[Row]) -> None:
     axes = canvas.subplots()
-    kinds = [Dots(label, [values.get(field) for _, values in rows], *look) for field, (label, *look) in ERRORS.items()
+    kinds = [replace(dots, values=[values.get(field) for _, values in rows]) for field, dots in ERRORS.items()
              if any(field in values for _, values in rows)]  # fmt: skip
     draw_dots(axes, [brief_end(name) for name, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
     for place, (_, values) in enumerate(rows):
         if all(field in values for field in HELDOUT):
-            axes.hlines(place, *(values[field] for field in HELDOUT), color=ROLES["muted"], linewidth=0.8, zorder=1)
+            axes.hlines(place, values[HELDOUT[0]], values[HELDOUT[1]], color=ROLES["muted"], linewidth=0.8, zorder=1)
     canvas.legend(loc="outside upper left", fontsize=FONT)
 
 

@@ -49,7 +49,7 @@ def experts(data: ReportData) -> Figure | None:
     legend = Drawing("What the cells are", f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
                      (3.6, 0.17 * lines + 0.12), partial(draw_key, looks=looks), is_legend=True,
                      margins=(0.0,) * 4)  # fmt: skip
-    size = (max(cell * columns, 1.6) + 0.7, cell * rows + 0.5)
+    size = (max(cell * columns + 0.7, 3.6), cell * rows + 0.5)
     names = [str(layer.layer) for layer in data.layers]
     drawing = Drawing(
         "What became of each expert",

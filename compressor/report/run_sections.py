@@ -33,8 +33,8 @@ def done(data: ReportData) -> list[Block]:
         ("Plan digest", Code(data.plan_digest)),
     ]
     told = Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
-    missing = [Heading("What is missing here", 3), Items(data.missing)] if data.missing else []
-    return [Facts(tuple(rows)), Heading("Command", 3), told, *missing]
+    missing = (Heading("What is missing here", 3), Items(data.missing))
+    return [Facts(tuple(rows)), Heading("Command", 3), told, *(missing if data.missing else ())]
 
 
 def _calibration(identity: Mapping[str, Any] | None) -> list[tuple[str, Words | Items]]:

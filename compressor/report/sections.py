@@ -29,9 +29,11 @@ def experts(data: ReportData) -> list[Block]:
         "dropped": lambda layer: listed(layer.dropped),
         "protected": lambda layer: listed(layer.protected),
     }
-    rows = tuple((name, *(cell(layer) for cell in columns.values())) for layer, name in named(data.layers))
+    found = {what: [cell(layer) for layer in data.layers] for what, cell in columns.items()}
+    found = {what: cells for what, cells in found.items() if set(cells) != {"none"}}
+    rows = tuple(zip((name for _, name in named(data.layers)), *found.values(), strict=True))
     said = "The numbers are those of the source's experts; those joined by + became one."
-    return [Table("What became of each expert", ("", *columns), rows, frozenset(columns)), Text(said, "note")]
+    return [Table("What became of each expert", ("", *found), rows, frozenset(found)), Text(said, "note")]
 
 
 def similarity(data: ReportData) -> list[Block]:
@@ -91,9 +93,9 @@ def _layer(layer: LayerReport, name: str) -> list[Block]:
     }
     rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
     columns = ("", "experts", "mean similarity", "least similarity")
-    figures = [(str(name).replace("_", " ").capitalize(), shown(value)) for name, value in layer.figures.items()]
-    told = (("Module", Code(layer.module)), ("Decided by", layer.decided_by), *figures)
-    return [Facts(told), Table(f"{name}: groups", columns, tuple(rows), frozenset({"experts"}))]
+    told: list[tuple[str, Words]] = [("Module", Code(layer.module)), ("Decided by", layer.decided_by)]
+    told += [(str(name).replace("_", " ").capitalize(), shown(value)) for name, value in layer.figures.items()]
+    return [Facts(tuple(told)), Table(f"{name}: groups", columns, tuple(rows), frozenset({"experts"}))]
 
 
 def _matrix(layer: LayerReport, name: str) -> list[Block]:

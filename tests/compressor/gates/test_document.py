@@ -136,3 +136,11 @@ def test_models_that_answer_alike_need_more_items_alone() -> None:
     alike = task(verdict="inconclusive", items=40, drop=0.0, lower=-0.072, upper=0.072, p_pass=0.67, p_fail=1.0)
     found = items_needed(alike, 0.01, 0.95)
     assert found is not None and 40 < found < 10_000
+
+
+@pytest.mark.parametrize("name", ["- a", "> a", "1. a", "+ a", "=== a", "# a"])
+def test_names_make_no_list_quotation_or_heading(name: str) -> None:
+    text = markdown(gate(task(name, "inconclusive"), compressed=name))
+    marks = re.escape(name.split()[0])
+    assert not re.search(rf"^(- )?{marks} a", text, re.M) and text.count(" a compared with org/model") == 1
+    assert f"\n{name} a compared" not in shown_text(text) and f"\n{name} compared" in shown_text(text)

@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -11,14 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib import colormaps
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import PathPatch, StepPatch
 from PIL import Image
 
-from compressor.report.bars import phases, visit_alt
+from compressor.document.blocks import Figure
+from compressor.drawing.cells import group_look
+from compressor.drawing.picture import Drawing, drawing_settings, inline_svgs, png
 from compressor.report.data import ReportData
-from compressor.report.drawing import Picture, colours, png
-from compressor.report.figures import NAMES, pictures
-from compressor.report.layers import fates, listed, named, order
-from compressor.report.matrices import LEVELS, limits, matrix_alt
+from compressor.report.figures import NAMES, figures, phases, visit_alt
+from compressor.report.layers import all_fates, fates, listed, named, order, roles, short
+from compressor.report.matrices import LEVELS, cells, limits, matrix_alt
 from tests.gates import gates
 from tests.reported import HOSTILE, bare, hostile, layer, report
 
@@ -26,66 +31,66 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, Picture]:
+def made() -> dict[str, Figure]:
     return by_name(report())
 
 
-def by_name(data: ReportData) -> dict[str, Picture]:
-    return {picture.name: picture for picture in pictures(data)}
+def by_name(data: ReportData) -> dict[str, Figure]:
+    return {figure.name: figure for figure in figures(data)}
 
 
-def elements(picture: Picture) -> list[ElementTree.Element]:
-    """The picture's SVG elements, which must be well-formed."""
-    return list(ElementTree.fromstring(f"<all>{picture.svg}</all>"))
+def svgs(figure: Figure) -> list[ElementTree.Element]:
+    """The figure's SVG elements, which must be well-formed."""
+    return [ElementTree.fromstring(svg) for svg in inline_svgs(figure.name, figure.drawings)]
 
 
-def pixels(svg: ElementTree.Element) -> np.ndarray:
-    """The image in a drawing, RGB [rows, columns, 3]."""
-    (image,) = svg.iter(f"{SVG}image")
-    content = base64.b64decode(image.attrib["href"].removeprefix("data:image/png;base64,"))
-    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+def drawn(drawing: Drawing) -> Canvas:
+    """What matplotlib was told."""
+    canvas = Canvas(figsize=drawing.size)
+    with drawing_settings():
+        drawing.draw(canvas)
+    return canvas
 
 
 def numbers(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
-def test_all_figures_are_there_with_words(drawn: dict[str, Picture]) -> None:
-    assert tuple(drawn) == NAMES
-    for picture in drawn.values():
-        assert picture.title and picture.caption and len(numbers(picture.alt)) >= 3
-        for svg, part in zip(elements(picture), picture.parts, strict=True):
-            assert svg.tag == f"{SVG}svg" and svg.get("role") == "img"
-            ids = {each.get("id"): each for each in svg.iter() if each.get("id")}
-            title, desc = (ids[name] for name in svg.attrib["aria-labelledby"].split())
-            assert (title.text, desc.text) == (part.title, part.alt)
+def test_all_figures_are_there_with_words(made: dict[str, Figure]) -> None:
+    assert tuple(made) == NAMES
+    for figure in made.values():
+        assert figure.title and figure.caption and len(numbers(figure.alt)) >= 3
 
 
-def test_matrices_hold_the_similarities_in_the_order_of_the_groups(drawn: dict[str, Picture]) -> None:
+def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[str, Figure]) -> None:
     data = report()
     low, high = limits(data.layers)
     palette = colormaps["viridis"].resampled(LEVELS)
-    for each, svg in zip(data.layers, elements(drawn["similarity"])[1:], strict=True):
+    for each, svg in zip(data.layers, svgs(made["similarity"])[1:], strict=True):
         assert each.similarity is not None
         grouped = [expert for group in each.groups if len(group) > 1 for expert in group]
         assert sorted(order(each)) == list(range(each.experts))
         assert set(order(each)[: len(grouped)]) == set(grouped) and order(each)[-1:] == each.dropped
         wanted = [[each.similarity[row][column] for column in order(each)] for row in order(each)]
         shades = palette((np.array(wanted) - low) / (high - low), bytes=True)[..., :3]
-        assert (pixels(svg) == shades).all()
+        (image,) = svg.iter(f"{SVG}image")
+        content = base64.b64decode(image.attrib["href"].removeprefix("data:image/png;base64,"))
+        assert (np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) == shades).all()
 
 
-def test_groups_are_outlined_where_they_lie(drawn: dict[str, Picture]) -> None:
+def test_groups_are_outlined_where_they_lie(made: dict[str, Figure]) -> None:
     each = report().layers[0]
-    svg = elements(drawn["similarity"])[1]
-    outlines = [path for path in svg.iter(f"{SVG}path") if "#fefefe" in path.attrib["style"]]
-    solid = [path for path in outlines if "dash" not in path.attrib["style"]]
-    dashed = [path for path in outlines if "dash" in path.attrib["style"]]
+    (axes,) = drawn(made["similarity"].drawings[1]).axes
+    outlines = [
+        patch for patch in axes.patches if isinstance(patch, PathPatch) and to_hex(patch.get_edgecolor()) == "#fefefe"
+    ]
+    solid, dashed = ([each for each in outlines if (each.get_linestyle() == "solid") == is_solid]
+                     for is_solid in (True, False))  # fmt: skip
     sizes = [len(group) for group in each.groups if len(group) > 1]
-    assert sum(path.attrib["d"].count("M") for path in solid) == len(sizes) and len(dashed) == bool(each.dropped)
-    corners = np.array(numbers(dashed[0].attrib["d"])).reshape(-1, 2)
-    side = 2.1 * 72
-    assert np.ptp(corners, axis=0) == pytest.approx([side * len(each.dropped) / each.experts] * 2, abs=0.2)
+    corners = np.asarray(solid[0].get_path().vertices).reshape(len(sizes), 5, 2)
+    assert np.ptp(corners, axis=1) == pytest.approx(np.array(sizes)[:, None] * np.ones(2))
+    assert len(dashed) == 1
+    assert np.ptp(np.asarray(dashed[0].get_path().vertices), axis=0) == pytest.approx([len(each.dropped)] * 2)
 
 
 def test_scale_holds_all_but_the_diagonal() -> None:
@@ -99,49 +104,82 @@ def test_scale_holds_all_but_the_diagonal() -> None:
 
 def test_alternative_of_a_matrix_by_hand() -> None:
     matrix = ((1.0, 0.2, 0.9), (0.2, 1.0, 0.4), (0.9, 0.4, 1.0))
-    made = layer(0, 3, 2, 0, groups=((0, 2), (1,)), dropped=(), similarity=matrix)
-    assert matrix_alt(made) == (
+    each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), dropped=(), similarity=matrix)
+    assert matrix_alt(each) == (
         "3 experts in 2 slots; merged groups: 0+2; dropped: none. Mean similarity of all pairs 0.5, within merged "
         "groups 0.9. The most alike are 0 and 2 with 0.9."
     )
 
 
-def test_bars_are_as_high_as_the_shares(drawn: dict[str, Picture]) -> None:
-    data = report()
-    highest = max(max(*(each.visits_before or ()), *(each.visits_after or ())) for each in data.layers)
-    for each, svg in zip(data.layers, elements(drawn["visits"])[1:], strict=True):
-        found = [
-            height
-            for path in svg.iter(f"{SVG}path")
-            if "clip-path" in path.attrib and "dash" not in path.attrib["style"]
-            for height in _heights(path.attrib["d"])
-        ]
-        shown = [*(each.visits_before or ()), *(each.visits_after or ())]
-        assert len(found) == each.experts + each.kept
-        scale = 0.62 * 72 / (1.02 * highest)
-        assert sorted(found) == pytest.approx(sorted(scale * value for value in shown), abs=0.15)
-
-
-def _heights(path: str) -> list[float]:
-    """Of each bar, which is a path of its own."""
-    bars = [np.array(numbers(bar)).reshape(-1, 2) for bar in path.split("M")[1:]]
-    return [float(np.ptp(bar[:, 1])) for bar in bars]
+def test_bars_are_as_high_as_the_shares(made: dict[str, Figure]) -> None:
+    for each, drawing in zip(report().layers, made["visits"].drawings[1:], strict=True):
+        above, below = drawn(drawing).axes
+        for axes, shares in ((above, each.visits_before), (below, each.visits_after)):
+            steps = [np.asarray(patch.get_data()[0]) for patch in axes.patches if isinstance(patch, StepPatch)]
+            heights = np.nansum(steps, axis=0)
+            assert heights[::2] == pytest.approx(shares) and not heights[1::2].any()  # gaps between bars
+        assert above.get_ylim() == below.get_ylim()
 
 
 def test_alternative_of_visits_by_hand() -> None:
-    made = layer(0, 4, 2, 0, visits_before=(0.4, 0.1, 0.3, 0.2), visits_after=(0.5, 0.5))
-    before, after = visit_alt(made).split(" After: ")
+    each = layer(0, 4, 2, 0, visits_before=(0.4, 0.1, 0.3, 0.2), visits_after=(0.5, 0.5))
+    before, after = visit_alt(each).split(" After: ")
     assert before.startswith("Before: 4 experts, from 10.0% (expert 1) to 40.0% (expert 0); maximum 1.6 times the mean")
     assert after == "2 slots, from 50.0% (slot 0) to 50.0% (slot 0); maximum 1 times the mean, entropy 1."
-    assert "which no token reached" in visit_alt(replace(made, visits_before=(0.0,) * 4))
-    assert "not counted" in visit_alt(replace(made, visits_after=None))
+    assert "which no token reached" in visit_alt(replace(each, visits_before=(0.0,) * 4))
+    assert "not counted" in visit_alt(replace(each, visits_after=None))
 
 
 def test_every_expert_has_one_fate() -> None:
-    made = layer(1, 16, 12, 1)
-    found = fates(made)
+    each = layer(1, 16, 12, 1, rescaled=(4,))
+    found = fates(each)
     assert sorted(found) == list(range(16)) and found[15] == "dropped" and found[11] == "protected as slot 11"
     assert found[0] == found[12] == "merged into slot 0" and found[5] == "kept as slot 5"
+    assert found[4] == "rescaled as slot 4"
+    assert [roles(each)[expert] for expert in (15, 11, 0, 5, 4)] == ["dropped", "kept", "merged", "kept", "kept"]
+    assert all_fates([each, each]) == "16 kept, 2 rescaled, 12 merged into 6 and 2 dropped"
+
+
+def test_cells_tell_kept_merged_dropped_and_protected_apart() -> None:
+    """Without colours, too: equal marks and numbers are equal groups."""
+    each = layer(1, 16, 12, 1, rescaled=(4,))
+    found = cells(each)
+    for first in range(16):
+        for second in range(16):
+            together = any({first, second} <= set(group) for group in each.groups)
+            signs = [(found[expert].mark, found[expert].number) for expert in (first, second)]
+            is_sign = found[first].number is not None
+            assert (signs[0] == signs[1]) == (together or (not is_sign and found[first].mark == found[second].mark))
+    assert {expert for expert, cell in enumerate(found) if cell.mark == "x"} == set(each.dropped)
+    assert {expert for expert, cell in enumerate(found) if cell.is_framed} == set(each.protected)
+    changed = {expert for group in each.groups if len(group) > 1 for expert in group} | {4}
+    assert {expert for expert, cell in enumerate(found) if cell.number is not None} == changed
+    assert len({group_look(number) for number in range(72)}) == 72
+
+
+def test_grid_of_experts_draws_every_cell(made: dict[str, Figure]) -> None:
+    data = report()
+    assert len(made["experts"].drawings) == 2 and made["experts"].drawings[0].is_legend
+    (axes,) = drawn(made["experts"].drawings[1]).axes
+    filled = [patch for patch in axes.patches if isinstance(patch, PathPatch) and patch.get_fill()]
+    centres = np.concatenate([np.asarray(patch.get_path().vertices).reshape(-1, 5, 2)[:, :4] for patch in filled])
+    places = {(round(x), round(y)) for x, y in centres.mean(axis=1)}
+    assert places == {(x, y) for x in range(16) for y in range(len(data.layers))} and len(centres) == len(places)
+    written = sorted((round(text.get_position()[1]), int(text.get_text())) for text in axes.texts)
+    wanted = [(row, min(group)) for row, each in enumerate(data.layers) for group in each.groups if len(group) > 1
+              for _ in group]  # fmt: skip
+    assert written == sorted(wanted)
+    said = made["experts"].drawings[0].alt
+    assert all(word in said for word in ("kept", "merged", "dropped", "protected"))
+    assert "Grid of 4 MoE layers by 16 experts: 36 kept, 24 merged into 12 and 4 dropped" in made["experts"].alt
+
+
+def test_large_grid_has_marks_in_place_of_numbers() -> None:
+    (_, drawing) = by_name(replace(report(1, 64, 48), layers=tuple(layer(at, 64, 48) for at in range(24))))[
+        "experts"
+    ].drawings
+    (axes,) = drawn(drawing).axes
+    assert not axes.texts and sum(len(np.asarray(each.get_offsets())) for each in axes.collections) == 24 * 31
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -153,84 +191,72 @@ def test_lists_of_numbers_can_be_read_back(chosen: set[int]) -> None:
     assert read == chosen
 
 
+@given(st.floats(-1e9, 1e9))
+def test_short_figures_keep_three_digits(value: float) -> None:
+    assert float(short(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3)
+
+
 def test_layers_of_equal_number_are_told_apart_by_module() -> None:
     names = [name for _, name in named([layer(0), layer(0, module="vision.0"), layer(1)])]
     assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
 
 
-def test_colours_are_the_pages_variables(drawn: dict[str, Picture]) -> None:
-    assert len(set(colours().values())) == len(colours())
-    fixed = {"#fefefe", "#0b0d10"}
-    for picture in drawn.values():
-        roles = dict(re.findall(r"var\(--([a-z]+),(#[0-9a-f]{6})\)", picture.svg))
-        assert roles.items() <= dict(colours()).items()
-        rest = re.sub(r"var\([^)]*\)|base64,[^\"]*|(?:url\(|href=\")#[^)\"]*", "", picture.svg)
-        assert set(re.findall(r"#[0-9a-f]{6}\b", rest)) <= fixed and "font-family" not in rest
+def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:
+    (axes,) = drawn(made["errors"].drawings[0]).axes
+    dots = {str(line.get_label()): np.asarray(line.get_xdata()).tolist() for line in axes.lines}
+    layers = report().layers
+    assert dots["of the MoE block"] == pytest.approx([each.error for each in layers])
+    assert dots["held-out, after correction"] == pytest.approx([each.heldout_error_after for each in layers])
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"Layer {each.layer}" for each in layers]
 
 
-def test_ids_are_unique_and_every_reference_is_met(drawn: dict[str, Picture]) -> None:
-    everything = [each for picture in drawn.values() for svg in elements(picture) for each in svg.iter()]
-    ids = [each.attrib["id"] for each in everything if "id" in each.attrib]
-    assert len(ids) == len(set(ids))
-    text = "".join(picture.svg for picture in drawn.values())
-    referred = {*re.findall(r"url\(#([^)]+)\)", text), *re.findall(r'href="#([^"]+)"', text)}
-    assert referred and referred <= set(ids)
+def test_text_is_text(made: dict[str, Figure]) -> None:
+    said = "".join("".join(svg.itertext()) for svg in svgs(made["gate"]))
+    assert "✗ rte" in said and "? openbookqa" in said and "inconclusive" in said
 
 
-def test_nothing_is_left_of_the_tool_that_drew(drawn: dict[str, Picture]) -> None:
-    for picture in drawn.values():
-        tags = {each.tag.removeprefix(SVG) for svg in elements(picture) for each in svg.iter()}
-        assert tags <= {"svg", "title", "desc", "g", "path", "text", "image", "defs", "clipPath", "rect", "use"}
-        assert "matplotlib" not in picture.svg.lower() and "<!--" not in picture.svg
-
-
-def test_text_is_text(drawn: dict[str, Picture]) -> None:
-    said = "".join("".join(svg.itertext()) for svg in elements(drawn["gate"]))
-    assert "✗ rte: fail" in said and "? openbookqa: inconclusive" in said
-
-
-def test_png_is_drawn_with_every_part(drawn: dict[str, Picture]) -> None:
-    for picture in (drawn["similarity"], drawn["gate"]):
-        content = png(picture)
-        image = Image.open(io.BytesIO(content))
-        assert image.format == "PNG" and not set(image.info) - {"dpi"}
+def test_pngs_are_drawn_with_every_part(made: dict[str, Figure]) -> None:
+    for figure in (made["similarity"], made["gate"]):
+        image = Image.open(io.BytesIO(png(figure.title, figure.drawings)))
         shown = np.asarray(image.convert("RGB"))
         assert (shown[[0, -1]] == 255).all() and len(image.convert("RGB").getcolors(shown.size) or ()) > 20
-        size = np.array(shown.shape[:2]) / 150
-        area = sum(part.size[0] * part.size[1] for part in picture.parts)
-        assert area <= size[0] * size[1] <= 3 * area + 3
+        area = sum(drawing.size[0] * drawing.size[1] for drawing in figure.drawings)
+        assert area - 0.1 <= shown.shape[0] * shown.shape[1] / 150**2 <= 3 * area + 3
 
 
 def test_same_data_same_bytes() -> None:
-    first, second = pictures(report(1)), pictures(report(1))
-    assert first == second and [each.svg for each in first] == [each.svg for each in second]
-    assert png(first[1]) == png(second[1])
+    first, second = figures(report(1)), figures(report(1))
+    assert first == second
+    for one, other in zip(first, second, strict=True):
+        assert inline_svgs(one.name, one.drawings) == inline_svgs(other.name, other.drawings)
 
 
 def test_what_is_not_known_is_not_drawn() -> None:
-    assert list(by_name(bare())) == ["sizes"]
+    assert list(by_name(bare())) == ["sizes", "experts"]
     half = report(2)
     half = replace(half, layers=(replace(half.layers[0], similarity=None, visits_before=(0.0,) * 16), half.layers[1]))
-    assert len(by_name(half)["similarity"].parts) == 2 and len(by_name(half)["visits"].parts) == 3
+    assert len(by_name(half)["similarity"].drawings) == 2 and len(by_name(half)["visits"].drawings) == 3
     assert phases(replace(half, seconds={"total": 3.0, "a": 1.0, "b": 2.0})) == [("a", 1.0), ("b", 2.0)]
+    assert [each.name for each in figures(half, ("errors", "sizes"))] == ["errors", "sizes"]
 
 
 def test_kept_everything_has_errors_of_zero() -> None:
     exact = replace(report(1), layers=(layer(0, heldout_error_before=None, heldout_error_after=None, error=0.0),))
-    assert "from 0 (Layer 0) to 0 (Layer 0)" in by_name(exact)["errors"].alt
+    figure = by_name(exact)["errors"]
+    assert "from 0 (Layer 0) to 0 (Layer 0)" in figure.alt and len(svgs(figure)) == 1
 
 
 def test_hostile_names_stay_text() -> None:
-    for picture in pictures(hostile()):
-        for svg in elements(picture):
+    for figure in figures(hostile()):
+        for svg in svgs(figure):
             assert not [each for each in svg.iter() if "script" in each.tag or "style" in each.tag]
             assert "\x00" not in "".join(svg.itertext())
-    assert HOSTILE[:8] not in by_name(hostile())["gate"].svg
+        assert HOSTILE[:8] not in "".join(inline_svgs(figure.name, figure.drawings))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(gates())
 def test_any_gate_can_be_drawn(gate: object) -> None:
-    found = by_name(replace(bare(), gate=gate))  # type: ignore[arg-type]
-    for picture in found.values():
-        assert "nan" not in "".join(each.attrib.get("d", "") for svg in elements(picture) for each in svg.iter())
+    found: Sequence[Figure] = figures(replace(bare(), gate=gate), ("gate",))  # type: ignore[arg-type]
+    for figure in found:
+        assert "nan" not in "".join(each.attrib.get("d", "") for svg in svgs(figure) for each in svg.iter())

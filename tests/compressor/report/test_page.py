@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
+from compressor.document.html import POLICY, stylesheet
+from compressor.drawing.palette import ROLES
 from compressor.gates.content import cells, verdict_line
 from compressor.report.data import ReportData, load_of
-from compressor.report.drawing import stylesheet
-from compressor.report.figures import pictures
-from compressor.report.page import POLICY, page
+from compressor.report.figures import figures
+from compressor.report.page import page
 from tests.gates import gate, task
 from tests.reported import HOSTILE, Tree, bare, hostile, report
 
-SECTIONS = ("done", "sizes", "similarity", "visits", "errors", "hubs", "gate", "cost")
+ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "hubs", "gate", "cost")
 TEXT_PAIRS = [  # what stands on what
     (text, ground) for ground in ("paper", "panel") for text in ("text", "muted", "link", "good", "bad", "unsure")
-] + [("text", "faint"), ("dropped", "paper"), ("paper", "after"), ("paper", "before")]
-SHAPES = ("before", "kept", "merged", "dropped", "after", "good", "bad", "unsure", "muted")
+] + [("text", "faint")]
+SHAPES = ("ink", "muted", "before", "after", "kept", "merged", "dropped", "good", "bad", "unsure")  # of drawings
 
 
 def made(data: ReportData) -> str:
-    return page(data, pictures(data))
+    return page(data, figures(data))
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,9 @@ def text_of(content: str) -> str:
 def test_parts_are_there_and_linked(tree: Tree) -> None:
     ids = [attributes["id"] for _, attributes, _ in tree.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert [attributes["id"] for attributes, _ in tree.named("section")] == list(SECTIONS)
+    assert [attributes["id"] for attributes, _ in tree.named("section")] == list(ANCHORS)
     links = [attributes["href"] for attributes, _ in tree.named("a")]
-    assert {f"#{name}" for name in SECTIONS} <= set(links) and {link[1:] for link in links} <= set(ids)
+    assert {f"#{name}" for name in ANCHORS} <= set(links) and {link[1:] for link in links} <= set(ids)
     for _, attributes, _ in tree.elements:
         for name in ("aria-labelledby", "aria-describedby"):
             assert set(attributes.get(name, "").split()) <= set(ids)
@@ -83,9 +84,9 @@ def test_nothing_is_loaded(whole: str, tree: Tree) -> None:
 
 
 def test_every_figure_has_an_alternative_and_a_caption(tree: Tree) -> None:
-    figures = [attributes["id"] for attributes, _ in tree.named("figure")]
-    assert figures == [f"figure-{each.name}" for each in pictures(report())]
-    assert len(list(tree.named("figcaption"))) == len(figures)
+    found = [attributes["id"] for attributes, _ in tree.named("figure")]
+    assert found == [f"figure-{each.name}" for each in figures(report())]
+    assert len(list(tree.named("figcaption"))) == len(found)
     said = {attributes["id"]: text for attributes, text in tree.named("title", "desc") if "id" in attributes}
     for attributes, _ in tree.named("svg"):
         assert attributes["role"] == "img" and all(said[name] for name in attributes["aria-labelledby"].split())
@@ -93,7 +94,7 @@ def test_every_figure_has_an_alternative_and_a_caption(tree: Tree) -> None:
 
 def test_tables_scroll_by_keyboard_and_have_headers(tree: Tree) -> None:
     regions = [attributes for _, attributes, _ in tree.elements if attributes.get("class") == "scroll"]
-    assert len(regions) == len(list(tree.named("table"))) == len(list(tree.named("caption"))) >= 14
+    assert len(regions) == len(list(tree.named("table"))) == len(list(tree.named("caption"))) >= 15
     assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in regions)
     assert all(attributes["scope"] in ("row", "col") for attributes, _ in tree.named("th"))
     folded = [tag for (tag, *_), above in zip(tree.elements, tree.ancestors, strict=True) if "details" in above]
@@ -178,7 +179,7 @@ def test_unknown_is_said_plainly_and_leaves_no_empty_figure() -> None:
                  "The command was not recorded", "no text was read", *bare().missing):  # fmt: skip
         assert said in text
     assert "moe-compress gate org/some-moe-model smaller-model" in text
-    assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-sizes"]
+    assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-sizes", "figure-experts"]
     assert "nan" not in text.lower().split() and "None," not in text
     assert "<" not in text and [link for link, said in tree.named("a") if said == "what is missing"]
 
@@ -196,7 +197,7 @@ def test_hostile_names_are_shown_as_they_are() -> None:
     tree = Tree(content)
     assert not list(tree.named("script")) and content.count("</style>") == 1
     assert "<script>alert(1)</script> & \"q\" 'a' $x_1$" in text_of(content)
-    assert len(list(tree.named("section"))) == len(SECTIONS) and not set("\x00\x1b\u202e") & set(content)
+    assert len(list(tree.named("section"))) == len(ANCHORS) and not set("\x00\x1b\u202e") & set(content)
     assert content.encode("utf-8").decode("utf-8") == content
     assert HOSTILE not in content
 
@@ -207,7 +208,7 @@ def test_inconclusive_gate_says_what_would_decide() -> None:
 
 
 def test_figures_may_be_left_out() -> None:
-    ids = [attributes["id"] for attributes, _ in Tree(page(report(), pictures(report())[:1])).named("figure")]
+    ids = [attributes["id"] for attributes, _ in Tree(page(report(), figures(report())[:1])).named("figure")]
     assert ids == ["figure-sizes"]
 
 
@@ -220,39 +221,57 @@ def test_page_of_a_small_model_is_small(whole: str) -> None:
 
 
 def test_page_of_a_large_model_is_not_too_large() -> None:
-    layers, sample = 48, report(4, 128, 96)
-    drawn = {each.name: each for each in pictures(sample)}
-    repeated = replace(sample, layers=sample.layers * (layers // 4))
-    many = [replace(each, svg=each.svg * (layers // 4)) if len(each.parts) > 1 else each for each in drawn.values()]
-    size = len(page(repeated, many).encode())
-    assert 48 * 128**2 < size < 8_000_000  # a byte for each cell is what the matrices' images take at the least
+    """By what each of its layers adds."""
+    small, large = (len(made(report(depth, 128, 96)).encode()) for depth in (2, 4))
+    assert 128**2 < (large - small) / 2 < 8_000_000 / 48  # a byte for each cell is what images take at the least
 
 
-def luminance(code: str) -> float:
-    """Relative luminance of #rrggbb, as WCAG 2 defines it."""
-    parts = [int(code[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+def luminance(code: str | tuple[float, ...]) -> float:
+    """Relative luminance of #rrggbb or of three parts, as WCAG 2 defines it."""
+    parts = [int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)] if isinstance(code, str) else code
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(first: str, second: str) -> float:
+def contrast(first: str | tuple[float, ...], second: str) -> float:
     dark, light = sorted((luminance(first), luminance(second)))
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("mode", ["light", "dark"])
-def test_contrast_is_enough(mode: str) -> None:
+def colours(mode: str) -> dict[str, str]:
+    """The page's colours by role."""
     light, dark = (
         dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", block))
         for block in re.findall(r":root \{(.*?)\}", stylesheet(), re.S)
     )
-    assert set(light) == set(dark) and contrast("#000000", "#ffffff") == pytest.approx(21)
-    found = light if mode == "light" else dark
+    assert set(light) == set(dark)
+    return light if mode == "light" else dark
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_contrast_is_enough(mode: str) -> None:
+    found = colours(mode)
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert (luminance(found["paper"]) < 0.05) == (mode == "dark")
     for text, ground in TEXT_PAIRS:
         assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
-    for shape in SHAPES:
-        assert contrast(found[shape], found["paper"]) >= 3, shape
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("role", SHAPES)
+def test_shapes_of_drawings_stand_out(mode: str, role: str) -> None:
+    """In dark mode as the style sheet's filter turns them."""
+    shown = turned(ROLES[role]) if mode == "dark" else ROLES[role]
+    assert contrast(shown, colours(mode)["paper"]) >= 3
+
+
+def turned(code: str) -> tuple[float, ...]:
+    """invert(amount) hue-rotate(180deg) as Filter Effects Module Level 1 defines them."""
+    (amount,) = map(float, re.findall(r"filter: invert\(([\d.]+)\) hue-rotate\(180deg\)", stylesheet()))
+    parts = [int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (amount - (2 * amount - 1) * part for part in parts)
+    grey = 2 * (0.213 * red + 0.715 * green + 0.072 * blue)  # a turn by 180 degrees: twice the grey less the colour
+    return tuple(min(max(grey - part, 0.0), 1.0) for part in (red, green, blue))
 
 
 def test_stylesheet_names_no_unknown_colour() -> None:

@@ -1,0 +1,131 @@
+"""What the commands print of plans, models, pushes and exports: every figure, and names as they are written."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from compressor.api.compressing import Summary
+from compressor.checkpoint.headers import Size
+from compressor.cli import rendering
+from compressor.model.architecture import MoeLayer
+from compressor.model.inspection import Inspection, Outcome, Part
+from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
+from exporters.onnx import ExportSummary
+from exporters.onnx_experts import LayerRoute
+from exporters.onnx_verify import Verification
+
+HOSTILE = "[bold red]m[/]\\[x] :smile: `<b>` | {y}"
+
+
+@pytest.fixture(name="out")
+def _out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "300")
+    return lambda: capsys.readouterr().out
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line[1:-1].split("│")] for line in text.splitlines() if line.startswith("│")]
+
+
+def a_plan(**others: Any) -> CompressionPlan:
+    """One layer with a merged pair, and of 20 experts 17 dropped."""
+    at, pair = "model.layers.0.mlp", Group((0, 1), (0.5, 0.5), (0.5, 0.5))
+    layer = MoeLayer(f"{at}.experts", at, f"{at}.gate", "model.layers.0", 0, 20, 2, 1, 1)
+    fields: dict[str, Any] = {"protected": {f"{at}.experts": (2,)}, **others}
+    source = Source("folder", None, "f" * 64)
+    return CompressionPlan(
+        source, 2, "by-hand", {}, None, (LayerPlan.of(layer, [pair, Group.single(2)], decided_by="x"),), **fields
+    )
+
+
+def test_a_plan_is_a_row_for_each_layer(out: Any) -> None:
+    rendering.show_plans([a_plan(), replace(a_plan(), protected={})], [Path("a.json"), Path("b[1].json")], False)
+    text = out()
+    first, second = cells(text)
+    dropped = " ".join(map(str, range(3, 15))) + " and 5 more"
+    assert first == ["model.layers.0.mlp.experts", "20", "2", dropped, "[0, 1]", "2"] and second == first[:-1]
+    assert "Plan by by-hand, written to b[1].json" in text
+    assert text.count("1 protected expert, neither merged nor dropped") == 1
+
+
+def test_a_summary_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
+    names = tuple(f"{HOSTILE}.{number}" for number in range(6))
+    made = Summary(
+        HOSTILE, "reap", 20, 2, Size(1000, 4000), Size(250, 1000), {"planning": 1.25, "writing": 0.5}, 3_000_000,
+        names, ("n_extra",), a_plan(),
+    )  # fmt: skip
+    rendering.show_summary(made, False)
+    text = out()
+    assert cells(text) == [
+        ["experts per layer", "20", "2", ""], ["parameters", "1k", "250", "25.0%"], ["bytes", "4 kB", "1 kB", "25.0%"],
+    ]  # fmt: skip
+    lines = text.splitlines()
+    assert "planning 1.2 s, writing 0.5 s; peak memory 3 MB" in lines and f"Written to {HOSTILE}" in lines
+    left_out = f"{' '.join(names[:4])} and 2 more; set to zero in the config: n_extra"
+    assert f"left out, as stock transformers does not load them: {left_out}" in lines
+    rendering.show_summary(replace(made, left_out=(), zeroed_fields=(), plan=a_plan(protected={})), False)
+    text = out()
+    assert "left out" not in text and "protected" not in text
+
+
+def test_an_inspection_tells_every_figure(out: Any) -> None:
+    report = Inspection(
+        HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 8, 2, "softmax", None, 2000, 8000,
+        (Part("routed experts", 1500, 6000),), (Outcome(4, 1250, 5000),), 11, 12, 13, 14, 15, (f"{HOSTILE}.w",), (),
+    )  # fmt: skip
+    rendering.show_inspection(report, False)
+    text = out()
+    assert text.splitlines()[0].strip() == HOSTILE
+    found = {row[0]: row[1:] for row in cells(text)}
+    assert found["routed experts"] == ["1.5k", "6 kB", "75.0%"] and found["4"] == ["1.25k", "5 kB", "62.5%"]
+    assert found["not loaded by stock transformers"] == [f"1 tensors, {HOSTILE}.w ..."]
+    assert found["bytes written"] == ["15 B (4 experts)"] and found["quantization"] == ["none"]
+    rendering.show_inspection(replace(report, left_out=(), outcomes=()), False)
+    text = out()
+    assert "not loaded" not in text and ["bytes written", "-"] in cells(text)
+
+
+def pushed(**others: Any) -> Any:
+    fields: dict[str, Any] = {
+        "repo_id": "org/smaller", "url": "https://a.org/[x]", "branch": "main", "create_pr": False, "message": HOSTILE,
+        "uploaded": (SimpleNamespace(path=HOSTILE, nbytes=1234, state="new"),), "uploaded_bytes": 1234, "tag": None,
+        "unchanged": (), "removed": (), "left_out": (), "dry_run": False, "pull_request": None, "changed": True,
+    }  # fmt: skip
+    return SimpleNamespace(**{**fields, **others})
+
+
+def test_a_push_tells_what_went_where(out: Any) -> None:
+    rendering.show_push(pushed(), False)
+    text = out()
+    assert cells(text) == [[HOSTILE, "1.23 kB", "new"]] and "dry run" not in text
+    told = [line for line in text.splitlines() if line[0] not in "┏┃┡│└"]
+    assert told[1:] == [
+        f"Commit: {HOSTILE}", "1 file, 1.23 kB went to main of org/smaller in one commit.", "https://a.org/[x]",
+    ]  # fmt: skip
+    more = {"removed": ("old",), "unchanged": ("a", "b"), "left_out": ("[c]",), "tag": "v1", "create_pr": True}
+    rendering.show_push(pushed(dry_run=True, pull_request="https://a.org/pull", **more), False)
+    text = out()
+    assert ["old", "-", "removed"] in cells(text)
+    for said in (
+        "org/smaller (dry run: nothing is sent)", "would go to a pull request against main of org/smaller",
+        "2 more are there already.", "Removed are parts", "no part of the model: [c]", "would be tagged v1.",
+        "Pull request: https://a.org/pull",
+    ):  # fmt: skip
+        assert said in text
+    rendering.show_push(pushed(changed=False, uploaded=()), False)
+    assert out() == "Nothing has changed: main of org/smaller has these files already.\nhttps://a.org/[x]\n"
+
+
+def test_an_export_tells_how_well_it_agrees(out: Any) -> None:
+    checked = Verification(1e-5, 1e-3, 9.0, ((1, 2),), (("a", 1e-5),), 10, 9)
+    routes = (LayerRoute("layers.0", "MoE"), LayerRoute(HOSTILE, "batched_mm", "[it] has no node"))
+    made = ExportSummary(Path("[out]"), HOSTILE, 5000, True, 77, ("a",), ("b",), routes, checked)
+    rendering.show_export("onnx", Path("other"), made, False)
+    text = out()
+    found = dict(cells(text))
+    assert found["file"] == "5 kB, weights in a file of their own" and found["nodes"] == "77"
+    assert found["MoE layers as one node"] == "1 of 2" and found["greedy tokens"] == "9 of 10 the same"
+    assert f"{HOSTILE}: batched_mm, since [it] has no node\nWritten to [out]\n" in text and f"{HOSTILE} as ONNX" in text

@@ -1,0 +1,138 @@
+"""Blocks as one page: whatever words they hold come out as the same words, and as nothing else."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressor.document.blocks import (
+    Block,
+    Code,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Items,
+    Link,
+    Listing,
+    Note,
+    Strong,
+    Table,
+    Text,
+    Toned,
+    Words,
+    plain_words,
+)
+from compressor.document.html import page, sections, stylesheet, words_html
+from compressor.drawing.picture import Drawing
+from compressor.words import readable
+from tests.reported import HOSTILE, Tree
+
+TEXTS = st.one_of(st.text(max_size=20), st.sampled_from([HOSTILE, "{{ 7 * 7 }}", "{% raw %}", "&amp;", "</td>", "]]>"]))
+DRAWING = Drawing("One", "Seen.", (2.0, 1.0), lambda canvas: None)
+
+
+def made(*blocks: Block, title: str = "Title") -> Tree:
+    tiles = Facts((("Tile", ("3", " ", Note("small"))),))
+    return Tree(page(title, "Some report", "Lead.", tiles, (Heading("First", 2, "first"), *blocks), "Made by a test."))
+
+
+BLOCKS: dict[str, tuple[Callable[[str], Block], str]] = {  # how a text gets in, and the elements that hold it alone
+    "text": (Text, "p"),
+    "heading": (lambda text: Heading(text, 3), "h3"),
+    "listing": (Listing, "pre"),
+    "item": (lambda text: Items((text,)), "li"),
+    "fact": (lambda text: Facts(((text, Items((text,))),)), "dt"),
+    "cell": (lambda text: Table("", ("",), ((text,),)), "th"),
+    "column": (lambda text: Table("", (text,), ()), "th"),
+    "caption": (lambda text: Table(text, ("",), ()), "caption"),
+    "summary": (lambda text: Details(text, (Text("below"),)), "summary"),
+    "code": (lambda text: Text(Code(text)), "code"),
+    "link": (lambda text: Text(Link(text, "#first")), "a"),
+    "strong": (lambda text: Text(Strong((text,))), "strong"),
+    "toned": (lambda text: Text(Toned(text, "good")), "span"),
+    "figure": (lambda text: Figure("name", "Title", text, (DRAWING,)), "figcaption"),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@settings(deadline=None, max_examples=12)
+@given(text=TEXTS)
+def test_any_text_comes_out_as_the_same_text(kind: str, text: str) -> None:
+    build, element = BLOCKS[kind]
+    found = [words for _, words in made(build(text)).named(element)]
+    assert readable(text) in found or (kind == "figure" and f"Title. {readable(text)}" in found)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_no_text_makes_elements(kind: str) -> None:
+    build, _ = BLOCKS[kind]
+    plain, wild = ([tag for tag, _, _ in made(build(text)).elements] for text in ("word", HOSTILE))
+    assert plain == wild
+
+
+@given(TEXTS)
+@settings(deadline=None, max_examples=12)
+def test_titles_are_data(title: str) -> None:
+    tree = made(title=title)
+    assert [text for _, text in tree.named("h1")] == [readable(title)]
+    assert readable(title) + ": some report" in [text for _, text in tree.named("title")]
+
+
+WORDS: st.SearchStrategy[Words] = st.recursive(
+    st.one_of(st.text(max_size=6), *(st.text(max_size=6).map(kind) for kind in (Code, Note))),
+    lambda inner: st.one_of(inner.map(Strong), st.lists(inner, max_size=3).map(tuple)),
+    max_leaves=6,
+)
+
+
+@given(WORDS)
+def test_words_keep_their_text(words: Words) -> None:
+    assert [text for _, text in Tree(f"<p>{words_html(words)}</p>").named("p")] == [readable(plain_words(words))]
+
+
+def test_sections_hold_what_stands_below_their_heading() -> None:
+    wide = Figure("wide", "W", "c", (DRAWING, DRAWING))
+    broad = Table("t", tuple("abcdefgh"), ())
+    found = sections((
+        Heading("A", 2, "a"), Text("1"), Heading("inner", 3), Heading("B", 2, "b"),
+        Figure("f", "F", "c", (DRAWING,)), Text("2"), Heading("C", 2, "c"), wide, Heading("D", 2, "d"),
+        Figure("g", "G", "c", (DRAWING,)), broad,
+    ))  # fmt: skip
+    assert [each.shape for each in found] == ["plain", "beside", "wide", "around"]
+    assert [len(each.blocks) for each in found] == [2, 1, 0, 1]
+
+
+def test_wide_figures_scroll_by_keyboard_and_groups_name_themselves() -> None:
+    drawings = {"many": (DRAWING, DRAWING), "narrow": (DRAWING,),
+                "wide": (Drawing("Wide", "Seen.", (8.0, 1.0), lambda canvas: None),)}  # fmt: skip
+    tree = made(*(Figure(name, f"The {name}", "c", drawn) for name, drawn in drawings.items()))
+    found = {attributes["class"]: attributes for attributes, _ in tree.named("div")
+             if attributes.get("class", "").startswith(("one", "many"))}  # fmt: skip
+    assert found["many"]["role"] == "group" and found["many"]["aria-label"] == "The many"
+    assert found["one scrolls"]["tabindex"] == "0" and found["one scrolls"]["aria-label"] == "The wide"
+    assert set(found["one"]) == {"class"}
+
+
+def test_tables_have_headers_and_scroll() -> None:
+    tree = made(Table("Caption", ("name", "count", "word"), (("a", "1", "b"),), frozenset({"word"})))
+    assert [(each["scope"], each.get("class")) for each, _ in tree.named("th")] == [
+        ("col", "word"), ("col", None), ("col", "word"), ("row", "word"),
+    ]  # fmt: skip
+    assert [each.get("class") for each, _ in tree.named("td")] == [None, "word"]
+    (region,) = (each for each, _ in tree.named("div") if each.get("class") == "scroll")
+    assert region == {"class": "scroll", "role": "region", "tabindex": "0", "aria-label": "Table: Caption"}
+
+
+def test_signs_are_hidden_from_who_hears_the_page() -> None:
+    tree = made(Text(Toned("pass", "good", "✓"), "good"))
+    (sign,) = (each for each, text in tree.named("span") if text == "✓")
+    assert sign == {"aria-hidden": "true", "class": "sign"}
+    assert ("verdict good", "✓ pass") in [(each.get("class"), text) for each, text in tree.named("p")]
+
+
+def test_one_template_and_one_style_sheet() -> None:
+    content = page("T", "Kind", "L", Facts(()), (Heading("A", 2, "a"),), "M")
+    assert content.count("<style>") == content.count("</style>") == 1 and stylesheet() in content
+    assert "{{" not in content and "{%" not in content
