@@ -63,10 +63,6 @@ def _words(words: Words) -> str:
             return escaped(text)
 
 
-def _paragraph(words: Words) -> str:
-    return AT_START.sub(r"\1\\\2", _words(words).strip())
-
-
 def _code(text: str) -> str:
     """Code within a line, which none of its own backticks can end; a bar would end a table's cell."""
     line = " ".join(readable(text).split())
@@ -102,7 +98,7 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
 
 def _paragraph(words: Words) -> str:
     """Words at the beginning of a line, where some would make a list or a quotation."""
-    return AT_START.sub(r"\1\\\2", _words(words))
+    return AT_START.sub(r"\1\\\2", _words(words).strip())
 
 
 def _fact(name: str, value: Words | Items) -> list[str]:
