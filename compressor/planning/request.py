@@ -69,7 +69,8 @@ class Request:
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
-        self.central  # noqa: B018
+        if self.central == 0:
+            raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         if not 0 <= self.seed < 2**63:
             raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
 
@@ -82,13 +83,11 @@ class Request:
 
     @property
     def central(self) -> int | None:
-        """N, where the N experts that stand highest in the routing graph are to be protected."""
+        """N, where the N experts that stand highest in the routing graph are to be protected; 0 for what is no N."""
         if not isinstance(self.protect, str) or not self.protect.startswith(GRAPH):
             return None
         count = self.protect.removeprefix(GRAPH)
-        if not (count.isascii() and count.isdigit() and int(count)):
-            raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
-        return int(count)
+        return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
 
     @property
     def protects_what_data_shows(self) -> bool:
