@@ -13,7 +13,7 @@ DECIDING = tests/strategies tests/compressor/test_ties.py tests/compressor/group
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 	$(VENV)/bin/python -m pytest -n 2
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell \
 		$(VENV)/bin/python -m pytest -n 2 $(DECIDING)
@@ -24,7 +24,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/installed
-	$(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 	@echo "Written to site/index.html"
 
 $(VENV)/installed: pyproject.toml constraints.txt
