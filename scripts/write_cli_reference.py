@@ -52,7 +52,7 @@ def _section(name: str, command: Any) -> str:
     options = [entry for entry in command.params if entry.param_type_name == "option"]
     usage = " ".join(["moe-compress", name, *(_placeholder(entry) for entry in arguments)])
     needed = "".join(f" {entry.opts[0]} {_value(entry)}" for entry in options if entry.required)
-    lines = [f"## {name}", "", _cell(inspect.cleandoc(command.help or "")), "", "```", f"{usage}{needed} [OPTIONS]"]
+    lines = [f"## {name}", "", _cell(inspect.cleandoc(command.help or "")), "", "```text", f"{usage}{needed} [OPTIONS]"]
     lines += ["```", ""]
     if arguments:
         lines += [*_table("argument", ((f"`{_placeholder(entry)}`", entry) for entry in arguments)), ""]
