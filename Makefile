@@ -25,7 +25,7 @@ lint: $(VENV)/installed
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
-	@echo "Written to site/index.html"
+	@echo "Written to site/; python3 -m http.server --directory site serves it"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
+@cache
 def group() -> Any:
     found: Any = typer.main.get_command(cli.app)
     return found
@@ -66,6 +68,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return values
 
 
+@cache
 def options(command: str | None = None) -> set[str]:
     """The options of a command, or of all of them."""
     commands = group().commands
