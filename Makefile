@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: demo test lint
+.PHONY: demo test lint docs
 demo: $(VENV)/installed
 	$(VENV)/bin/moe-compress demo
 
@@ -13,6 +13,7 @@ DECIDING = tests/strategies tests/compressor/test_ties.py tests/compressor/group
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 	$(VENV)/bin/python -m pytest -n 2
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell \
 		$(VENV)/bin/python -m pytest -n 2 $(DECIDING)
@@ -21,6 +22,10 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	@echo "Written to site/; python3 -m http.server --directory site serves it"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,115 @@
+"""Write docs/reference/command-line.md from the commands themselves, so that the page says what `--help` says.
+
+    python -m scripts.write_cli_reference            # print the page
+    python -m scripts.write_cli_reference --write    # put it into docs/reference/command-line.md
+"""
+
+import argparse
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compressor.cli.main import app
+from compressor.planning.request import PANELS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
+VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type
+INTRODUCTION = """\
+# Command line
+
+<!-- Written by scripts/write_cli_reference.py; a test compares the two. -->
+
+Every command has `--help`, which says the same as this page. Tables and progress go to the terminal; with `--json` a
+command prints JSON instead. Errors are one sentence on stderr.
+
+| exit status | meaning |
+|---|---|
+| 0 | done; for `gate` and `compress --gate`: the model passes |
+| 1 | `gate` and `compress --gate`: the model fails |
+| 2 | the command was used wrongly, or could not do what was asked |
+| 3 | `gate` and `compress --gate`: the items are too few to tell |
+| 130 | interrupted; the same command goes on where it stopped |
+"""
+
+
+def commands() -> dict[str, Any]:
+    """The commands by name, in the order of the help."""
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION, *(_section(name, command) for name, command in commands().items())]
+    return "\n".join(parts)
+
+
+def _section(name: str, command: Any) -> str:
+    arguments = [entry for entry in command.params if entry.param_type_name == "argument"]
+    options = [entry for entry in command.params if entry.param_type_name == "option"]
+    usage = " ".join(["moe-compress", name, *(_placeholder(entry) for entry in arguments)])
+    needed = "".join(f" {entry.opts[0]} {_value(entry)}" for entry in options if entry.required)
+    lines = [f"## {name}", "", _cell(inspect.cleandoc(command.help or "")), "", "```text", f"{usage}{needed} [OPTIONS]"]
+    lines += ["```", ""]
+    if arguments:
+        lines += [*_table("argument", ((f"`{_placeholder(entry)}`", entry) for entry in arguments)), ""]
+    for panel in dict.fromkeys((None, *PANELS, *(entry.rich_help_panel for entry in options))):
+        inside = [entry for entry in options if entry.rich_help_panel == panel and not entry.hidden]
+        if inside:
+            lines += [*_table(panel or "option", ((_spelt(entry), entry) for entry in inside)), ""]
+    return "\n".join(lines)
+
+
+def _table(title: str, entries: Iterable[tuple[str, Any]]) -> list[str]:
+    return [f"| {title} | meaning |", "|---|---|", *(f"| {name} | {_help(entry)} |" for name, entry in entries)]
+
+
+def _placeholder(argument: Any) -> str:
+    name = (argument.metavar or argument.name).upper()
+    return name if argument.required else f"[{name}]"
+
+
+def _spelt(option: Any) -> str:
+    """`--output`, `-o` FILE as in the help."""
+    value = "" if option.is_flag else f" {_value(option)}"
+    return ", ".join(f"`{name}{value}`" for name in option.opts)
+
+
+def _value(option: Any) -> str:
+    if option.metavar:
+        return str(option.metavar)
+    shown = option.display_type(typer.Context(typer.main.get_command(app)))  # as <int range> or <list[str]>
+    kind = next(name for name in VALUES if name in shown)
+    return VALUES[kind]
+
+
+def _help(entry: Any) -> str:
+    text, default = _cell(entry.help or ""), entry.default
+    if entry.multiple:
+        text += " It may be repeated." if "repeat" not in text else ""
+    if entry.required and entry.param_type_name == "option":
+        text += " Required."
+    if not (default is None or default is False) and "default" not in text:
+        text += f" Default: `{default}`."
+    return text
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description="Write the command line's reference.")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    if not parser.parse_args().write:
+        print(page())
+        return
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
