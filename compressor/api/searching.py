@@ -76,18 +76,18 @@ def compress_gated(
             "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
         )
     listener = progress or Silent()
-    source, tasks = locate(model, revision, listener), resolve_tasks(gate.options)
+    source, target, tasks = locate(model, revision, listener), Path(out), resolve_tasks(gate.options)
     attempts: list[Attempt] = []
     summaries: list[Summary] = []
 
     def judge(folder: Path) -> None:
         made = ModelSource(str(folder), None, folder)
-        result = run_gate(source, made, tasks, gate, listener, label=Path(out).name)
+        result = run_gate(source, made, tasks, gate, listener, label=target.name)
         accepted = (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
         attempts.append(Attempt(int(read_object(folder / COMPRESSION)["plan"]["experts"]), result, accepted))
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if not (keep_failed or accepted):
-            raise RejectedError(f"{out} did not pass the gate ({result.verdict}) and was not written")
+            raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
         if after is not None:
             after(folder)
 
