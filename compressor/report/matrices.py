@@ -178,8 +178,8 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, name: str, low: float
     sizes = sorted(map(len, merged(layer)), reverse=True)
     groups = [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
     _outline(axes, len(placed), groups, "solid")
-    if layer.dropped:
-        _outline(axes, len(placed), [(len(placed) - len(layer.dropped), len(layer.dropped))], DASHES)
+    gone = len(layer.dropped)
+    _outline(axes, len(placed), [(len(placed) - gone, gone)] if gone else [], DASHES)
     axes.set_title(readable(brief_end(name)), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])
@@ -203,20 +203,13 @@ def _number(axes: "Axes", layer: LayerReport, placed: Sequence[int]) -> None:
 
 def _outline(axes: "Axes", experts: int, blocks: Sequence[tuple[int, int]], style: Any) -> None:
     """Squares on the diagonal: where each starts and its size; white on black, to be seen on any colour."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
+    from matplotlib.patches import Rectangle
 
-    if not blocks:
-        return
-    squares = [
-        Path([(a, a), (b, a), (b, b), (a, b), (a, a)], closed=True)
-        for a, b in ((start - 0.5, start + size - 0.5) for start, size in blocks)
-    ]
-    path = Path.make_compound_path(*squares)
     thin = min(1.0, max(0.4, MOST_NUMBERED / experts))  # so that small groups are still to be seen inside
-    whole: Any = {"fill": False, "clip_on": False, "joinstyle": "miter"}
     for (shade, width), dashes in ((CASING, "solid"), (LINE, style)):
-        axes.add_patch(PathPatch(path, edgecolor=shade, linewidth=thin * width, linestyle=dashes, **whole))
+        look: Any = {"edgecolor": shade, "linewidth": thin * width, "linestyle": dashes, "joinstyle": "miter"}
+        for start, size in blocks:
+            axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, clip_on=False, **look))
 
 
 def _draw_scale(canvas: "FigureBase", low: float, high: float, kinds: Sequence[tuple[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import PathPatch, StepPatch
+from matplotlib.patches import PathPatch, Rectangle, StepPatch
 from PIL import Image
 
 from compressor.document.blocks import Figure
@@ -81,16 +81,22 @@ def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[st
 def test_groups_are_outlined_where_they_lie(made: dict[str, Figure]) -> None:
     each = report().layers[0]
     (axes,) = drawn(made["similarity"].drawings[1]).axes
-    outlines = [
-        patch for patch in axes.patches if isinstance(patch, PathPatch) and to_hex(patch.get_edgecolor()) == "#fefefe"
-    ]
-    solid, dashed = ([each for each in outlines if (each.get_linestyle() == "solid") == is_solid]
-                     for is_solid in (True, False))  # fmt: skip
-    sizes = [len(group) for group in each.groups if len(group) > 1]
-    corners = np.asarray(solid[0].get_path().vertices).reshape(len(sizes), 5, 2)
-    assert np.ptp(corners, axis=1) == pytest.approx(np.array(sizes)[:, None] * np.ones(2))
-    assert len(dashed) == 1
-    assert np.ptp(np.asarray(dashed[0].get_path().vertices), axis=0) == pytest.approx([len(each.dropped)] * 2)
+    for shade in ("#0b0d10", "#fefefe"):  # white on black
+        found = {
+            style: [
+                (patch.get_x() + 0.5, patch.get_width(), patch.get_height()) for patch in axes.patches
+                if isinstance(patch, Rectangle) and to_hex(patch.get_edgecolor()) == shade
+                and (patch.get_linestyle() == "solid") == (style == "solid")
+            ]
+            for style in ("solid", "dashed")
+        }  # fmt: skip
+        at, gone, squares = 0, len(each.dropped), []
+        for size in sorted((len(group) for group in each.groups if len(group) > 1), reverse=True):
+            squares.append((at, size, size))
+            at += size
+        last = (each.experts - gone, gone, gone)
+        is_line = shade == "#fefefe"
+        assert found == {"solid": squares if is_line else [*squares, last], "dashed": [last] if is_line else []}
 
 
 def test_scale_holds_all_but_the_diagonal() -> None:
