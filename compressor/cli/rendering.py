@@ -5,9 +5,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.cli.terminal import print_json
+from compressor.cli.terminal import tell
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.document.terminal import show
 from compressor.model.inspection import Inspection
 from compressor.planning.options import helps
 from compressor.plans.document import first_of, plan_blocks, protected_blocks
@@ -25,9 +24,6 @@ NEEDS_COLUMNS = ("name", "shape", "meaning")
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
     """The report of `inspect`."""
-    if as_json:
-        print_json(asdict(report))
-        return
     outcomes, left_out = report.outcomes, report.left_out
     written = f"{human_bytes(report.bytes_written)} ({outcomes[0].experts} experts)" if outcomes else "-"
     facts = {
@@ -51,44 +47,35 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
               for of, each in named)
         for named in ([(part.name, part) for part in report.parts], [(each.experts, each) for each in outcomes])
     )  # fmt: skip
-    show([
-        Heading(report.model), Facts(tuple(facts.items())),
-        Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left),
-    ])  # fmt: skip
+    tables = Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
+    tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
 
 
 def show_plans(plans: Sequence[CompressionPlan], paths: Sequence[Path], as_json: bool) -> None:
     """One row a layer; as JSON the plan, or a list of several."""
-    if as_json:
-        content = [plan.to_dict() for plan in plans]
-        print_json(content if len(content) > 1 else content[0])
-    else:
-        show(block for plan, path in zip(plans, paths, strict=True) for block in plan_blocks(plan, path))
+    content = [plan.to_dict() for plan in plans]
+    blocks = (block for plan, path in zip(plans, paths, strict=True) for block in plan_blocks(plan, path))
+    tell(as_json, content if len(content) > 1 else content[0], blocks)
 
 
 def summary_dict(summary: "Summary") -> dict[str, Any]:
     """A summary as JSON types, without the plan's layers."""
+    before, after = summary.before, summary.after
     return {
-        "output": summary.out,
-        "strategy": summary.strategy,
+        "output": summary.out, "strategy": summary.strategy,
         "experts": {"before": summary.experts_before, "after": summary.experts_after},
-        "parameters": {"before": summary.before.parameters, "after": summary.after.parameters},
-        "bytes": {"before": summary.before.bytes, "after": summary.after.bytes},
+        "parameters": {"before": before.parameters, "after": after.parameters},
+        "bytes": {"before": before.bytes, "after": after.bytes},
         "seconds": {name: round(value, 3) for name, value in summary.seconds.items()},
         "peak_memory_bytes": summary.peak_memory,
-        "left_out": list(summary.left_out),
-        "zeroed_fields": list(summary.zeroed_fields),
-        "protected_experts": sum(map(len, summary.plan.protected.values())),
-        "plan_digest": summary.plan.digest(),
-    }
+        "left_out": list(summary.left_out), "zeroed_fields": list(summary.zeroed_fields),
+        "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
+    }  # fmt: skip
 
 
 def show_summary(summary: "Summary", as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a compression did, and where it was published."""
-    if as_json:
-        print_json({**summary_dict(summary), **published(pushed)})
-    else:
-        show(summary_blocks(summary, pushed))
+    tell(as_json, {**summary_dict(summary), **published(pushed)}, summary_blocks(summary, pushed))
 
 
 def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> tuple[Block, ...]:
@@ -122,39 +109,25 @@ def published(pushed: "PushSummary | None") -> dict[str, Any]:
 def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
     """Name, summary, needs and options of each strategy."""
     entries = [
-        {
-            "name": s.name,
-            "summary": s.summary,
-            "needs": sorted(s.needs),
-            "options": asdict(s.options) if s.options else {},
-            "help": helps(s.options),
-        }
-        for s in loaded
-    ]
-    if as_json:
-        print_json(entries)
-        return
-    rows = [
+        {"name": s.name, "summary": s.summary, "needs": sorted(s.needs),
+         "options": asdict(s.options) if s.options else {}, "help": helps(s.options)} for s in loaded
+    ]  # fmt: skip
+    rows = tuple(
         (e["name"], e["summary"], ", ".join(e["needs"]), ", ".join(f"{k}={v}" for k, v in e["options"].items()) or "-")
         for e in entries
-    ]
-    show([Table("Strategies", STRATEGY_COLUMNS, tuple(rows), frozenset(STRATEGY_COLUMNS))])
+    )
+    tell(as_json, entries, [Table("Strategies", STRATEGY_COLUMNS, rows, frozenset(STRATEGY_COLUMNS))])
 
 
 def show_needs(table: Sequence[tuple[str, str, str]], as_json: bool) -> None:
     """Name, shape and meaning of each statistic."""
-    if as_json:
-        print_json([dict(zip(NEEDS_COLUMNS, row, strict=True)) for row in table])
-        return
     rows = tuple((name, shape or "-", meaning) for name, shape, meaning in table)
-    show([Table("Statistics", NEEDS_COLUMNS, rows, frozenset(NEEDS_COLUMNS))])
+    content = [dict(zip(NEEDS_COLUMNS, row, strict=True)) for row in table]
+    tell(as_json, content, [Table("Statistics", NEEDS_COLUMNS, rows, frozenset(NEEDS_COLUMNS))])
 
 
 def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     """The demo's table: one row a model."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     title = "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions"
     sizes = tuple(
         (row.name, str(row.experts), human_count(row.parameters), human_bytes(row.bytes), f"{row.loss:.3f}",
@@ -162,7 +135,7 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     )  # fmt: skip
     skills = tuple(rows[0].accuracy)
     by_skill = tuple((row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows)
-    show([
+    tell(as_json, [asdict(row) for row in rows], [
         Table(title, ("model", "experts", "parameters", "bytes", "loss", "accuracy"), sizes),
         Table("Accuracy by skill (chance is 25%)", ("model", *skills), by_skill),
     ])  # fmt: skip
@@ -174,28 +147,22 @@ def _push_dict(summary: "PushSummary") -> dict[str, Any]:
 
 def show_push(summary: "PushSummary", as_json: bool) -> None:
     """The files that were sent, or would be, and where they are now."""
-    if as_json:
-        print_json(_push_dict(summary))
-    else:
-        show(push_blocks(summary))
+    tell(as_json, _push_dict(summary), push_blocks(summary))
 
 
 def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
     """What an exporter says of its work, and where that lies."""
-    is_graph = hasattr(summary, "fallen_back") and hasattr(summary, "verification")
     said = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
-    facts = {key: str(value) for key, value in said.items()}
-    if is_graph and as_json:
-        print_json({**said, "folder": str(summary.folder), "fallen_back": len(summary.fallen_back)})
-    elif is_graph:
-        fallen = [Text(f"{route.layer}: {route.route}, since {route.reason}") for route in summary.fallen_back]
-        told = Heading(f"{summary.model} as ONNX"), Facts(tuple(_graph_facts(summary).items()))
-        show([*told, *fallen, Text(f"Written to {summary.folder}")])
-    elif as_json:
-        print_json({"format": name, **facts, "folder": str(output)})
+    if hasattr(summary, "fallen_back") and hasattr(summary, "verification"):
+        content = {**said, "folder": str(summary.folder), "fallen_back": len(summary.fallen_back)}
+        told: list[Block] = [Heading(f"{summary.model} as ONNX"), Facts(tuple(_graph_facts(summary).items()))]
+        told += [Text(f"{route.layer}: {route.route}, since {route.reason}") for route in summary.fallen_back]
+        output = summary.folder
     else:
-        told = Heading(f"Exported as {name}"), Facts(tuple(facts.items()))
-        show([*(told if facts else ()), Text(f"Written to {output}")])
+        facts = {key: str(value) for key, value in said.items()}
+        content = {"format": name, **facts, "folder": str(output)}
+        told = [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
+    tell(as_json, content, [*told, Text(f"Written to {output}")])
 
 
 def _graph_facts(summary: Any) -> Mapping[str, str]:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compressor.cli.rendering import published, show_summary, summary_dict
-from compressor.cli.terminal import print_json
+from compressor.cli.rendering import published, summary_blocks, summary_dict
+from compressor.cli.terminal import tell
 from compressor.comparison.document import comparison_brief
 from compressor.comparison.rows import Comparison
 from compressor.document.blocks import Block, Table, Text
-from compressor.document.terminal import show
 from compressor.gates.document import gate_brief
 from compressor.gates.report import full_content
 from compressor.gates.verdict import GateResult
@@ -30,40 +29,33 @@ def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:
 
 def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
     """A row for each task, then the verdict and what would decide it; `written` are the reports' files."""
-    if as_json:
-        print_json({**full_content(result), "written": [str(path) for path in written]})
-    else:
-        show((*gate_brief(result), *written_line(written)))
+    tell(as_json, _content(result, written), [*gate_brief(result), *written_line(written)])
+
+
+def _content(result: GateResult, written: Sequence[Path]) -> dict[str, Any]:
+    return {**full_content(result), "written": [str(path) for path in written]}
 
 
 def show_gated(
     found: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
 ) -> None:
     """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
-    result = found.decisive.result
-    if as_json:
-        tried = [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in found.attempts]
-        summary = None if found.summary is None else summary_dict(found.summary)
-        report = {**full_content(result), "written": [str(path) for path in written]}
-        print_json({**report, "attempts": tried, "compression": summary, **published(pushed)})
-        return
+    result, summary = found.decisive.result, found.summary
+    tried = [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in found.attempts]
+    made = None if summary is None else summary_dict(summary)
+    content = {**_content(result, written), "attempts": tried, "compression": made, **published(pushed)}
     rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in found.attempts)
-    show((
+    missing = [Text(f"{result.compressed} was not written.")]
+    tell(as_json, content, (
         *([Table("Models tried", TRIED_COLUMNS, rows, frozenset(TRIED_COLUMNS))] if len(rows) > 1 else []),
-        *gate_brief(result),
-        *written_line(written),
-        *([Text(f"{result.compressed} was not written.")] if found.summary is None else []),
+        *gate_brief(result), *written_line(written),
+        *(missing if summary is None else summary_blocks(summary, pushed)),
     ))  # fmt: skip
-    if found.summary is not None:
-        show_summary(found.summary, False, pushed)
 
 
 def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
     """The original, then each expert count's models, the least loss first; random drops share a line."""
-    if as_json:
-        print_json(comparison.to_dict())
-    else:
-        show((*comparison_brief(comparison), *written_line(written)))
+    tell(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
 
 
 def show_attribution(
@@ -79,7 +71,5 @@ def show_attribution(
     from compressor.attribution.document import brief_blocks
     from compressor.attribution.summary import brief_content
 
-    if as_json:
-        print_json({**brief_content(attribution, hubs, supers), "written": [str(path) for path in written]})
-    else:
-        show((*brief_blocks(attribution, hubs, supers, threshold, top), *written_line(written)))
+    content = {**brief_content(attribution, hubs, supers), "written": [str(path) for path in written]}
+    tell(as_json, content, (*brief_blocks(attribution, hubs, supers, threshold, top), *written_line(written)))

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +11,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from compressor.document.blocks import Block
+from compressor.document.terminal import show
 from compressor.progress import Silent
 
 PROGRAM = "moe-compress"
@@ -67,6 +69,11 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 def print_json(content: Any) -> None:
     """Indented JSON on stdout."""
     print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def tell(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
+    """Print either the content as JSON or the blocks."""
+    print_json(content) if as_json else show(blocks)
 
 
 def command_line() -> tuple[str, ...] | None:

@@ -1,6 +1,6 @@
 """What the commands print of plans, models, pushes and exports: every figure, and names as they are written."""
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +94,7 @@ def pushed(**others: Any) -> Any:
         "uploaded": (SimpleNamespace(path=HOSTILE, nbytes=1234, state="new"),), "uploaded_bytes": 1234, "tag": None,
         "unchanged": (), "removed": (), "left_out": (), "dry_run": False, "pull_request": None, "changed": True,
     }  # fmt: skip
-    return SimpleNamespace(**{**fields, **others})
+    return make_dataclass("Pushed", fields)(**{**fields, **others})
 
 
 def test_a_push_tells_what_went_where(out: Any) -> None:
