@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import parameter_names
 from exporters.onnx_activation import Activation, activation, supported
@@ -122,6 +123,8 @@ def use_nodes(
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    if fallback not in FALLBACKS:
+        raise CompressionError(f"there is no fallback {fallback!r}; known are {', '.join(FALLBACKS)}")
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     routes = []
     for name, experts in experts_modules(model):
