@@ -36,8 +36,8 @@ def markdown(blocks: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -> 
     lines: list[str] = []
     above = ""
     for block in blocks:
+        above = plain_words(block.words) if isinstance(block, Heading) else above
         lines += [*_block(block, images, above), ""]
-        above = plain_words(block.words) if isinstance(block, Heading) else ""
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
 
 
