@@ -12,7 +12,7 @@ MOST_LETTERS = 300  # of a name; what is longer is no name
 FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
 FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
 NOT_TEXT = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]"
 )
 STEP = r"[^=,:/\\]*[/\\]"  # a folder within a path
 PATH = re.compile(  # of an argument, up to the last name: a path from somewhere, or one that ends like a text file
@@ -22,8 +22,11 @@ PATH = re.compile(  # of an argument, up to the last name: a path from somewhere
 
 
 def readable(text: object) -> str:
-    """Text without what neither HTML nor XML can hold, or what turns the direction of the text after it."""
-    return NOT_TEXT.sub("\ufffd", str(text))
+    """Text without what neither HTML nor XML can hold, or what turns the direction of the text after it.
+
+    Lone halves of characters, which names of files may hold and UTF-8 cannot, are written as their numbers.
+    """
+    return NOT_TEXT.sub("\ufffd", str(text).encode("utf-8", "backslashreplace").decode())
 
 
 def one_line(text: str, most: int | None = MOST_LETTERS) -> str:

@@ -170,7 +170,7 @@ def test_axes_are_logarithmic_and_show_zero_where_there_is_one() -> None:
     assert {components.get_xscale(), experts.get_xscale(), experts.get_yscale()} == {"log"}
     assert components.get_yscale() == "linear"  # within a factor of ten
     unmoved = tuple(
-        replace(each, rank_change=tuple(None if value is None else 0.0 if value < 0.01 else value
+        replace(each, rank_change=tuple(None if value is None else 0.0 if value < 0.007 else value
                                         for value in each.rank_change)) for each in SMALL.senders
     )  # fmt: skip
     _, experts = axes_of(causal_figure(replace(SMALL, senders=unmoved), ()))

@@ -14,6 +14,7 @@ from compressor.document.markdown import escaped
 from compressor.gates.content import advice, change, items_needed, level, verdict_line
 from compressor.gates.document import gate_blocks
 from compressor.gates.verdict import GateResult
+from compressor.words import readable
 from tests.gates import DIFFERING, gate, gates, likelihood, mixed, task, tasks
 
 
@@ -76,13 +77,14 @@ def test_verdicts_as_sentences() -> None:
 @given(gates())
 def test_any_names_stay_in_their_cells(result: GateResult) -> None:
     rows = table(markdown(result))
-    assert [shown_text(row["task"]) for row in rows] == [" ".join(each.task.split()) for each in result.tasks]
-    assert [shown_text(row["metric"]) for row in rows] == [" ".join(each.metric.split()) for each in result.tasks]
+    for name in ("task", "metric"):
+        wanted = [" ".join(readable(getattr(each, name)).split()) for each in result.tasks]
+        assert [shown_text(row[name]) for row in rows] == wanted
 
 
 def test_names_mean_nothing_in_markdown() -> None:
     for name in DIFFERING:
-        assert shown_text(escaped(name)) == " ".join(name.split())
+        assert shown_text(escaped(name)) == " ".join(readable(name).split())
         assert not re.search(r"(?<!\\)[*`<\[\]|~&$]", escaped(name))
     assert escaped("_x_") == r"\_x\_" and escaped("mmlu_law") == "mmlu_law"
     text = markdown(gate(task("<b>"), base="<i>*a*", compressed="[x](y)"))
