@@ -31,7 +31,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
     lines, title = _lines(comparison), f"{comparison.model}: loss with fewer experts"
     texts = ["original", *(text for line in lines for text in textwrap.wrap(_label(line), LABEL_LENGTH))]
     size = AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts))
-    drawing = Drawing(title, _alt(comparison), size, partial(_draw, comparison=comparison, lines=lines, title=title))
+    drawing = Drawing(title, _alt(comparison), size, partial(_draw, comparison=comparison, lines=lines))
     return Figure("comparison", title, CAPTION, (drawing,))
 
 
@@ -68,7 +68,7 @@ def _line(original: Row, line: Sequence[Entry], number: int, shade: str) -> Line
     return Line(_label(line), experts, means, shade, style, low=low, high=high, **mark(number))
 
 
-def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence[Entry]], title: str) -> None:
+def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence[Entry]]) -> None:
     axes, first = canvas.add_subplot(), comparison.original
     names = list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
     order = list(dict.fromkeys(entry.label for entry in ranked(comparison)))
@@ -89,5 +89,4 @@ def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence
     axes.set_xticks(sorted(counts), minor=True)
     axes.invert_xaxis()
     axes.set_xlabel(f"experts kept in each MoE layer (the original has {first.experts})")
-    axes.set_title(textwrap.fill(title, 64), fontsize=10)
     axes.grid(axis="y")

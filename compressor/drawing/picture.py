@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ def _inline_svg(drawing: Drawing, prefix: str) -> str:
 
 
 def png(title: str, drawings: Sequence[Drawing]) -> bytes:
-    """All drawings in one PNG, several below a title, on white; the same bytes for the same drawings."""
+    """All drawings in one PNG below a title, on white; the same bytes for the same drawings."""
     import numpy as np
     from PIL import Image
 
@@ -110,8 +111,7 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
         most = max(1, int(PNG_WIDTH / max(each.size[0] for each in shown)))
         columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each line as can be
         lines += [shown[start : start + columns] for start in range(0, len(shown), columns)]
-    if len(drawings) > 1:
-        lines.insert(0, [_title(title, max((sum(each.size[0] for each in line) for line in lines), default=3.0))])
+    lines.insert(0, [_title(title, max((sum(each.size[0] for each in line) for line in lines), default=3.0))])
     with drawing_settings():
         rows = [_beside([_pixels(each) for each in line]) for line in lines]
     width = max(row.shape[1] for row in rows)
@@ -122,10 +122,12 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
 
 
 def _title(text: str, width: float) -> Drawing:
-    def draw(canvas: Any) -> None:
-        canvas.text(0.1 / width, 0.5, readable(text), va="center", fontsize=10, fontweight="bold")
+    lines = textwrap.wrap(readable(text), max(20, int(width / 0.1)))
 
-    return Drawing("", "", (width, 0.34), draw)
+    def draw(canvas: Any) -> None:
+        canvas.text(0.1 / width, 0.5, "\n".join(lines), va="center", fontsize=10, fontweight="bold")
+
+    return Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw)
 
 
 def _pixels(drawing: Drawing) -> "np.ndarray[Any, Any]":

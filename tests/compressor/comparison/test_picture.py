@@ -90,7 +90,7 @@ def test_lines_start_at_the_original_and_are_listed_as_they_end() -> None:
     assert len(ends) == 17 and ends == sorted(ends, reverse=True)
     axes = figure.axes[0]
     assert axes.get_xlim()[0] > EXPERTS > 8 > axes.get_xlim()[1]  # falls to the right, where the legend is
-    assert axes.get_title().startswith("org/tiny-moe")
+    assert picture.comparison_figure(made).title.startswith("org/tiny-moe")
     assert "nats per token" in axes.get_ylabel() and "original's 1.2500" in axes.get_ylabel()
     assert "experts" in axes.get_xlabel() and "original has 16" in axes.get_xlabel()
 
@@ -151,7 +151,7 @@ def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
         least, most = sorted(axis.get_view_interval())
         shown += [tick.label1 for tick in axis.get_major_ticks() if least <= tick.get_loc() <= most]
     assert len(shown) >= 1 + 3
-    shown += [axes.title, axes.xaxis.label, axes.yaxis.label, *legend.get_texts()]
+    shown += [axes.xaxis.label, axes.yaxis.label, *legend.get_texts()]
     boxes = [text.get_window_extent() for text in shown]
     for (one, left), (other, right) in combinations(zip(shown, boxes, strict=True), 2):
         assert not left.overlaps(right), f"{one.get_text()!r} covers {other.get_text()!r}"
@@ -202,7 +202,8 @@ def test_the_file_is_a_png_of_the_figures_size() -> None:
     (drawing,) = made.drawings
     with Image.open(io.BytesIO(png(made.title, made.drawings))) as image:
         assert image.format == "PNG"
-        assert image.size == tuple(int(side * 150) for side in drawing.size)
+        width, height = (int(side * 150) for side in drawing.size)
+        assert image.size == (width, height + 51)  # of a title in one line
         assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
         colours = {colour for count, colour in image.convert("RGB").getcolors(1 << 24) if count > 20}
     assert {(0x33, 0x22, 0x88), (0xCC, 0x66, 0x77), to_rgb255(ROLES["muted"])} <= colours

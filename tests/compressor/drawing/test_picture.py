@@ -74,7 +74,7 @@ def test_same_drawings_same_bytes() -> None:
 
 def test_png_shows_title_key_and_drawings() -> None:
     whole, alone = (Image.open(io.BytesIO(png("Title", drawings))) for drawings in (DRAWINGS, DRAWINGS[1:2]))
-    assert np.array(alone.size) / DPI == pytest.approx([2.5, 1.5], abs=0.02)
+    assert np.array(alone.size) / DPI == pytest.approx([2.5, 0.34 + 1.5], abs=0.02)
     assert np.array(whole.size) / DPI == pytest.approx([4.5, 0.34 + 0.6 + 2.0], abs=0.02)
     pixels = np.asarray(whole.convert("L"))
     for top, bottom in ((0.0, 0.34), (0.34, 0.94), (0.94, 2.94)):  # something is drawn in every line
@@ -83,12 +83,12 @@ def test_png_shows_title_key_and_drawings() -> None:
 
 def test_margins_place_the_axes() -> None:
     """What is drawn to the very edge of axes lies where the margins say."""
-    image = Image.open(io.BytesIO(png("", [Drawing("", "", (2.0, 2.0), heat, margins=(0.5, 0.5, 0.25, 0.25))])))
+    image = Image.open(io.BytesIO(png("Title", [Drawing("", "", (2.0, 2.0), heat, margins=(0.5, 0.5, 0.25, 0.25))])))
     pixels = np.asarray(image.convert("RGB")).astype(int)
     coloured = np.ptp(pixels, axis=2) > 40
     rows, columns = (np.flatnonzero(coloured.any(axis=axis)) / DPI for axis in (1, 0))
     assert (columns.min(), columns.max()) == pytest.approx((0.5, 1.75), abs=0.03)
-    assert (rows.min(), rows.max()) == pytest.approx((0.25, 1.5), abs=0.03)
+    assert (rows.min(), rows.max()) == pytest.approx((0.34 + 0.25, 0.34 + 1.5), abs=0.03)
 
 
 @settings(deadline=None, max_examples=20)
