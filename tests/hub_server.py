@@ -134,8 +134,8 @@ def _handler(repository: str, hub: Hub, kind: str) -> type[BaseHTTPRequestHandle
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
             hub.requests.append((self.command, self.path, len(content) // 2))
+            self.wfile.write(content[: len(content) // 2])
             if how == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
@@ -146,6 +146,7 @@ def _handler(repository: str, hub: Hub, kind: str) -> type[BaseHTTPRequestHandle
             return json.dumps(content).encode()
 
         def _send(self, status: int, content: bytes, body: bool, headers: dict[str, str] | None = None) -> None:
+            hub.requests.append((self.command, self.path, len(content) if body else 0))  # before the client goes on
             self.send_response(status)
             for name, value in (headers or {}).items():
                 self.send_header(name, value)
@@ -153,7 +154,6 @@ def _handler(repository: str, hub: Hub, kind: str) -> type[BaseHTTPRequestHandle
             self.end_headers()
             if body:
                 self.wfile.write(content)
-            hub.requests.append((self.command, self.path, len(content) if body else 0))
 
     return Handler
 
