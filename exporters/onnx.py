@@ -19,6 +19,7 @@ from torch import nn
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import experts_modules
+from compressor.model.carried import check_carried
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
@@ -110,6 +111,7 @@ def export(
     out = Path(out).absolute()
     publishing.check_target(out, options.overwrite)
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
+    check_carried(opened.source.folder)
     publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with publishing.making(out) as work:
         content = work.content

@@ -245,7 +245,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a layer too many": (edit("config.json", num_hidden_layers=3), "'model.layers.2..* is missing"),
     "another width": (edit("config.json", hidden_size=64), r"shape \[259, 32\].*\[259, 64\]|shape"),
     "no tokenizer": (forget("tokenizer.json", "tokenizer_config.json"), "has no usable tokenizer"),
-    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "has no usable tokenizer"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
+    "top-k 0": (edit("config.json", num_experts_per_tok=0), r"sends a token to 0 experts \(top_k\); restore config"),
+    "top-k below 0": (edit("config.json", num_experts_per_tok=-1), "sends a token to -1 experts"),
     "too large a vocabulary": (edit("config.json", vocab_size=100), r"shape|the tokenizer makes token"),
 }
 

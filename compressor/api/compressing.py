@@ -11,6 +11,7 @@ from typing import Any
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
 from compressor.errors import CompressionError
+from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
@@ -101,6 +102,7 @@ def apply(
     place, noted = _Place(Path(out), overwrite, max_shard_bytes), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
     with open_run(source, revision, (loaded.correction or {}).get("dtype", "auto"), progress=progress) as run:
+        check_carried(run.model.source.folder)
         facts = [loaded.digest(), run.model.checkpoint.stamp(), str(run.model.partial.device)]
         with _working(run, place, hashlib.sha256(json.dumps(facts).encode()).hexdigest()):
             made = _carry_out(run, loaded, place, noted)
@@ -130,6 +132,7 @@ def compress(
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
             wish = settle(run.model, asked)
+            check_carried(run.model.source.folder)
             _check_target(run.model, place, wish.experts, wish.correction.wanted)
             digest = request_digest(run.model, asked)
         with _working(run, place, digest):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from compressor.calibration.sources import WeightedSource as WeightedSource
 from compressor.calibration.sources import divide, read_rows, shares, short_names
-from compressor.errors import CompressionError, first_line
+from compressor.errors import CompressionError
+from compressor.model import tokenizer as checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +82,9 @@ class Calibration:
         )
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The checkpoint's tokenizer; raises `CompressionError` if it has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise CompressionError(
-            f"{folder} has no usable tokenizer ({first_line(error)}); calibration needs one, model-centric does not"
-        ) from error
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+    return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
 def _split_last(source: str, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

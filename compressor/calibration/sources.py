@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError, first_line, reason_of
+from compressor.model.tokenizer import no_token, says_something
 from compressor.words import distinct
 
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
@@ -26,6 +27,7 @@ DEMO_SOURCE = "demo"
 OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".text", ".md")
+PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
@@ -216,13 +218,21 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
 
 
 def pack(documents: Iterable[str], tokenizer: Any, samples: int, length: int) -> Tensor:
-    """Token ids of the documents, each ended by the end-of-text token, as one row of at most samples * length ids."""
+    """Token ids of the documents, each ended by the end-of-text token, as one row of at most samples * length ids.
+
+    Raises `CompressionError` where the tokenizer has no token for any of the text.
+    """
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    wanted, ids = samples * length, list[int]()
+    wanted, ids, silent = samples * length, list[int](), 0  # characters before the first token that stands for some
+    heard = False
     for document in documents:
-        ids += tokenizer(document, add_special_tokens=False)["input_ids"] + separator
-        if len(ids) >= wanted:
+        own = tokenizer(document, add_special_tokens=False)["input_ids"]
+        heard, silent = heard or says_something(tokenizer, own), silent + len(document.strip())
+        ids += own + separator
+        if len(ids) >= wanted or (not heard and silent > PATIENCE):
             break
+    if silent and not heard:
+        raise no_token("the text")
     return torch.tensor(ids[:wanted], dtype=torch.long)
 
 

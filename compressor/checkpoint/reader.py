@@ -158,6 +158,13 @@ def contains_nan(tensor: torch.Tensor) -> bool:
     return bool(found.any())
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it in memory."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # which hand a NaN on
+
+
 def refuse_nan(name: str, file: str, tensor: torch.Tensor) -> None:
     """Raise `CompressionError` naming the tensor when it holds a NaN."""
     if contains_nan(tensor):

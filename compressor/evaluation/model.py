@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.opened import pick_device
+from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
@@ -106,6 +107,7 @@ class WatchedModel(HFLM):
 def loaded_model(folder: Path, options: EvaluationOptions) -> Iterator[WatchedModel]:
     """A model while it is needed; its memory is free again afterwards."""
     device = pick_device(options.device)
+    load_tokenizer(folder)  # which refuses one that transformers makes up; lm-eval would not
     batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
     model = WatchedModel(
         pretrained=str(folder.resolve()),  # an absolute path is never asked for on the Hub

@@ -14,7 +14,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, faults_told
 from compressor.generation.decoders import onnx_decoder, stock_decoder
 from compressor.generation.sampling import Choose, GenerationOptions, chooser
-from compressor.generation.text import TextStream, encode_prompt, text_tokenizer
+from compressor.generation.text import TextStream, encode_prompt
+from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
 from compressor.records import read_object
 
@@ -76,7 +77,7 @@ def prepare(
     """Read the prompt and load the model, the weights last; every fault is a `CompressionError`."""
     folder = locate(model, options.revision, progress, weights="any").folder
     open_decoder = _opener(folder)
-    facts, tokenizer = read_facts(folder), text_tokenizer(folder)
+    facts, tokenizer = read_facts(folder), load_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)
     check_tokens(ids, facts)
     own = tokenizer.eos_token_id

@@ -1,31 +1,19 @@
 """From a prompt to token ids, and from token ids back to text, piece by piece."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
-from compressor.model.loading import quiet_transformers
+from compressor.model.tokenizer import no_token, says_something
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
 LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
 
 
-def text_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer; raises `CompressionError` if it has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # tokenizer classes raise what they like
-        raise CompressionError(
-            f"{folder} has no usable tokenizer ({reason_of(error)}); copy those of the original model there"
-        ) from error
-
-
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
+    if prompt.strip() and not says_something(tokenizer, tokenizer(prompt, add_special_tokens=False)["input_ids"]):
+        raise no_token("the prompt")
     if chat:
         return _encode_chat(tokenizer, prompt)
     opening = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)

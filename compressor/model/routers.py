@@ -29,6 +29,8 @@ def check_count(layer: Router, count: int, where: str) -> None:
     own, needed = count // groups, layer.experts_per_group  # of each group
     if count > layer.experts:
         fault = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
+    elif top_k < 1:
+        fault = f"with a top-k of {top_k} would never be asked; correct it to 1 at the least"
     elif count < top_k:
         fault = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
     elif groups > 1 and count % groups:
@@ -66,6 +68,10 @@ def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
         named += [(owner, name) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
     for owner, name in named:
         if isinstance(value := getattr(owner, name, None), int):
+            if value < 1:
+                raise CompressionError(
+                    f"the config sends a token to {value} experts ({name}); restore config.json from its source"
+                )
             return value
     raise CompressionError(
         "neither the router nor the config says how many experts a token visits (top-k); not supported"

@@ -10,17 +10,22 @@ from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta, discover, expert_counts, load_config
+from compressor.model.carried import check_carried
 from compressor.model.layout import find_layout
 from compressor.model.loading import PartialModel, load_converted
 
 
-def verify_output(folder: Path, count_field: str, experts: int) -> None:
-    """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one."""
+def verify_output(folder: Path, count_field: str, experts: int, original: Path) -> None:
+    """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one.
+
+    What was carried from the `original` folder is loaded too.
+    """
     if int(said := attrgetter(count_field)(load_config(folder))) != experts:
         raise CompressionError(
             f"the written config says {count_field} {said} instead of {experts}; please report this model"
         )
     verify_checkpoint(folder, experts)
+    check_carried(folder, original)
 
 
 def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:

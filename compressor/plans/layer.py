@@ -1,6 +1,5 @@
 """One layer's part of a plan: which experts stay, merge or go. It checks itself on creation."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,6 +9,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
 
 SUM_TOLERANCE = 1e-6
+LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # that float32 holds in full, in which experts are mixed
 LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
 
 
@@ -33,10 +33,12 @@ class Group:
         for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
             if len(values) != count:
                 raise CompressionError(f"{where} {len(values)} {label} for {count} members; give one each")
-            if not all(math.isfinite(value) for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
+            if not all(abs(value) <= LARGEST for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
                 raise CompressionError(f"{where} {label} that sum to {sum(values):.6g}; they must sum to 1")
-        if not math.isfinite(self.scale) or self.scale <= 0:
-            raise CompressionError(f"{where} scale {self.scale}; it must be a positive number")
+        if not SMALLEST <= self.scale <= LARGEST:
+            raise CompressionError(f"{where} scale {self.scale}; it must be a positive number that float32 holds")
+        if not all(abs(value * self.scale) <= LARGEST for value in self.coefficients):
+            raise CompressionError(f"{where} scale {self.scale}; times its coefficients it is more than float32 holds")
         if self.head is not None and self.head not in self.members:
             raise CompressionError(f"{where} head {self.head}, which is none of its members; name one of them")
 

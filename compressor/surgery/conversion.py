@@ -16,7 +16,7 @@ from compressor.model.architecture import Architecture
 from compressor.model.loading import PartialModel, quiet_transformers
 from compressor.plans.plan import CompressionPlan
 from compressor.surgery.cutting import CutFiles, cut_layers
-from compressor.surgery.tensors import OutputTensor, Piece, tensor_bytes_view, tensor_output
+from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
 
 
 def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -66,6 +66,8 @@ def convert_unit(
             )
         for key, value in (made or cut_layers(partial.model, [layer], plans)).items():
             cut[key] = value.to(cut[key].dtype)
+            if made:  # in float32, and refitted
+                refuse_overflow(key, cut[key])
     for name, tensor in _saved_names(small, cut):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])

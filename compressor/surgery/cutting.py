@@ -17,10 +17,10 @@ from compressor.model.experts import Parameters, expert_parameters, parameter_na
 from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.alignment import merged_parameters
-from compressor.surgery.tensors import mix, remap_table, weighted_members
+from compressor.surgery.tensors import mix, refuse_overflow, remap_table, weighted_members
 
 
-def _mixed_rows(value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+def _mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
     """Surgery on a tensor in the model's own layout: the groups' rows along `dim`, then those of no routed expert."""
     rows = []
     for group in plan.groups:
@@ -28,7 +28,8 @@ def _mixed_rows(value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) ->
         if len(members) == 1 and members[0][1] == 1.0:
             rows.append(value.select(dim, members[0][0]))
         else:
-            rows.append(mix((value.select(dim, expert), share) for expert, share in members).to(value.dtype))
+            mixed = mix((value.select(dim, expert), share) for expert, share in members)
+            rows.append(refuse_overflow(name, mixed.to(value.dtype)))
     rows += [value.select(dim, place) for place in range(plan.experts, value.shape[dim])]
     return torch.stack(rows, dim)
 
@@ -42,6 +43,8 @@ def _aligned_experts(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Paramete
         made = merged_parameters(experts, group) if only is None else expert_parameters(experts, only)
         for name, value in made.items():
             cut[name][slot] = value
+            if only is None:
+                refuse_overflow(f"{layer.name}.{name}", cut[name][slot])
     return {f"{layer.name}.{name}": value for name, value in cut.items()}
 
 
@@ -56,7 +59,7 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
         for tensor in layer.tensors:
             if tensor.key not in cut:
                 router = not tensor.key.startswith(f"{layer.name}.")
-                cut[tensor.key] = _mixed_rows(state[tensor.key], tensor.dim, plan, router)
+                cut[tensor.key] = _mixed_rows(tensor.key, state[tensor.key], tensor.dim, plan, router)
         for table in layer.tables:
             cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
     return cut

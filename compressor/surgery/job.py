@@ -102,7 +102,9 @@ def make_job(
         units=("", *architecture.units),
         produce=produce,
         files={**carried_files(model.source.folder), **made},
-        verify=bind(verify_output, count_field=architecture.count_field, experts=plan.experts),
+        verify=bind(
+            verify_output, count_field=architecture.count_field, experts=plan.experts, original=model.source.folder
+        ),
         max_shard_bytes=shard_bytes,
     )
     return job, zeroed

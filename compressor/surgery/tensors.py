@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from compressor.checkpoint.headers import DTYPE_NAMES, TORCH_DTYPES, TensorInfo, tensor_bytes
-from compressor.checkpoint.reader import Checkpoint, contains_nan, refuse_nan
+from compressor.checkpoint.reader import Checkpoint, is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan
@@ -192,11 +192,20 @@ def _mixed(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Portion, ...
         raise CompressionError(f"tensor {output.name!r}: all coefficients of a group are zero; give it a positive one")
     members = ((_slice(checkpoint, part, output.dim), part.coefficient) for part in row)
     total = mix(members, torch.promote_types(dtype, torch.float32))
-    if contains_nan(total):
+    if not is_finite(made := total.to(dtype)):
         for part in row:
             refuse_nan(part.tensor, checkpoint.tensors[part.tensor].file, _slice(checkpoint, part, output.dim))
-        raise CompressionError(f"tensor {output.name!r} overflows when its experts are merged; plan with another merge")
-    return total.to(dtype)
+    return refuse_overflow(output.name, made)
+
+
+def refuse_overflow(name: str, made: torch.Tensor) -> torch.Tensor:
+    """A tensor that was computed, in the dtype it is written in; raises `CompressionError` if it holds Inf or NaN."""
+    if not is_finite(made):
+        dtype = str(made.dtype).removeprefix("torch.")
+        raise CompressionError(
+            f"tensor {name!r} overflows {dtype} when its experts are merged; plan with another merge or a smaller scale"
+        )
+    return made
 
 
 def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:

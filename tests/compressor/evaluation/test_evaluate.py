@@ -177,7 +177,7 @@ def test_a_model_without_a_tokenizer_is_refused(tiny: Path, tmp_path: Path) -> N
     folder = tmp_path / "mute"
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("tokenizer*"))
     options = EvaluationOptions(("moe_demo_facts",), limit=1)
-    with pytest.raises(CompressionError, match=r"^mute could not be loaded by lm-eval: [^\n]+$"):
+    with pytest.raises(CompressionError, match=r"mute has no usable tokenizer [^\n]+; copy those of the original"):
         run_tasks(locate(str(folder)), resolve_tasks(options), options, Silent())
 
 

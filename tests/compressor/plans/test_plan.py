@@ -189,6 +189,21 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "head true": (lambda c: first_group(c).update(head=True), "head should be a whole number, it is True"),
     "head a fraction": (lambda c: first_group(c).update(head=0.0), "head should be a whole number, it is 0.0"),
     "head text": (lambda c: first_group(c).update(head="0"), "head should be a whole number, it is '0'"),
+    "scale infinite": (lambda c: first_group(c).update(scale=float("inf")), "scale inf; it must be a positive number"),
+    "scale beyond float32": (lambda c: first_group(c).update(scale=1e308), "scale 1e.308; it must be .* float32 holds"),
+    "scale of nothing": (lambda c: first_group(c).update(scale=1e-300), "scale 1e-300; it must be .* float32 holds"),
+    "coefficients beyond float32": (
+        lambda c: first_group(c).update(members=[0, 1], coefficients=[1e300, -1e300], router_coefficients=[1, 0]),
+        "must sum to 1",
+    ),
+    "scaled beyond float32": (
+        lambda c: first_group(c).update(
+            members=[0, 1], coefficients=[30000, -29999], router_coefficients=[1, 0], scale=3e38
+        ),
+        "times its coefficients it is more than float32 holds",
+    ),
+    "top-k 0": (lambda c: first_layer(c).update(top_k=0), "with a top-k of 0 would never be asked"),
+    "top-k below 0": (lambda c: first_layer(c).update(top_k=-1), "with a top-k of -1 would never be asked"),
     "scale huge": (lambda c: first_group(c).update(scale=10**400), "not built like a plan"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),

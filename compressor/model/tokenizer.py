@@ -1,0 +1,60 @@
+"""A checkpoint's tokenizer as stock transformers loads it, refused where that makes one up for want of files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError, reason_of
+from compressor.model.loading import quiet_transformers
+
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*", "*.model", "*.model.v*", "*.tiktoken", "*.spm",
+    "*.bpe", "*.codes",
+)  # fmt: skip
+
+
+def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
+    """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # None would ask
+    except Exception as error:  # tokenizer classes raise what they like
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
+    if not _is_defined(tokenizer, folder):
+        fault = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
+    elif _knows_nothing(tokenizer):
+        fault = "its vocabulary holds nothing but special tokens"
+    else:
+        return tokenizer
+    raise CompressionError(f"{folder} has no usable tokenizer ({fault}); {remedy}")
+
+
+def _is_defined(tokenizer: Any, folder: Path) -> bool:
+    """Whether a file holds its vocabulary, or names its class where that needs none (bytes, characters)."""
+    own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())
+    wanted = (*own, *VOCABULARIES) if own else (*VOCABULARIES, "tokenizer_config.json")
+    return any(path.is_file() for name in wanted for path in folder.glob(name))
+
+
+def _knows_nothing(tokenizer: Any) -> bool:
+    try:
+        words = set(tokenizer.get_vocab().values())
+    except NotImplementedError:  # which the base class of slow tokenizers raises
+        return False
+    return words <= set(getattr(tokenizer, "all_special_ids", ()))
+
+
+def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether any of a text's tokens is other than the one for what is unknown."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return any(token != unknown for token in ids)
+
+
+def no_token(text: str) -> CompressionError:
+    """What is wrong where no token stands for that text."""
+    return CompressionError(
+        f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the tokenizer's files "
+        "from the original model, or give text that it was made for"
+    )
