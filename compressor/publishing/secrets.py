@@ -14,8 +14,8 @@ OVERLAP_BYTES = 2**16  # of the chunk before: longer than any secret, however it
 ROUNDS = 3  # JSON as text in JSON as text
 HUB = "an access token of the Hub"
 KINDS = {  # what it is -> what it begins with, and what it looks like from there
-    "an API key of Anthropic": (("sk-ant-",), r"sk-ant-[\w-]{20,}"),
-    "an API key of OpenAI or the like": (("sk-",), r"sk-(?:(?:proj|svcacct|admin|or-v1)-[\w-]{20,}|[A-Za-z0-9]{32,})"),
+    "an API key of Anthropic": (("sk-ant-",), r"sk-ant-[a-z]{2,9}\d\d-[\w-]{20,}"),
+    "an API key of OpenAI or the like": (("sk-",), r"sk-(?:(?:proj|svcacct|admin|or-v1)-[\w-]{40,}|[A-Za-z0-9]{32,})"),
     "an access key of AWS": (("AKIA", "ASIA"), r"A[KS]IA[A-Z2-7]{16}(?![A-Za-z0-9])"),
     "a token of GitHub": (
         ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
@@ -58,8 +58,8 @@ SHAPES = [
 ]
 FOREIGN = re.compile(rb"\\u(?!00[0-7])[0-9A-Fa-f]{4}")  # letters beyond ASCII, which no secret has
 ESCAPE = re.compile(
-    rb"\\(?:u00([0-7][0-9A-Fa-f])|x([0-9A-Fa-f]{2})|([^ux]))|%([2-7][0-9A-Fa-f])"
-    rb"|&#(?:[xX]0{0,4}([0-9A-Fa-f]{2})|0{0,4}([0-9]{2,3}));",
+    rb"\\(?:u00([0-7][0-9A-Fa-f])|x([0-9A-Fa-f]{2})|([^ux]))|%([0-7][0-9A-Fa-f])"
+    rb"|&#(?:[xX]0{0,5}([0-9A-Fa-f]{1,2})|0{0,4}([0-9]{1,3}));",
     re.DOTALL,
 )
 BLANKS = {b"n": b"\n", b"r": b"\n", b"t": b"\t", b"b": b" ", b"f": b" "}

@@ -69,6 +69,18 @@ def test_a_weight_file_that_is_a_link_out_of_the_folder_is_refused(folder: Path,
     assert shard.name in refusal(folder, hub, "link to a file outside the folder")
 
 
+def test_a_model_in_the_hubs_cache_is_pushed(folder: Path, hub: Hub, tmp_path: Path) -> None:
+    """There its files are links to the repository's own blobs."""
+    snapshot, blobs = tmp_path / "models--org--one" / "snapshots" / "c0", tmp_path / "models--org--one" / "blobs"
+    shutil.copytree(folder, snapshot)
+    blobs.mkdir()
+    for path in snapshot.iterdir():
+        path.rename(blobs / f"digest-{path.name}")
+        path.symlink_to(f"../../blobs/digest-{path.name}")
+    push(snapshot, REPOSITORY)
+    assert set(hub.repositories[REPOSITORY].files()) == {*content(folder), *CARD, ".gitattributes"}
+
+
 def test_a_link_that_leads_nowhere_is_refused(folder: Path, hub: Hub) -> None:
     (folder / "vocab.json").symlink_to("gone.json")
     assert "vocab.json" in refusal(folder, hub, "leads nowhere")
