@@ -50,12 +50,12 @@ def faults_told(what: str, memory: str, otherwise: str) -> Iterator[None]:
 
 def without_tokens(text: str) -> str:
     """The text with every access token of the Hub replaced by `***`: those in use here, and all that look like one."""
-    for token in _tokens_in_use():
+    for token in tokens_in_use():
         text = text.replace(token, "***")
     return TOKEN.sub("***", text)
 
 
-def _tokens_in_use() -> list[str]:
+def tokens_in_use() -> list[str]:
     """The tokens of the environment and of `hf auth login`, longest first; only ever read to be taken out of text."""
     from huggingface_hub import constants
 

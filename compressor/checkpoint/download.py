@@ -14,6 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from compressor.checkpoint.faults import hub_fault, is_refusal, told_reason
+from compressor.checkpoint.links import TEMPLATES
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_weight_map
 from compressor.errors import CompressionError
 from compressor.progress import Progress
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 Weights = Literal["safetensors", "any"]  # any: where there are no safetensors, an ONNX graph will do
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-TEMPLATES = "additional_chat_templates"
 COMPANIONS = (
     *("*.json", "*.jinja", f"{TEMPLATES}/*"),
     *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages

@@ -108,6 +108,12 @@ def _natural(value: Any) -> int:
     return value
 
 
+def header_bytes(path: Path) -> int:
+    """How many bytes of a safetensors file, which has been checked, come before its tensors."""
+    with path.open("rb") as stream:
+        return 8 + int.from_bytes(stream.read(8), "little")
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read the header of one safetensors file and check that its tensors fill the file, as the format asks."""
     size = path.stat().st_size

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from compressor.checkpoint.headers import TORCH_DTYPES, TensorInfo, read_header
+from compressor.checkpoint.links import refuse_links
 from compressor.errors import CompressionError
 from compressor.records import read_object
 
@@ -30,12 +31,12 @@ def read_weight_map(index_path: Path) -> dict[str, Any]:
 
 
 def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
-    """The same, with shards that are missing or lie outside the folder refused."""
+    """The same, with shards that are missing, hidden or outside the folder refused."""
     weight_map = read_weight_map(index_path)
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not isinstance(file, str) or Path(file).name != file or not file or file.startswith("."):
             raise CompressionError(
-                f"{index_path} places tensor {name!r} in {file!r}, a path outside the folder; it is refused"
+                f"{index_path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; it is refused"
             )
         if not (folder / file).is_file():
             raise CompressionError(
@@ -77,6 +78,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
+        refuse_links(folder)
         if not (folder / "config.json").is_file():
             raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
         self.folder = folder

@@ -9,6 +9,7 @@ from huggingface_hub import HfApi
 from compressor.checkpoint import download as fetching
 from compressor.checkpoint.faults import hub_fault
 from compressor.checkpoint.headers import TensorInfo
+from compressor.checkpoint.links import refuse_links
 from compressor.checkpoint.reader import INDEX_NAME, NAME_ONE, Checkpoint
 from compressor.errors import CompressionError
 from compressor.progress import Progress, Silent
@@ -40,17 +41,18 @@ def locate(
 ) -> ModelSource:
     """Find a local folder, or download from the Hub what a model needs, shard by shard.
 
-    With "any" `weights` an ONNX graph will do where there are no safetensors.
+    With "any" `weights` an ONNX graph will do where there are no safetensors. A link out of the folder is refused.
     """
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
     if is_local(model):
         if revision is not None:
             raise CompressionError(f"{model} is a local folder; --revision is for Hub ids only")
-        folder = Path(model)
-        if not folder.is_dir():
+        if not Path(model).is_dir():
             raise CompressionError(f"{model} is not a folder; {NAME_ONE}")
-        return ModelSource(str(folder.resolve()), None, folder.resolve())
+        folder = Path(model).resolve()
+        refuse_links(folder)
+        return ModelSource(str(folder), None, folder)
     folder = fetching.download(model, revision, progress or Silent(), weights)
     return ModelSource(model, folder.name, folder)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.checkpoint.headers import header_bytes
+from compressor.checkpoint.links import refuse_link, refuse_links
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
@@ -32,6 +34,7 @@ class VerifiedFolder:
     files: Mapping[str, Path]  # by path in the repository
     left_out: tuple[str, ...]
     weights: frozenset[str]
+    prefixes: Mapping[str, int]  # of a file of tensors, by path in the repository: how many first bytes are none
 
 
 def verify_folder(folder: Path) -> VerifiedFolder:
@@ -45,15 +48,24 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or {INDEX_NAME}) nor an "
             f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of one"
         )
-    weights = _verify_graph(folder) if is_graph else _verify_weights(folder)
+    refuse_links(folder)
+    prefixes = _verify_graph(folder) if is_graph else _verify_weights(folder)
+    weights = frozenset(prefixes)
     files, inside = belonging(folder, weights), folder / ONNX_FOLDER
     if inside.is_dir() and not is_graph:
-        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, _verify_graph(inside)).items()}
-    return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights)
+        refuse_link(inside, folder)
+        refuse_links(inside)
+        found = _verify_graph(inside)
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, found).items()}
+        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in found.items()}
+    return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights, prefixes)
 
 
-def _verify_weights(folder: Path) -> frozenset[str]:
-    """Check a checkpoint, one of ours by the experts that compression.json names; returns the names of its files."""
+def _verify_weights(folder: Path) -> dict[str, int]:
+    """Check a checkpoint, one of ours by the experts that compression.json names.
+
+    Returns its files of weights with the bytes of their headers.
+    """
     experts = None
     if (folder / COMPRESSION).is_file():
         experts = entry_of(read_object(folder / COMPRESSION), "plan").get("experts")
@@ -61,11 +73,15 @@ def _verify_weights(folder: Path) -> frozenset[str]:
             raise CompressionError(
                 f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
             )
-    return frozenset(info.file for info in verify_checkpoint(folder, experts).tensors.values())
+    files = {info.file for info in verify_checkpoint(folder, experts).tensors.values()}
+    return {name: header_bytes(folder / name) for name in sorted(files)}
 
 
-def _verify_graph(folder: Path) -> frozenset[str]:
-    """Check an ONNX export against its record, and that its weights are all there; returns the names of its files."""
+def _verify_graph(folder: Path) -> dict[str, int]:
+    """Check an ONNX export against its record, and that its weights are all there.
+
+    Returns its files with the bytes in them that are not weights: all of the graph itself, which has names and notes.
+    """
     path = folder / GRAPH
     for name in (GRAPH, ONNX_RECORD):
         if not (folder / name).is_file():
@@ -91,7 +107,7 @@ def _verify_graph(folder: Path) -> frozenset[str]:
     for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         if [value.name for value in values] != record.get(kind):
             raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}")
-    return frozenset({GRAPH, *files})
+    return {GRAPH: path.stat().st_size, **dict.fromkeys(files, 0)}
 
 
 def _external_ends(graph: Any) -> dict[str, int]:
@@ -117,8 +133,9 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 def _check_ends(folder: Path, ends: Mapping[str, int]) -> None:
     for name, end in ends.items():
-        if not name or Path(name).name != name:
-            raise CompressionError(f"{folder / GRAPH} keeps weights in {name!r}, outside its folder; it is refused")
+        if not name or Path(name).name != name or name.startswith("."):
+            where = f"{folder / GRAPH} keeps weights in {name!r}"
+            raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != end:
             there = "is missing" if size is None else f"has {size} bytes"

@@ -1,19 +1,18 @@
-"""Which files of a folder belong on the Hub, and what must not get there: links out of the folder, access tokens."""
+"""Which files of a folder belong on the Hub, none of them a link out of it; and what an earlier model left there."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from compressor.checkpoint.links import refuse_link
 from compressor.checkpoint.reader import INDEX_NAME
-from compressor.errors import CompressionError, without_tokens
+from compressor.errors import CompressionError
 from compressor.planning.recipe import RECIPE
-from compressor.publishing.hub import Content
 from compressor.surgery.job import CARRIED_FOLDERS
 
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-TEXTS = (".jinja", ".json", ".md", ".txt", ".yaml", ".yml")
 CARD = "README.md"
 OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json")  # what says how they were made and judged
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
@@ -64,28 +63,10 @@ def _usable(folder: Path, name: str) -> bool:
     path = folder / name
     if name.split("/")[-1].startswith("."):
         return False
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise CompressionError(
-            f"{path} is a link to a file outside the folder, which is not pushed; put a copy in its place "
-            "(cp -rL copies a folder with what its links lead to)"
-        )
+    refuse_link(path, folder)
     if path.is_symlink() and not path.exists():
         raise CompressionError(f"{path} is a link that leads nowhere; restore the file or remove the link")
     return path.is_file()
-
-
-def refuse_tokens(files: Mapping[str, Content]) -> None:
-    """Refuse a text file that holds what looks like an access token of the Hub, or the one in use; names the file."""
-    for name, content in files.items():
-        if not (name.lower().endswith(TEXTS) or Path(name).name.split(".")[0] in LICENCES):
-            continue
-        data = content if isinstance(content, bytes) else content.read_bytes()
-        text = data.replace(b"\0", b"").decode("utf-8", errors="replace")  # without NULs, for UTF-16
-        if without_tokens(text) != text:
-            raise CompressionError(
-                f"{name} holds what looks like an access token of the Hub, so nothing was pushed; take it out, and "
-                "revoke the token if anybody else may have seen it"
-            )
 
 
 def superseded(names: Iterable[str], pushed: Iterable[str], weights_change: bool) -> tuple[str, ...]:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import CompressionError, without_tokens
+from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.gates.verdict import GateResult
 from compressor.publishing import hub
 from compressor.publishing.card.build import card_text, known_here
 from compressor.publishing.card.metadata import is_hub_id
 from compressor.publishing.check import VerifiedFolder, default_message, require_pass, verify_folder
-from compressor.publishing.files import CARD, refuse_tokens, superseded
+from compressor.publishing.files import CARD, superseded
+from compressor.publishing.secrets import kind_of_secret, refuse_secrets
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def push(
 ) -> PushSummary:
     """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
 
-    Raises `CompressionError` before anything is sent if the folder is not whole, holds a token, did not pass the gate
+    Raises `CompressionError` before anything is sent if the folder is not whole, holds a secret, did not pass the gate
     that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -96,7 +97,7 @@ def push(
     found = verify_folder(Path(folder))
     gate = None if require_gate is None else require_pass(found, Path(require_gate))
     files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
-    refuse_tokens(files)
+    refuse_secrets(files, found.prefixes)
     title, branch = message or default_message(found), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
     api = repository.api
@@ -136,7 +137,7 @@ def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message
     if create_pr and tag is not None:
         raise CompressionError("--tag marks a commit of a branch and --create-pr makes none; tag it once it is merged")
     for option, name in (("--revision", revision), ("--tag", tag), ("--message", message)):
-        if name is not None and (not name.strip() or without_tokens(name) != name):
+        if name is not None and (not name.strip() or kind_of_secret(name.encode(errors="replace"))):
             raise CompressionError(f"{option} is empty or holds an access token; give it some other text")
     for option, name in (("--revision", revision), ("--tag", tag)):
         if name is not None and name.startswith("refs/"):

@@ -11,6 +11,7 @@ import torch
 
 from compressor.calibration.sources import without_folders
 from compressor.checkpoint.headers import Size
+from compressor.checkpoint.links import TEMPLATES, refuse_links
 from compressor.model.architecture import build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
@@ -27,21 +28,29 @@ NOT_CARRIED = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
 )  # fmt: skip
 NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
-    "config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json", ".gitattributes", ".gitignore",
+    "config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json",
 }  # fmt: skip
-CARRIED_FOLDERS = ("additional_chat_templates",)
+CARRIED_FOLDERS = (TEMPLATES,)
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence."""
+    """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence.
+
+    None is hidden; raises `CompressionError` naming a file that is a link out of the folder.
+    """
+    refuse_links(folder)
     found = {
         path.name: path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
+        for path in _visible(folder)
+        if path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
     }
     for name in CARRIED_FOLDERS:
-        found.update({f"{name}/{path.name}": path for path in sorted((folder / name).glob("*")) if path.is_file()})
+        found.update({f"{name}/{path.name}": path for path in _visible(folder / name)})
     return found
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(".")]
 
 
 def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTensor], zeroed: list[str]) -> bytes:

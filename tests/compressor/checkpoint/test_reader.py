@@ -165,8 +165,9 @@ def test_damaged_index_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_shard_may_be_a_link_as_in_the_hub_cache(tmp_path: Path) -> None:
-    folder = write_sharded(tmp_path / "model")
-    blob = tmp_path / "blob"
+    for name in ("snapshots", "blobs"):
+        (tmp_path / name).mkdir()
+    folder, blob = write_sharded(tmp_path / "snapshots" / "commit"), tmp_path / "blobs" / "digest"
     shutil.move(folder / "part-0.safetensors", blob)
     (folder / "part-0.safetensors").symlink_to(blob)
     assert {name: checkpoint_sum(folder, name) for name in ("a.weight", NAME)} == {"a.weight": 15.0, NAME: 4.0}
