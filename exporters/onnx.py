@@ -111,7 +111,7 @@ def export(
     publishing.check_target(out, options.overwrite)
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
     publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
-    with publishing.making(out) as work:
+    with publishing.making(out, overwrite=options.overwrite) as work:
         content = work.content
         reference, original, made = _write_graph(opened, content, options, progress)
         progress.start("verifying", 1)

@@ -54,6 +54,7 @@ def plan(
             made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
         else:
             made = [compressor.plan(name, request, revision=revision, progress=progress)]
+        check_files(outputs, running.overwrite)  # planning takes a while
         write_plans(outputs, made)
     rendering.show_plans(made, outputs, running.as_json)
 
