@@ -138,7 +138,7 @@ def compress(
         if exporting.WRITER in formats:
             summary = compressor.compress(
                 name, output, overwrite=running.overwrite, progress=progress,
-                accept=exporting.beside(formats, progress), **task,
+                accept=exporting.beside(formats, progress), terms=",".join(formats), **task,
             )  # fmt: skip
         else:
             with exporting.alone(formats[0], output, running.overwrite, progress) as between:
