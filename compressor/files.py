@@ -1,5 +1,6 @@
 """Files and folders that are there complete or not at all, and where the tool keeps its own."""
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -8,22 +9,52 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from compressor.errors import CompressionError
+from compressor.replaceable import json_object
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
+
+
+@contextmanager
+def full_disk_told(place: Path) -> Iterator[None]:
+    """Turn a disk that is full, or a quota that is used up, into a sentence with the folder and the remedy."""
+    try:
+        yield
+    except CompressionError:
+        raise
+    except Exception as error:  # safetensors has an exception of its own
+        if getattr(error, "errno", None) not in FULL and "No space left" not in str(error):
+            raise
+        place = Path(os.path.abspath(place))
+        raise CompressionError(f"the disk of {place} is full; free some space and run the command again") from error
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
+    inside = (os.path.join(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1]))
+    for path in (str(folder), *(() if folder.is_symlink() else inside)):
+        if os.path.islink(path):
+            raise CompressionError(f"{path} is a link, and nothing is written through one; remove it and run again")
 
 
 @contextmanager
 def replacing(path: Path, fresh: Path) -> Iterator[Path]:
     """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
-    try:
-        yield fresh
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    with full_disk_told(path.parent):
+        try:
+            if fresh.is_symlink():
+                fresh.unlink()  # someone's link would be written through
+            yield fresh
+            fresh.replace(path)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 def write_whole(path: Path, text: str, mode: int = 0o600, errors: str = "strict") -> None:
     """Write a file in a folder that exists, replacing what is there only once the new one is complete."""
-    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with full_disk_told(path.parent):
+        handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with replacing(path, Path(fresh)), os.fdopen(handle, "w", encoding="utf-8", errors=errors) as stream:
         stream.write(text)
         os.chmod(fresh, mode)
@@ -57,15 +88,23 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
         return
     if not overwrite:
         raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
-    if folder.is_symlink() or not (folder / names[0]).is_file():
+    if folder.is_symlink() or not _is_report(folder / names[0]):
         raise CompressionError(
             f"{folder} holds no {names[0]}, so --overwrite will not replace it; name a new folder for the reports"
         )
-    if others := sorted({path.name for path in folder.iterdir()} - set(names)):
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in names or not path.is_file()):
         raise CompressionError(
             f"{folder} holds {others[0]} beside {names[0]}, so --overwrite will not replace it; move that or name "
             "a new folder for the reports"
         )
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a file is a report of this tool: JSON with its fields, or a picture."""
+    if path.suffix != ".json":
+        return path.is_file() and path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    content = json_object(path)
+    return str(content.get("format", "")).startswith("moe-compressor-") or any(name in content for name in REPORTED)
 
 
 @contextmanager
@@ -76,7 +115,8 @@ def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
     """
     check_folder(folder, names, overwrite)
     target = Path(os.path.abspath(folder))
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    told, scratches = full_disk_told(target.parent), tempfile.TemporaryDirectory
+    with told, scratches(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "reports"  # the scratch folder is private to its owner
         made.mkdir()
         yield made

@@ -103,7 +103,7 @@ def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content), errors="backslashreplace")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CompressionError) as error:
         logger.debug("%s could not be written: %s", path, error)
         return error
     return None

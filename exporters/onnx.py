@@ -113,7 +113,7 @@ def export(
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
     check_carried(opened.source.folder)
     publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
-    with publishing.making(out) as work:
+    with publishing.making(out, overwrite=options.overwrite) as work:
         content = work.content
         reference, original, made = _write_graph(opened, content, options, progress)
         progress.start("verifying", 1)

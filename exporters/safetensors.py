@@ -5,7 +5,6 @@ result. All work happens in a hidden sibling of the output folder, with a journa
 result is renamed into place.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -18,7 +17,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from compressor.errors import CompressionError
-from compressor.files import replace_folder, replacing
+from compressor.files import full_disk_told, refuse_links, replace_folder, replacing
+from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import OutputJob, Piece
 from exporters.shards import begin_shard, index_json, lay_out, put
 
@@ -95,15 +95,13 @@ def check_target(out: Path, overwrite: bool) -> None:
         raise CompressionError(
             f"{out.parent} cannot be written to; change its permissions or name another output folder"
         )
+    refuse_links(work_folder(out))
     _tidy(out)
     if not (out.exists() or out.is_symlink()):
         return
     if not overwrite:
         raise CompressionError(f"{out} exists already; name another folder or pass --overwrite")
-    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
-        raise CompressionError(
-            f"{out} is not a checkpoint folder, so --overwrite will not replace it; name another folder"
-        )
+    refuse_replacing(out)
 
 
 def check_space(out: Path, nbytes: int) -> None:
@@ -121,6 +119,7 @@ def check_space(out: Path, nbytes: int) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a work folder alone; raises `CompressionError` while another run does."""
+    refuse_links(folder)
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -142,23 +141,24 @@ def write(
     out = Path(os.path.abspath(out))
     check_target(out, overwrite)
     check_space(out, job.nbytes)
-    with making(out, job.digest) as work:
+    with making(out, job.digest, overwrite) as work:
         _fill(job, work, progress)
         job.verify(work.content)
 
 
 @contextmanager
-def making(out: Path, digest: str | None = None) -> Iterator[Work]:
+def making(out: Path, digest: str | None = None, overwrite: bool = False) -> Iterator[Work]:
     """The work folder of `out`, held alone, whose content becomes `out` in the end and of which a fault leaves nothing.
 
     A kill leaves what is there to a run with the same digest; without a digest nothing is left or gone on with.
     """
     work = Work(out, digest or f"never the same: {uuid4()}")
     try:
-        with locked(work.folder):
+        with full_disk_told(out.parent), locked(work.folder):
             try:
                 work.open()
                 yield work
+                check_target(out, overwrite)  # making takes a while, and `out` may have come or changed meanwhile
                 _publish(work, out)
             except BaseException as error:
                 if digest is None or isinstance(error, Exception):
@@ -166,10 +166,6 @@ def making(out: Path, digest: str | None = None) -> Iterator[Work]:
                 raise
             shutil.rmtree(work.folder, ignore_errors=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CompressionError(
-                f"the disk of {out.parent} is full; free some space and run the command again"
-            ) from error
         raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
 
 

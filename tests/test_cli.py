@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import compressor
+from compressor.api import compressing
 from compressor.cli import main as cli
 from exporters import safetensors as exporter
 from tests import small, zoo
@@ -127,6 +128,36 @@ def test_odd_names(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path)
     out = tmp_path / "ausgabe 'ü' 출력"
     assert run("compress", source, "-o", out, "--experts", 4, *data).status == 0
     assert json.loads((out / "compression.json").read_text())["plan"]["source"]["model"] == source.name
+
+
+@pytest.mark.parametrize("more", [(), ("--correct", "ridge")])
+def test_a_command_that_was_stopped_once_its_output_was_in_place_ends_well_when_repeated(
+    more: tuple[str, ...], run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    plan = tmp_path / "plan.json"
+    assert run("plan", model, "-o", plan, "--experts", 4, *data, *more).status == 0
+    for number, command in enumerate((("compress", model, "--experts", 4, *data, *more), ("apply", plan))):
+        out = tmp_path / f"out-{number}"
+        with monkeypatch.context() as patch:
+            patch.setattr(compressing, "_record", stop)
+            assert run(*command, "-o", out).status == 130
+        before, times = tree(out), {path: path.stat().st_mtime_ns for path in out.iterdir()}
+        (tmp_path / f".{out.name}.moe-compressor").mkdir()  # as a kill right after the rename leaves it
+        (tmp_path / f".{out.name}.moe-compressor" / "moe-compressor-work.json").write_text("{}")
+        again = run(*command, "-o", out, "--json")
+        assert again.status == 0 and "is in place already and is what this command asks for" in again.err, again
+        content = json.loads(again.out)
+        assert (content["experts"]["before"], content["experts"]["after"]) == (8, 4)
+        assert tree(out) == before and times == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+        assert f".{out.name}.moe-compressor" not in names(tmp_path)
+    ask = ("compress", model, "-o", tmp_path / "out-0", *data, *more)
+    refused(run(*ask, "--experts", 4, "--seed", 1), "exists already")
+    refused(run(*ask, "--experts", 2), "exists already")
+    (tmp_path / "out-0" / "model.safetensors").touch()
+    refused(run(*ask, "--experts", 4), "exists already")
 
 
 def test_overwrite_replaces_an_old_output(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
@@ -464,8 +495,8 @@ def test_a_plan_that_cannot_be_kept_leaves_nothing(
         raise OSError(28, "No space left on device", "plan.new")
 
     monkeypatch.setattr(Path, "write_text", full)
-    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "No space left|is full")
-    refused(run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--json", *data), "No space left")
+    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "disk of .* is full; free")
+    refused(run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--json", *data), "disk of .* is full")
     assert names(tmp_path) == ["model"]
 
 

@@ -296,7 +296,7 @@ def test_only_a_comparison_is_overwritten(
     refused(run(*command, "-o", "no/parent"), "no is not a folder; create it")
     with monkeypatch.context() as patch:
         patch.setattr(comparison_report, "png", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
-        refused(run(*command, "--seed", 1, "--overwrite"), "No space")
+        refused(run(*command, "--seed", 1, "--overwrite"), "the disk of .* is full; free some space")
     assert small.tree(tmp_path) == old
     (tmp_path / "comparison" / "diary.txt").write_text("dear diary")
     refused(run(*command, "--overwrite"), "comparison holds diary.txt beside comparison.json, so --overwrite will not")

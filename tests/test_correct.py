@@ -288,5 +288,5 @@ def test_a_fault_while_correcting_leaves_nothing(
     real = sequence.correct_layer
     monkeypatch.setattr(sequence, "correct_layer", fail_at_the_second)
     arguments = ("--strategy", "count-guided", "--correct", "ridge", *data)
-    refused(run("compress", home / "single", "-o", tmp_path / "out", *arguments, "--json"), "No space left|is full")
+    refused(run("compress", home / "single", "-o", tmp_path / "out", *arguments, "--json"), "is full")
     assert len(calls) == 2 and names(tmp_path) == []

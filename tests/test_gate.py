@@ -181,6 +181,33 @@ def test_compress_leaves_what_passes_in_place(base: Path, tmp_path: Path) -> Non
     assert json.loads(again.out)["tasks"] == content["tasks"]
 
 
+def test_a_gated_command_that_is_repeated_finds_its_output(base: Path, tmp_path: Path) -> None:
+    ask = ("--experts", 14, "--gate", EASY, "--seed", 2)
+    first = gated_run(base, tmp_path / "out", *ask)
+    before = tree(tmp_path)
+    again = gated_run(base, tmp_path / "out", *ask)
+    assert (first.status, again.status) == (0, 0) and "is what this command asks for" in again.err, again
+    assert json.loads(again.out)["tasks"] == json.loads(first.out)["tasks"] and tree(tmp_path) == before
+    for other in (("--confidence", 0.9), ("--keep-failed",), ("--limit", 50)):
+        refused(gated_run(base, tmp_path / "out", *ask, *other), "exists already")
+
+
+def test_a_search_that_was_stopped_goes_on_over_what_it_had_put_in_place(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("--search", "--gate", EASY)
+    monkeypatch.setattr(gated, "possible_counts", lambda source, request: [12, 13, 14])
+    assert gated_run(base, tmp_path / "whole", *ask).status == 0
+    with monkeypatch.context() as patch:  # stopped after the first attempt
+        patch.setattr(gated, "smallest", lambda counts, passes: passes(14) and (_ for _ in ()).throw(KeyboardInterrupt))
+        assert gated_run(base, tmp_path / "out", *ask).status == 130
+    refused(gated_run(base, tmp_path / "out", *ask, "--seed", 3), "exists already")
+    assert gated_run(base, tmp_path / "out", *ask).status == 0
+    assert tree(tmp_path / "out").keys() == tree(tmp_path / "whole").keys()
+    for name in ("model.safetensors", "config.json", "compression.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path, tmp_path: Path) -> None:
     ask = ("--experts", 4, "--gate", TASKS)
     result = gated_run(base, tmp_path / "out", *ask)

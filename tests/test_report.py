@@ -39,6 +39,11 @@ def test_the_folder_alone_gives_a_whole_page(run: Run, out: Path, tmp_path: Path
     assert small.tree(out) == before
     refused(run("report", out, "-o", tmp_path / "report.html"), "exists already")
     assert run("report", out, "-o", tmp_path / "report.html", "--overwrite").status == 0
+    before = small.tree(out)
+    (tmp_path / "other.html").write_text("<!doctype html><p>A page of mine.")
+    for kept in (out / "model.safetensors", out / "config.json", tmp_path / "other.html"):
+        refused(run("report", out, "-o", kept, "--overwrite"), "is not a report's page, so --overwrite will not")
+    assert small.tree(out) == before and "mine" in (tmp_path / "other.html").read_text()
 
 
 def test_json_holds_what_the_page_shows(run: Run, out: Path, tmp_path: Path) -> None:

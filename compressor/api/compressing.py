@@ -1,15 +1,16 @@
 """The Python API that makes models smaller: `plan`, `apply`, and `compress`, which is both in one go."""
 
-import hashlib
-import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from compressor.api.repeating import answers, note_request, request_key
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
@@ -22,10 +23,13 @@ from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan, check_against
 from compressor.progress import Progress
+from compressor.records import read_object
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
-from compressor.run_record import RunRecord, record_run
+from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class _Place:
     overwrite: bool
     max_shard_bytes: int | None
     accept: Callable[[Path], None] | None = None
+    key: str | None = None  # of the request, by which an output that is in place is known again
 
 
 def plan(
@@ -96,6 +101,7 @@ def apply(
 ) -> Summary:
     """Carry out a plan (an object or a JSON file) and write the smaller checkpoint; `model` overrides its source.
 
+    Where the output of this very plan is in place already, nothing is written.
     `command` is the command line that asked for it, for the record of the run.
     """
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
@@ -103,8 +109,11 @@ def apply(
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
     with open_run(source, revision, (loaded.correction or {}).get("dtype", "auto"), progress=progress) as run:
         check_carried(run.model.source.folder)
-        facts = [loaded.digest(), run.model.checkpoint.stamp(), str(run.model.partial.device)]
-        with _working(run, place, hashlib.sha256(json.dumps(facts).encode()).hexdigest()):
+        facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
+        place = replace(place, key=request_key(loaded.to_dict(), versions(), max_shard_bytes, *facts))
+        if (found := _in_place(run, place)) is not None:
+            return found
+        with _working(run, place, request_key(loaded.digest(), *facts)):
             made = _carry_out(run, loaded, place, noted)
     _record(run.model, made, command, noted)
     return made
@@ -120,12 +129,15 @@ def compress(
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
     accept: Callable[[Path], None] | None = None,
+    terms: str | None = None,
     command: Sequence[str] | None = None,
     **wanted: Any,
 ) -> Summary:
     """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again.
 
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
+    Where the output of this very request is in place already, nothing is written or accepted; with `accept` that
+    needs `terms`, which tell what it does.
     `command` is the command line that asked for it, for the record of the run.
     """
     asked, place, noted = Request.of(request, wanted), _Place(Path(out), overwrite, max_shard_bytes, accept), Noted()
@@ -133,8 +145,12 @@ def compress(
         with run.clock.phase("open"):
             wish = settle(run.model, asked)
             check_carried(run.model.source.folder)
-            _check_target(run.model, place, wish.experts, wish.correction.wanted)
             digest = request_digest(run.model, asked)
+            known = accept is None or terms is not None
+            place = replace(place, key=request_key(digest, max_shard_bytes, terms) if known else None)
+            if (found := _in_place(run, place)) is not None:
+                return found
+            _check_target(run.model, place, wish.experts, wish.correction.wanted)
         with _working(run, place, digest):
             with run.clock.phase("plan"):
                 if not asked.sequential:  # which sees other inputs than the source's own
@@ -155,6 +171,21 @@ def _working(run: Run, place: _Place, digest: str) -> Iterator[None]:
     except Exception:
         writer.discard(place.out)
         raise
+
+
+def _in_place(run: Run, place: _Place) -> Summary | None:
+    """What there is to say of an output that is in place and the one asked for; None if there is none such."""
+    if place.key is None or place.overwrite:
+        return None
+    with suppress(CompressionError):
+        load_exporter("safetensors").check_target(place.out, False)  # which tidies up after a run that was killed
+    if not answers(place.out, place.key):
+        return None
+    record = read_object(place.out / COMPRESSION)
+    plan = CompressionPlan.from_dict(record["plan"], str(place.out / COMPRESSION))
+    after = Size.of(Checkpoint(place.out).tensors.values())
+    logger.warning("%s is in place already and is what this command asks for, so nothing was written", place.out)
+    return _summary(run, place, plan, after, record["zeroed_fields"])
 
 
 def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool) -> None:
@@ -186,6 +217,8 @@ def _carry_out(
         made.verify(folder)
         if place.accept is not None:
             place.accept(folder)
+        if place.key is not None:
+            note_request(folder, place.key)
 
     job = replace(made, verify=verify, files={**made.files, RECIPE: recipe_of(plan, model.source.label)})
     with clock.phase("write"):
@@ -193,14 +226,19 @@ def _carry_out(
         load_exporter("safetensors").write(
             job, place.out, place.overwrite, lambda unit, nbytes: run.progress.advance(unit or "embeddings and head")
         )
+    return _summary(run, place, plan, Size.of(job.outputs), zeroed)
+
+
+def _summary(run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed: Sequence[str]) -> Summary:
+    model = run.model
     return Summary(
         out=str(place.out),
         strategy=plan.strategy,
         experts_before=model.architecture.experts,
         experts_after=plan.experts,
         before=Size.of(model.checkpoint.tensors.values()),
-        after=Size.of(job.outputs),
-        seconds=dict(clock.seconds),
+        after=after,
+        seconds=dict(run.clock.seconds),
         peak_memory=run.peak.anonymous,
         left_out=model.layout.left_out,
         zeroed_fields=tuple(zeroed),

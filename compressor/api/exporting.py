@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import replace_folder
+from compressor.files import full_disk_told, refuse_links, replace_folder
 from compressor.planning.options import defaults
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
@@ -43,7 +43,8 @@ def export_checkpoint(
     with _hidden(output, name) as fresh:
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed
         try:
-            summary = module.export(checkpoint, fresh, options, progress)
+            with full_disk_told(output.parent):
+                summary = module.export(checkpoint, fresh, options, progress)
         except (CompressionError, OSError):
             raise
         except Exception as error:  # of a third party's kind
@@ -52,6 +53,7 @@ def export_checkpoint(
             raise CompressionError(f"exporter {name!r} wrote no folder; it should write one at the place it is given")
         with _hidden(output, f"{name}.old") as old:
             shutil.rmtree(old, ignore_errors=True)
+            load_exporter(WRITER).check_target(output, overwrite)  # which may have come or changed meanwhile
             replace_folder(fresh, output, old)
     return _in_place(summary, fresh, output)
 
@@ -69,6 +71,7 @@ def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
 def _hidden(output: Path, name: str) -> Iterator[Path]:
     """The name of a hidden folder beside the output, which is gone in the end."""
     place = output.absolute().with_name(f".{output.name}.{name}")
+    refuse_links(place)
     try:
         yield place
     finally:

@@ -4,22 +4,23 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compressor.api.compressing import Summary, compress
+from compressor.api.repeating import answers, note_request, request_key
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import resolve_tasks
-from compressor.gates.report import LONE_HALVES, gate_json
+from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.model.routers import check_count
-from compressor.planning.request import Request
+from compressor.planning.request import Request, request_digest
 from compressor.progress import Progress, Silent
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
@@ -60,13 +61,15 @@ def compress_gated(
     overwrite: bool = False,
     progress: Progress | None = None,
     after: Callable[[Path], None] | None = None,
+    terms: str | None = None,
     request: Request | None = None,
     command: Sequence[str] | None = None,
     **wanted: Any,
 ) -> Gated:
     """Compress, gate, and leave the output in place only if it passes; keywords are those of `Request`.
 
-    An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place.
+    An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place;
+    with `terms`, which tell what it adds, an output of this very request that is in place already is taken as it is.
     With `search` the number of experts is bisected for the smallest model that passes; the confidence then holds for
     all models that are tried together (Bonferroni).
     """
@@ -77,31 +80,46 @@ def compress_gated(
         )
     listener = progress or Silent()
     source, target, tasks = locate(model, revision, listener), Path(out), resolve_tasks(gate.options)
+    known = after is None or terms is not None
+    judged = [asdict(gate), [(task.name, task.version) for task in tasks], inconclusive, keep_failed, terms]
     attempts: list[Attempt] = []
+    whole: str | None = None  # the key of a search, whose outputs may replace each other
+    begun = False
     summaries: list[Summary] = []
+
+    def accepts(result: GateResult) -> bool:
+        return (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
 
     def judge(folder: Path) -> None:
         made = ModelSource(str(folder), None, folder)
         result = run_gate(source, made, tasks, gate, listener, label=target.name)
-        accepted = (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
+        accepted = accepts(result)
         attempts.append(Attempt(int(read_object(folder / COMPRESSION)["plan"]["experts"]), result, accepted))
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if not (keep_failed or accepted):
             raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
         if after is not None:
             after(folder)
+        if whole is not None:
+            note_request(folder, whole)
 
     def passes(tried: Request) -> bool:
+        before = len(attempts)
         with suppress(RejectedError):
             made = compress(
-                model, out, tried, revision=source.revision, overwrite=overwrite or bool(summaries),
-                progress=listener, accept=judge, command=command,
+                model, out, tried, revision=source.revision, overwrite=overwrite or begun or bool(summaries),
+                progress=listener, accept=judge, terms=request_key(judged) if known else None, command=command,
             )  # fmt: skip
             summaries.append(made)
+            if len(attempts) == before:  # it is in place since an earlier run of this command, and was judged then
+                result = read_gate(target / REPORT)
+                attempts.append(Attempt(made.experts_after, result, accepts(result)))
         return attempts[-1].accepted
 
     if search:
         counts = possible_counts(source, asked)
+        whole = request_key(request_digest(open_model(source, asked.dtype, asked.device), asked), judged)
+        begun = known and answers(target, whole)
         steps = math.ceil(math.log2(len(counts) + 1))
         gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
         smallest(counts, lambda count: passes(replace(asked, experts=count)))

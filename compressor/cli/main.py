@@ -13,6 +13,7 @@ from compressor.cli.commands import exporting, gating, generating, making, measu
 from compressor.cli.parameters import spread
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError, without_tokens
+from compressor.files import FULL
 from compressor.memory import limit_caches
 from compressor.planning.plugins import packages
 from compressor.run_record import versions
@@ -21,6 +22,7 @@ from compressor.words import one_line
 PACKAGE = "moe-compressor"
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
 INTERRUPTED = 130
+FULL_DISK = "; free some space where the output, the cache (MOE_COMPRESSOR_CACHE) and $TMPDIR lie, and run it again"
 
 app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,7 +39,8 @@ def main() -> None:
             _fail(_usage(error))
         except OSError as error:  # a name too long, a folder without permission ...
             place = f"{error.filename}: " if error.filename else ""
-            _fail(f"{place}{error.strerror or error}")
+            remedy = FULL_DISK if error.errno in FULL else ""
+            _fail(f"{place}{error.strerror or error}{remedy}")
         except (KeyboardInterrupt, typer.Abort):
             status = INTERRUPTED
     if status == INTERRUPTED:  # which typer too may have made of the key

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
+from compressor.model.architecture import load_config
 from compressor.model.opened import pick_device
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
@@ -60,6 +61,7 @@ class _WholeModel:
     @staticmethod
     def from_pretrained(folder: str, **settings: Any) -> Any:
         """The model, as transformers loads it."""
+        settings["config"] = load_config(Path(folder))  # which names no kernels
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
         absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
         if absent:

@@ -17,6 +17,11 @@ from compressor.errors import CompressionError, reason_of
 from compressor.model.routers import find_router, routing_groups_of, top_k_of, value_tables
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+KERNEL_FIELDS = {
+    f"{start}{kind}_implementation{end}"
+    for kind in ("attn", "experts")
+    for start, end in (("", ""), ("_", ""), ("_", "_internal"))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +85,28 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # config classes raise what they like
         raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason_of(error)}") from error
+    choose_kernels(config)
+    return config
+
+
+def choose_kernels(config: Any) -> None:
+    """Leave the choice of attention and experts to transformers, in a config and in all that it holds.
+
+    A checkpoint may name a repository there, whose code would be fetched and run.
+    """
+    held, seen = [config], set[int]()
+    while held:
+        node = held.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        fields = vars(node) if hasattr(node, "model_type") else node if isinstance(node, dict) else {}
+        for name in KERNEL_FIELDS & fields.keys():
+            fields[name] = None
+        held += [*fields.values(), *(node if isinstance(node, list | tuple) else ())]
 
 
 def model_class(config: Any) -> type[Any]:
@@ -108,6 +132,7 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     stock_class = model_class(config)
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     copied = copy.deepcopy(config)
+    choose_kernels(copied)
     for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
         if node is not None:
             node.dtype = wanted  # some classes build their inner model by its config's own

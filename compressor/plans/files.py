@@ -1,6 +1,5 @@
 """Plans as files: where they may go, and all of them or none."""
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from pathlib import Path
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.plans.plan import CompressionPlan
+from compressor.replaceable import json_object
 from compressor.words import distinct
 
 
@@ -19,11 +19,7 @@ def source_files(output: Path, sources: Sequence[str]) -> list[Path]:
 
 
 def _is_plan(path: Path) -> bool:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and str(content.get("format", "")).startswith("moe-compressor-plan/")
+    return str(json_object(path).get("format", "")).startswith("moe-compressor-plan/")
 
 
 def check_files(paths: Sequence[Path], overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import check_folder, whole_folder, write_whole
 from compressor.gates.content import SIGNS
+from compressor.replaceable import is_page
 from compressor.report import run_sections, sections
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures
@@ -20,6 +21,7 @@ from compressor.report.layers import mean, short
 from compressor.words import counted, human_bytes, human_count, share
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
+MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[ReportData], list[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, run_sections.done),
@@ -44,7 +46,7 @@ def page(data: ReportData, drawn: Sequence[Figure]) -> str:
         f"{data.source} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in each MoE "
         f"layer, by {data.strategy}{' and a correction' if data.correction else ''}."
     )
-    made_by = f"Made by moe-compress report from {data.title}; plan {data.plan_digest[:12]}."
+    made_by = f"{MADE_BY} {data.title}; plan {data.plan_digest[:12]}."
     return html.page(data.title, "Compression report", said, Facts(_tiles(data)), blocks, made_by)
 
 
@@ -72,6 +74,10 @@ def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
         raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")
     if page_file.exists() and not overwrite:
         raise CompressionError(f"{page_file} exists already; name another file or pass --overwrite")
+    if page_file.exists() and not is_page(page_file, MADE_BY):
+        raise CompressionError(
+            f"{page_file} is not a report's page, so --overwrite will not replace it; name another file"
+        )
     if folder is not None:
         check_folder(folder, FIGURES, overwrite)
 

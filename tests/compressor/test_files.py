@@ -1,11 +1,15 @@
 """Files and folders that appear whole or not at all."""
 
+import errno
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from compressor.files import replace_folder, replacing, write_whole
+from compressor.errors import CompressionError
+from compressor.files import check_folder, replace_folder, replacing, whole_folder, write_whole
 
 
 def test_a_file_is_replaced_only_by_a_complete_one(tmp_path: Path) -> None:
@@ -40,3 +44,54 @@ def test_a_folder_takes_the_place_of_another_or_leaves_it(tmp_path: Path) -> Non
     assert (target / "name").read_text() == "target" and not old.exists()
     replace_folder(made, target, old)
     assert (target / "name").read_text() == "made" and (old / "name").read_text() == "target"
+
+
+def test_a_link_in_the_place_of_the_fresh_file_is_not_written_through(tmp_path: Path) -> None:
+    path, fresh, diary = tmp_path / "plan.json", tmp_path / ".plan.json.new", tmp_path / "diary"
+    diary.write_text("dear diary")
+    fresh.symlink_to(diary)
+    with replacing(path, fresh) as place:
+        place.write_text("plan")
+    assert (diary.read_text(), path.read_text(), path.is_symlink()) == ("dear diary", "plan", False)
+
+
+def _replace(folder: Path, error: Exception) -> None:
+    with replacing(folder / "plan.json", folder / "plan.new") as fresh:
+        fresh.write_text("half")
+        raise error
+
+
+def _fill(folder: Path, error: Exception) -> None:
+    with whole_folder(folder / "out", ("gate.json",)) as made:
+        (made / "gate.json").write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize("write", [_replace, _fill])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, ""), SafetensorError("No space left")]
+)
+def test_a_full_disk_names_folder_and_remedy(
+    write: Callable[[Path, Exception], None], error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CompressionError, match=f"the disk of {tmp_path} is full; free some space and run the command"):
+        write(Path(), error)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path, OSError(errno.EIO, "Input/output error"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["gate.json", "sizes.png"])
+def test_reports_are_known_by_what_they_hold(name: str, tmp_path: Path) -> None:
+    folder, png = tmp_path / "out", b"\x89PNG\r\n\x1a\n"
+    folder.mkdir()
+    for foreign in (b"", b"{}", b"[]", b"{", b"my diary", b'{"format": "diary"}'):
+        (folder / name).write_bytes(foreign)
+        with pytest.raises(CompressionError, match=f"holds no {name}, so --overwrite will not replace it"):
+            check_folder(folder, (name, "more"), overwrite=True)
+    (folder / name).write_bytes(png if name.endswith("png") else b'{"format": "moe-compressor-gate/1"}')
+    check_folder(folder, (name, "more"), overwrite=True)
+    (folder / "more").mkdir()
+    with pytest.raises(CompressionError, match="holds more beside"):
+        check_folder(folder, (name, "more"), overwrite=True)

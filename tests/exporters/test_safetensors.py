@@ -49,6 +49,9 @@ def good(folder: Path) -> None:
     Checkpoint(folder)
 
 
+TEMPLATE, RECORD = "additional_chat_templates/a.jinja", b'{"tool": "moe-compressor"}'
+
+
 def a_job(
     before: Callable[[str, int], Any] = lambda unit, number: None,
     digest: str = "one",
@@ -65,7 +68,7 @@ def a_job(
             data = content(output.name, output.nbytes)
             yield output.name, iter([data[:7], memoryview(data)[7:]])
 
-    beside = {"config.json": b"{}", "sub/tokenizer.json": b"[1]"} if files is None else files
+    beside = {"config.json": b"{}", TEMPLATE: b"[1]", "compression.json": RECORD} if files is None else files
     return OutputJob(digest, made, UNITS, produce, beside, verify, shard_bytes)
 
 
@@ -116,13 +119,13 @@ def test_the_safetensors_library_reads_every_tensor_back(tmp_path: Path) -> None
         assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == content(output.name, output.nbytes)
     shards = sorted(path.name for path in out.glob("*.safetensors"))
     assert shards == [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    assert len(shards) > 3 and (out / "sub" / "tokenizer.json").read_bytes() == b"[1]"
+    assert len(shards) > 3 and (out / TEMPLATE).read_bytes() == b"[1]"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_one_shard_has_the_plain_name_and_no_index(tmp_path: Path) -> None:
     exporter.write(a_job(shard_bytes=10**9), tmp_path / "out")
-    assert sorted(tree(tmp_path / "out")) == ["config.json", "model.safetensors", "sub/tokenizer.json"]
+    assert sorted(tree(tmp_path / "out")) == [TEMPLATE, "compression.json", "config.json", "model.safetensors"]
 
 
 def test_bytes_are_copied_out_of_another_file(tmp_path: Path) -> None:
@@ -419,6 +422,71 @@ def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, w
         with pytest.raises(CompressionError, match="is not a checkpoint folder, so --overwrite will not replace it"):
             exporter.write(a_job(), tmp_path / name, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes", "out"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "notes/diary.txt", ".git/HEAD"])
+def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, tmp_path: Path) -> None:
+    """Beside a stranger's weights any other file; in an output of this tool, which may carry any, a folder."""
+    if own and "/" not in stray:
+        return
+    out = tmp_path / "out"
+    exporter.write(a_job(files={"config.json": b"{}", **({"compression.json": RECORD} if own else {})}), out)
+    (out / stray).parent.mkdir(exist_ok=True)
+    (out / stray).write_text("dear diary")
+    before = tree(tmp_path)
+    with pytest.raises(CompressionError, match=f"holds {stray.split('/')[0]}, which is no part .* --overwrite"):
+        exporter.write(a_job(), out, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_overwrite_replaces_nothing_but_checkpoint_files(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    exporter.write(a_job(files={"config.json": b"{}"}), out)
+    usual = (
+        "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+        "vocab.json merges.txt tokenizer.model chat_template.jinja preprocessor_config.json README.md LICENSE "
+        "LICENSE.txt USE_POLICY.md .gitattributes modeling_deepseek.py pytorch_model-00001-of-00002.bin recipe.yaml"
+    )
+    for name in usual.split():
+        (out / name).touch()
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
+    for files in ({}, {"compression.json": "{}"}, {"compression.json": "[" * 9_999}, {"onnx_export.json": "null"}):
+        out = tmp_path / f"app {len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        for name, text in {"config.json": '{"port": 80}', **files}.items():
+            (out / name).write_text(text)
+        with pytest.raises(CompressionError, match="is not a checkpoint folder, so --overwrite will not replace it"):
+            exporter.write(a_job(), out, overwrite=True)
+
+
+def test_an_output_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for overwrite, said in ((False, "exists already"), (True, "is not a checkpoint folder")):
+        with pytest.raises(CompressionError, match=said):
+            exporter.write(a_job(verify=lambda _: (out.mkdir(), (out / "diary.txt").touch())[1]), out, overwrite)
+        assert list(tree(tmp_path)) == ["out/diary.txt"]
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("inside", ["", "lock", "output", "moe-compressor-work.json", "output/config.json"])
+def test_nothing_is_written_through_a_link(inside: str, tmp_path: Path) -> None:
+    """A link in the place of the work folder, or in it, as someone may leave in a folder that many write to."""
+    work, aim = exporter.work_folder(tmp_path / "out"), tmp_path / "aim"
+    if inside in ("", "output"):
+        aim.mkdir()
+        (aim / "diary.txt").write_text("dear diary")
+    else:
+        aim.write_text("dear diary")
+    (work / inside).parent.mkdir(parents=True, exist_ok=True)
+    (work / inside).symlink_to(aim)
+    before = tree(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(CompressionError, match="is a link, and nothing is written through one; remove it"):
+            exporter.write(a_job(), tmp_path / "out", overwrite)
+        exporter.discard(tmp_path / "out")
+        assert tree(tmp_path) == before and (work / inside).is_symlink()
 
 
 def test_a_parent_that_is_missing_or_a_file(tmp_path: Path) -> None:

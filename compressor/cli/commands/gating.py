@@ -92,7 +92,8 @@ def compress_under_gate(
     with progress_bars(running.as_json) as progress:
         found = compress_gated(
             model, output, wanted, inconclusive=decided, keep_failed=under_gate.keep_failed, search=under_gate.search,
-            overwrite=running.overwrite, progress=progress, after=beside(formats, progress), **task,
+            overwrite=running.overwrite, progress=progress, after=beside(formats, progress),
+            terms=",".join(formats), **task,
         )  # fmt: skip
         result = found.decisive.result
         written = write_gate(result, reports, overwrite=True)

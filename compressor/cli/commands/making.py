@@ -54,6 +54,7 @@ def plan(
             made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
         else:
             made = [compressor.plan(name, request, revision=revision, progress=progress)]
+        check_files(outputs, running.overwrite)  # planning takes a while
         write_plans(outputs, made)
     rendering.show_plans(made, outputs, running.as_json)
 
@@ -137,7 +138,7 @@ def compress(
         if exporting.WRITER in formats:
             summary = compressor.compress(
                 name, output, overwrite=running.overwrite, progress=progress,
-                accept=exporting.beside(formats, progress), **task,
+                accept=exporting.beside(formats, progress), terms=",".join(formats), **task,
             )  # fmt: skip
         else:
             with exporting.alone(formats[0], output, running.overwrite, progress) as between:

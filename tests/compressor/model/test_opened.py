@@ -11,12 +11,15 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from transformers import modeling_utils
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.evaluation.model import _WholeModel
+from compressor.generation.decoders import stock_decoder
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model, pick_device, pick_dtype, resolve_count
-from tests import small
+from tests import small, zoo
 
 
 def layer(experts: int = 8, top_k: int = 2, **details: Any) -> MoeLayer:
@@ -161,3 +164,36 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(name: str, tmp_pat
     with pytest.raises(CompressionError, match=message) as fault:
         open_model(locate(str(folder)))
     assert "\n" not in str(fault.value)
+
+
+def _name_kernels(folder: Path) -> None:
+    """Have the config, and every config in it, name a repository of kernels for attention and experts."""
+
+    def name(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        evil = {"_attn_implementation": "evil/kernels", "_experts_implementation": "deepgemm"}
+        return {key: name(value) for key, value in node.items()} | (evil if "model_type" in node else {})
+
+    path = folder / "config.json"
+    path.write_text(json.dumps(name(json.loads(path.read_text()))))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_vl_moe"])
+def test_a_config_names_no_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and experts are those of the stock model, in every config and however the model is loaded."""
+    stock = zoo.save(family, tmp_path / "model")
+    asked: list[str] = []
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda name, *_, **__: asked.append(name))
+    wanted = [getattr(module, "config", stock.config)._attn_implementation for module in stock.modules()]
+    _name_kernels(tmp_path / "model")
+    loaders: list[Callable[[Path], Any]] = [lambda folder: open_model(locate(str(folder))).partial.model]
+    if family == "mixtral":
+        loaders.append(lambda folder: stock_decoder(folder, "cpu", "auto")._model)
+        loaders.append(lambda folder: _WholeModel.from_pretrained(str(folder)))
+    for load in loaders:
+        configs = [getattr(module, "config", None) for module in load(tmp_path / "model").modules()]
+        found = [config for config in configs if config is not None]
+        assert {config._attn_implementation for config in found} <= set(wanted)
+        assert {config._experts_implementation for config in found} <= {None, "grouped_mm", "eager"}
+    assert not asked
