@@ -66,6 +66,8 @@ def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
         named += [(owner, name) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
     for owner, name in named:
         if isinstance(value := getattr(owner, name, None), int):
+            if value < 1:
+                raise CompressionError(f"a token visits {value} experts ({name}); restore the config from its source")
             return value
     raise CompressionError(
         "neither the router nor the config says how many experts a token visits (top-k); not supported"

@@ -7,6 +7,7 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.plans.layer import Group, LayerPlan
+from compressor.records import MOST_BITS
 
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 
@@ -17,7 +18,7 @@ def field_names(stored: type, *more: str) -> frozenset[str]:
 
 
 def integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or value.bit_length() > MOST_BITS:
         raise CompressionError(f"{name} should be a whole number, it is {value!r}")
     return value
 
@@ -128,4 +129,5 @@ def _lines(content: Any, margin: str) -> str:
 
 
 def _plain(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False)
+    """JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as their escapes."""
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

@@ -66,6 +66,10 @@ class CompressionPlan:
             raise CompressionError("a correction needs calibration data; restore calibration or write null for both")
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
+        asked = {"method": None, "dtype": "auto", **(self.correction or {"method": "none"})}
+        for name in ("method", "dtype"):
+            if not isinstance(asked[name], str):
+                raise CompressionError(f"the correction's {name} should be text, it is {asked[name]!r}; restore it")
         names = [layer.module for layer in self.layers]
         for layer in self.layers:
             if names.count(layer.module) > 1:
