@@ -39,8 +39,9 @@ from compressor.report.figures import figures
 from compressor.report.page import page
 from compressor.report.sections import hubs as hub_blocks
 from tests import gates, zoo
-from tests.compressor.plans.test_plan import a_plan, moe_layer
+from tests.compressor.plans.test_plan import moe_layer
 
+DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what the file says
 DEEP: Any = json.loads("[" * 150 + "]" * 150)
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, 10**400, -(10**400), 10**4290, 0.5, 1e308, float("inf"), -float("inf"),
@@ -220,7 +221,9 @@ def test_index(raw: bytes) -> None:
 
 @FAST
 @given(mutated(plan))
-@example(json.dumps({**a_plan().to_dict(), "correction": {"method": []}}).encode())
+@example(json.dumps({**plan(), "correction": {"method": "ridge", "dtype": []}}).encode())
+@example(json.dumps({**plan(), "layers": [{**plan()["layers"][0], "experts": 10**12}]}).encode())
+@example(json.dumps({**plan(), "strategy": "\ud800"}).encode())
 def test_plan(raw: bytes) -> None:
     with folder_with(plan__json=raw) as folder, only_sentences():
         made = CompressionPlan.load(folder / "plan.json")
@@ -264,7 +267,7 @@ def test_gate(raw: bytes) -> None:
 def test_compression(raw: bytes) -> None:
     with folder_with(compression__json=raw) as folder, only_sentences():
         data = report_data(folder)
-        page(data, figures(data)).encode("utf-8", "backslashreplace")
+        page(data, figures(data, DRAWN)).encode("utf-8", "backslashreplace")
         ReportData.from_json(data.to_json())
 
 
@@ -275,8 +278,6 @@ SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("test", SOUND, ids=lambda test: test.__name__)
-def test_what_is_mutated_is_sound_to_begin_with(
-    test: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_mutated_is_sound_to_begin_with(test: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "only_sentences", contextlib.nullcontext)
     test.hypothesis.inner_test(json.dumps(SOUND[test]()).encode())  # type: ignore[attr-defined]

@@ -231,8 +231,7 @@ def pack(documents: Iterable[str], tokenizer: Any, samples: int, length: int) ->
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     wanted, ids = samples * length, list[int]()
     for document in documents:
-        with faults_told(f"the tokenizer cannot take the text that begins with {document[:40]!r}", *REMEDIES):
-            ids += tokenizer(document, add_special_tokens=False)["input_ids"] + separator
+        ids += tokenizer(document, add_special_tokens=False)["input_ids"] + separator
         if len(ids) >= wanted:
             break
     return torch.tensor(ids[:wanted], dtype=torch.long)
@@ -250,7 +249,8 @@ def read_rows(
     """Sequences [n, L] of a source: as many as asked for, or as there are, a single shorter one at the least."""
     previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
     try:
-        ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, samples, length)
+        with faults_told(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
+            ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, samples, length)
     finally:
         tokenizer.model_max_length = previous
     if ids.numel() < 2:

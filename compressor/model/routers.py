@@ -67,7 +67,9 @@ def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
     for owner, name in named:
         if isinstance(value := getattr(owner, name, None), int):
             if value < 1:
-                raise CompressionError(f"a token visits {value} experts ({name}); restore the config from its source")
+                raise CompressionError(
+                    f"the config sends a token to {value} experts ({name}); restore config.json from its source"
+                )
             return value
     raise CompressionError(
         "neither the router nor the config says how many experts a token visits (top-k); not supported"

@@ -9,6 +9,7 @@ from compressor.errors import CompressionError
 from compressor.plans.layer import Group, LayerPlan
 from compressor.records import MOST_BITS
 
+MOST_EXPERTS = 2**16  # of a layer: more than any model has, few enough to list
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 
 
@@ -71,6 +72,9 @@ def _group_from_dict(entry: Mapping[str, Any]) -> Group:
 def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     module = str(entry["module"]) if isinstance(entry, dict) else "layers"
     refuse_unknown(entry, field_names(LayerPlan, "dropped"), module)
+    experts = integer(entry["experts"], "experts")
+    if experts > MOST_EXPERTS:
+        raise CompressionError(f"{module}: {experts} experts are more than any layer has; restore it")
     try:
         groups = tuple(_group_from_dict(group) for group in entry["groups"])
     except CompressionError as error:
@@ -78,7 +82,7 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     plan = LayerPlan(
         module=module,
         layer=integer(entry["layer"], "layer"),
-        experts=integer(entry["experts"], "experts"),
+        experts=experts,
         top_k=integer(entry["top_k"], "top_k"),
         groups=groups,
         **{name: integer(entry.get(name, 1), name) for name in ROUTING_FIELDS},
@@ -86,12 +90,13 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
         decided_by=str(entry.get("decided_by", "")),
         figures=dict(entry.get("figures") or {}),
     )
+    grouped, gone = plan.slots(), set(plan.dropped)
     for expert in entry.get("dropped") or ():
-        if expert in plan.slots():
+        if expert in grouped:
             raise CompressionError(
                 f"{module}: expert {expert} is in a group and in 'dropped'; take it out of one of them"
             )
-        if expert not in plan.dropped:
+        if expert not in gone:
             raise CompressionError(
                 f"{module}: 'dropped' names expert {expert!r}, which does not exist; "
                 f"experts are numbered 0 to {plan.experts - 1}"

@@ -6,6 +6,7 @@ weight is read.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,9 +71,9 @@ class CompressionPlan:
         for name in ("method", "dtype"):
             if not isinstance(asked[name], str):
                 raise CompressionError(f"the correction's {name} should be text, it is {asked[name]!r}; restore it")
-        names = [layer.module for layer in self.layers]
+        names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
-            if names.count(layer.module) > 1:
+            if names[layer.module] > 1:
                 raise CompressionError(f"{layer.module} appears twice in the plan; keep one entry for each layer")
             if len(layer.groups) != self.experts:
                 raise CompressionError(

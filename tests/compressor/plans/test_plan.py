@@ -189,7 +189,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "head true": (lambda c: first_group(c).update(head=True), "head should be a whole number, it is True"),
     "head a fraction": (lambda c: first_group(c).update(head=0.0), "head should be a whole number, it is 0.0"),
     "head text": (lambda c: first_group(c).update(head="0"), "head should be a whole number, it is '0'"),
-    "scale huge": (lambda c: first_group(c).update(scale=10**400), "not built like a plan"),
+    "scale huge": (lambda c: first_group(c).update(scale=10**400), "a number in it is too large"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",
