@@ -9,14 +9,33 @@ from pathlib import Path
 TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary words
+MOST_LETTERS = 2_000  # of a sentence, whatever it quotes: a path may have 4,096, a name in a file 100 million
 
 
 class CompressionError(Exception):
-    """A fault a user can mend, told in one sentence."""
+    """A fault a user can mend, told in one sentence, of which no name that it quotes can hide or turn the rest."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(plain(sentence))
 
 
 class RejectedError(CompressionError):
     """An output that is whole but was not accepted, so that it is not put in place."""
+
+
+def plain(text: str, most: int = MOST_LETTERS) -> str:
+    """Text without its middle where it is too long, as remedies stand at the end; what cannot be seen is escaped."""
+    if len(text) > most:
+        text = without_tokens(text)  # before half of one is cut off
+        text = f"{text[: most - most // 4]} ... {text[-(most // 4) :]}" if len(text) > most else text
+    if text.isprintable():
+        return text
+    return "".join(x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode() for x in text)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up, as a tokenizer whose pattern backtracks for ever: that is no `Exception`."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 def first_line(error: BaseException) -> str:
@@ -41,7 +60,9 @@ def faults_told(what: str, memory: str, otherwise: str) -> Iterator[None]:
         yield
     except CompressionError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
         remedy = "check its files" if isinstance(error, OSError) else otherwise

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from compressor.errors import CompressionError
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 RESTORE = "restore the file from its source"
+MOST_DEPTH = 100  # of lists and objects within each other
+MOST_BITS = 64  # of a whole number that is a count, a size or a seed
 
 Record = TypeVar("Record")
 
@@ -20,13 +23,26 @@ Record = TypeVar("Record")
 def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
     """The JSON in a file; what is none, and with a remedy for it an unreadable file, is a `CompressionError`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return bounded(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         if unreadable is None:
             raise
         raise CompressionError(f"{path} cannot be read ({error.strerror}); {unreadable}") from error
     except (ValueError, RecursionError) as error:
         raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
+
+
+def bounded(content: Any) -> Any:
+    """The same JSON; a `ValueError` where it is nested too deep to walk through, or has numbers no float can hold."""
+    level, depth = [content], 0
+    while level:
+        if any(isinstance(each, int) and each.bit_length() >= sys.float_info.max_exp for each in level):
+            raise ValueError("a number in it is too large")
+        if (depth := depth + 1) > MOST_DEPTH + 1:
+            raise ValueError(f"it is nested deeper than {MOST_DEPTH} lists or objects")
+        nested = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [inner for each in nested for inner in each]
+    return content
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -102,7 +118,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
             return float(value)
         except OverflowError as error:
             raise _odd(value, NAMES[hint], where) from error
-    if type(value) is not hint:
+    if type(value) is not hint or (hint is int and value.bit_length() > MOST_BITS):
         raise _odd(value, NAMES[hint], where)
     return value
 

@@ -37,7 +37,7 @@ class Work:
         self.finished: set[str] = set()
 
     def open(self) -> None:
-        with suppress(OSError, ValueError, KeyError, TypeError):  # no journal, or a broken one
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # no journal, or a broken one
             state = json.loads((self.folder / MARKER).read_text())
             if state["digest"] == self.digest and state["boot"] == _boot() and self.content.is_dir():
                 self.finished = set(state["finished"])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compressor.demo.evaluation import load_documents
-from compressor.errors import CompressionError, first_line, reason_of
+from compressor.errors import CompressionError, faults_told, first_line, reason_of
 from compressor.model.tokenizer import no_token, says_something
 from compressor.words import distinct
 
@@ -28,6 +28,7 @@ OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by wha
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".text", ".md")
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
+REMEDIES = ("split it up", "restore the tokenizer from its source or mend the text")
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
@@ -134,19 +135,29 @@ def _document(entry: Any, tokenizer: Any, where: str) -> str:
     if not isinstance(entry, dict):
         raise CompressionError(f"{where}: each line should be a JSON object with 'text' or 'messages'")
     if isinstance(entry.get("text"), str):
-        return str(entry["text"])
+        return _whole(entry["text"], where)
     if isinstance(entry.get("messages"), list):
         if not getattr(tokenizer, "chat_template", None):
             raise CompressionError(
                 f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
             )
         try:
-            return str(tokenizer.apply_chat_template(entry["messages"], tokenize=False))
+            templated = str(tokenizer.apply_chat_template(entry["messages"], tokenize=False))
         except Exception as error:  # a template raises what it likes
             raise CompressionError(
                 f"{where}: the chat template cannot take these messages ({reason_of(error)}); mend or remove them"
             ) from error
+        return _whole(templated, where)
     raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
+
+
+def _whole(text: str, where: str) -> str:
+    """The text, refused if it holds half of a character, which JSON can write and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CompressionError(f"{where} has {text[error.start]!r}, half a character; mend or remove it") from error
+    return text
 
 
 def _file_documents(path: Path, tokenizer: Any, purpose: str) -> list[str]:
@@ -248,7 +259,8 @@ def read_rows(
     """Sequences [n, L] of a source: as many as asked for, or as there are, a single shorter one at the least."""
     previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
     try:
-        ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, samples, length)
+        with faults_told(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
+            ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, samples, length)
     finally:
         tokenizer.model_max_length = previous
     if ids.numel() < 2:

@@ -21,6 +21,8 @@ TORCH_DTYPES = {
 DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MOST_BYTES = 2**63 - 1  # of a file, and elements of a dimension
+MOST_DIMENSIONS = 64  # that torch can index
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str
         try:
             begin, end = (_natural(offset) for offset in entry["data_offsets"])
             shape = tuple(_natural(size) for size in entry["shape"])
+            if len(shape) > MOST_DIMENSIONS:
+                raise ValueError(f"{len(shape)} dimensions")
             info = TensorInfo(name, file, str(entry["dtype"]), shape, data_start + begin, data_start + end)
         except (KeyError, TypeError, ValueError) as error:
             raise CompressionError(
@@ -103,8 +107,8 @@ def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str
 
 
 def _natural(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no size")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
+        raise ValueError("this is no size")
     return value
 
 

@@ -12,7 +12,7 @@ import typer
 from compressor.cli.commands import exporting, gating, generating, making, measuring, publishing, reporting, showing
 from compressor.cli.parameters import spread
 from compressor.cli.terminal import PROGRAM
-from compressor.errors import CompressionError, without_tokens
+from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.memory import limit_caches
 from compressor.planning.plugins import packages
@@ -43,6 +43,10 @@ def main() -> None:
             _fail(f"{place}{error.strerror or error}{remedy}")
         except (KeyboardInterrupt, typer.Abort):
             status = INTERRUPTED
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            _fail(f"a library gave up: {reason_of(error)}; check the tokenizer and the text")
     if status == INTERRUPTED:  # which typer too may have made of the key
         print("Interrupted; run the same command again to go on.", file=sys.stderr)
     raise SystemExit(status if isinstance(status, int) else 0)
@@ -52,7 +56,7 @@ class _OneLine(logging.Formatter):
     """A warning as one line of text, whatever a plugin has put into it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{record.levelname}: {one_line(record.getMessage(), None)}"
+        return f"{record.levelname}: {plain(one_line(record.getMessage(), None))}"
 
 
 @contextmanager
@@ -72,7 +76,7 @@ def _own_warnings() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"Error: {without_tokens(' '.join(message.splitlines()))}", file=sys.stderr)
+    print(f"Error: {plain(' '.join(without_tokens(message).splitlines()))}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.progress import Silent
+from compressor.words import one_line
 
 PROGRAM = "moe-compress"
 
@@ -24,11 +25,11 @@ class Bars:
     def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),  # which names of a checkpoint stand in
             console=self._console,
         )
         self._task: TaskID | None = None
@@ -40,7 +41,7 @@ class Bars:
     def advance(self, detail: str) -> None:
         """Move the newest bar on."""
         if self._task is not None:
-            self._bars.update(self._task, advance=1, detail=detail)
+            self._bars.update(self._task, advance=1, detail=one_line(detail))
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -67,8 +68,9 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 
 
 def print_json(content: Any) -> None:
-    """Indented JSON on stdout."""
-    print(json.dumps(content, indent=2, ensure_ascii=False))
+    """Indented JSON on stdout; what a terminal would obey, and what UTF-8 cannot hold, is escaped."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    print("".join(x if x.isprintable() or x in "\n\xa0" else json.dumps(x)[1:-1] for x in text))
 
 
 def tell(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:

@@ -66,10 +66,11 @@ class Correction:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
-        if self.steps < 1 or self.tokens < 1 or not 0 < self.rate < 1:
+        whole = isinstance(self.steps, int) and isinstance(self.tokens, int)
+        if not whole or self.steps < 1 or self.tokens < 1 or not 0 < self.rate < 1:
             raise CompressionError(
                 f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; "
-                "give at least 1 and 1, and a rate between 0 and 1"
+                "give whole numbers of at least 1, and a rate between 0 and 1"
             )
 
     @property

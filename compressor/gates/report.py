@@ -22,6 +22,7 @@ from compressor.gates.content import change, level
 from compressor.gates.document import gate_blocks
 from compressor.gates.junit import junit
 from compressor.gates.verdict import GateResult, TaskGate, gate_content, gate_from_content
+from compressor.records import bounded
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def read_gate(path: Path) -> GateResult:
     file = path / NAMES[0] if path.is_dir() else path
     remedy = "name a gate.json that moe-compress gate has written"
     try:
-        return gate_from_content(json.loads(file.read_text(encoding="utf-8")))
+        return gate_from_content(bounded(json.loads(file.read_text(encoding="utf-8"))))
     except OSError as error:
         raise CompressionError(f"{file} cannot be read: {error.strerror or error}; {remedy}") from error
     except (ValueError, RecursionError) as error:
@@ -97,7 +98,7 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
     """
     weights, files = identity.get("weights"), identity.get("files")
     for entry in weights if isinstance(weights, list) else []:
-        name, size = str(entry[0]), entry[1]
+        name, size = (str(entry[0]), entry[1]) if isinstance(entry, list) and len(entry) > 1 else (str(entry), None)
         if not _inside(folder, name) or (folder / name).stat().st_size != size:
             return name
     for name, digest in files.items() if isinstance(files, Mapping) else ():
@@ -107,7 +108,7 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
 
 
 def _inside(folder: Path, name: str) -> bool:
-    return Path(name).name == name and (folder / name).is_file()
+    return Path(name).name == name and os.path.isfile(folder / name)  # False, too, where it is too long for a name
 
 
 def append_summary(result: GateResult, path: Path) -> None:

@@ -70,7 +70,10 @@ def gate_content(result: GateResult) -> dict[str, Any]:
 
 
 def gate_from_content(content: Any) -> GateResult:
-    """The result that `gate_content` was made of; further fields are left aside."""
+    """The result that `gate_content` was made of; further fields are left aside. A confidence is above a half."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
-    return read_as(GateResult, content)
+    found = read_as(GateResult, content)
+    if not 0.5 < found.confidence < 1:
+        raise CompressionError(f"confidence should lie between 0.5 and 1, it is {found.confidence}")
+    return found

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError, faults_told, reason_of
 from compressor.model.tokenizer import no_token, says_something
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
@@ -17,7 +17,9 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     if chat:
         return _encode_chat(tokenizer, prompt)
     opening = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
-    if ids := tuple(int(token) for token in tokenizer(prompt)["input_ids"]) or opening:
+    with faults_told("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
+        ids = tuple(int(token) for token in tokenizer(prompt)["input_ids"]) or opening
+    if ids:
         return ids
     raise CompressionError(
         "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"

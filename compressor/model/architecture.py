@@ -113,7 +113,9 @@ def model_class(config: Any) -> type[Any]:
     """The stock class that the config's `architectures` names, or the causal language model of its type."""
     import transformers
 
-    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    said = getattr(config, "architectures", None)
+    said = [name for name in said if isinstance(name, str)] if isinstance(said, list | tuple) else []
+    named = (getattr(transformers, name, None) for name in said)
     kinds = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForTokenClassification")
     automatic = (getattr(transformers, kind)._model_mapping.get(type(config), None) for kind in kinds)
     for found in chain(named, automatic):

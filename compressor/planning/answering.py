@@ -19,6 +19,7 @@ from compressor.planning.request import Request
 from compressor.planning.run import Run
 from compressor.planning.steering import Steering
 from compressor.plans.plan import CompressionPlan
+from compressor.records import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,10 @@ def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionP
     kept = run.folder / "plan.json"
     if kept.is_file():
         try:
-            content = json.loads(kept.read_text(encoding="utf-8"))
+            content = read_object(kept)
             if content.get("request") == run.digest:
                 return CompressionPlan.from_dict(content["plan"], str(kept)), None
-        except (ValueError, KeyError, CompressionError):
+        except (OSError, KeyError, CompressionError):
             pass  # an unreadable leftover is no reason to fail: plan again
     made, calibration = plan_request(run, request, wish)
     run.folder.mkdir(exist_ok=True)

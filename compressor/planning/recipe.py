@@ -67,7 +67,7 @@ def _data(calibration: Mapping[str, Any] | None) -> dict[str, Any]:
     named, asked = without_folders(calibration), calibration.get("asked")
     entries = named.get("sources") or [{"source": named["source"]}]
     weights = [entry.get("weight", 1.0) for entry in entries]
-    alike = len(set(weights)) == 1 and not any("=" in entry["source"] for entry in entries)
+    alike = all(weight == weights[0] for weight in weights) and not any("=" in entry["source"] for entry in entries)
     sources = [
         entry["source"] if alike else f"{entry['source']}={weight!r}"
         for entry, weight in zip(entries, weights, strict=True)

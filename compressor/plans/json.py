@@ -7,7 +7,9 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.plans.layer import Group, LayerPlan
+from compressor.records import MOST_BITS
 
+MOST_EXPERTS = 2**16  # of a layer: more than any model has, few enough to list
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 
 
@@ -17,7 +19,7 @@ def field_names(stored: type, *more: str) -> frozenset[str]:
 
 
 def integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or value.bit_length() > MOST_BITS:
         raise CompressionError(f"{name} should be a whole number, it is {value!r}")
     return value
 
@@ -70,6 +72,9 @@ def _group_from_dict(entry: Mapping[str, Any]) -> Group:
 def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     module = str(entry["module"]) if isinstance(entry, dict) else "layers"
     refuse_unknown(entry, field_names(LayerPlan, "dropped"), module)
+    experts = integer(entry["experts"], "experts")
+    if experts > MOST_EXPERTS:
+        raise CompressionError(f"{module}: {experts} experts are more than any layer has; restore it")
     try:
         groups = tuple(_group_from_dict(group) for group in entry["groups"])
     except CompressionError as error:
@@ -77,7 +82,7 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
     plan = LayerPlan(
         module=module,
         layer=integer(entry["layer"], "layer"),
-        experts=integer(entry["experts"], "experts"),
+        experts=experts,
         top_k=integer(entry["top_k"], "top_k"),
         groups=groups,
         **{name: integer(entry.get(name, 1), name) for name in ROUTING_FIELDS},
@@ -85,12 +90,13 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
         decided_by=str(entry.get("decided_by", "")),
         figures=dict(entry.get("figures") or {}),
     )
+    grouped, gone = plan.slots(), set(plan.dropped)
     for expert in entry.get("dropped") or ():
-        if expert in plan.slots():
+        if expert in grouped:
             raise CompressionError(
                 f"{module}: expert {expert} is in a group and in 'dropped'; take it out of one of them"
             )
-        if expert not in plan.dropped:
+        if expert not in gone:
             raise CompressionError(
                 f"{module}: 'dropped' names expert {expert!r}, which does not exist; "
                 f"experts are numbered 0 to {plan.experts - 1}"
@@ -128,4 +134,5 @@ def _lines(content: Any, margin: str) -> str:
 
 
 def _plain(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False)
+    """JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as their escapes."""
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

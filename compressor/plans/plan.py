@@ -6,6 +6,7 @@ weight is read.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,9 +67,13 @@ class CompressionPlan:
             raise CompressionError("a correction needs calibration data; restore calibration or write null for both")
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
-        names = [layer.module for layer in self.layers]
+        asked = {"method": None, "dtype": "auto", **(self.correction or {"method": "none"})}
+        for name in ("method", "dtype"):
+            if not isinstance(asked[name], str):
+                raise CompressionError(f"the correction's {name} should be text, it is {asked[name]!r}; restore it")
+        names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
-            if names.count(layer.module) > 1:
+            if names[layer.module] > 1:
                 raise CompressionError(f"{layer.module} appears twice in the plan; keep one entry for each layer")
             if len(layer.groups) != self.experts:
                 raise CompressionError(

@@ -232,12 +232,16 @@ def report_data(
             left_out=tuple(content.get("left_out") or ()), zeroed_fields=tuple(content.get("zeroed_fields") or ()),
             measured_tokens=measured.tokens, measured_text=measured.text,
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
 
 def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
     return int(entry["before"]), int(entry["after"])
+
+
+def _figure(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> LayerReport:
@@ -252,7 +256,7 @@ def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> Lay
         protected=tuple(plan.protected.get(layer.module, ())),
         rescaled=tuple(group.members[0] for group in layer.groups if len(group.members) == 1 and not group.untouched),
         decided_by=layer.decided_by,
-        heldout_error_before=corrected.get("heldout_error_before"),
-        heldout_error_after=corrected.get("heldout_error"),
+        heldout_error_before=_figure(corrected.get("heldout_error_before")),
+        heldout_error_after=_figure(corrected.get("heldout_error")),
         figures=layer.figures,
     )

@@ -90,7 +90,10 @@ class CutFiles:
         try:
             with safe_open(self._path(layer), framework="pt") as file:
                 return layer_from_dict(json.loads(file.metadata()["plan"]))
-        except (FileNotFoundError, SafetensorError, TypeError, KeyError, ValueError, CompressionError):
+        except (
+            FileNotFoundError, SafetensorError, TypeError, KeyError, ValueError, AttributeError, RecursionError,
+            OverflowError, CompressionError,
+        ):  # fmt: skip
             return None  # TypeError: without metadata
 
     def tensors(self, layer: MoeLayer) -> dict[str, torch.Tensor]:

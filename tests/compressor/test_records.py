@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from compressor.errors import CompressionError
-from compressor.records import plain_json, read_as, read_json, read_object
+from compressor.records import MOST_BITS, plain_json, read_as, read_json, read_object
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,14 @@ class Outer:
     rest: Any = None
 
 
+COUNTS = some.integers(1 - 2**MOST_BITS, 2**MOST_BITS - 1)
 INNER = some.builds(
-    Inner, some.text(), some.floats(allow_nan=False), some.none() | some.tuples(some.integers(), some.text())
+    Inner, some.text(), some.floats(allow_nan=False), some.none() | some.tuples(COUNTS, some.text())
 )
 OUTER = some.builds(
     Outer,
     some.sampled_from(["one", "two"]),
-    some.integers(),
+    COUNTS,
     some.lists(INNER, max_size=3).map(tuple),
     some.dictionaries(some.text(), some.floats(allow_nan=False), max_size=2),
     some.none() | some.booleans() | some.lists(some.integers(), max_size=2),
@@ -56,6 +57,7 @@ def test_defaults_may_be_missing_and_further_fields_are_left_aside() -> None:
     ("change", "message"),
     [
         ({"count": True}, "^count should be a whole number, it is True$"),
+        ({"count": 2**64}, "^count should be a whole number, it is 18446744073709551616$"),
         ({"count": 1.0}, "^count should be a whole number, it is 1.0$"),
         ({"kind": "three"}, "^kind should be one of one, two, it is 'three'$"),
         ({"inner": [{"share": 1}]}, r"^inner\[0\]\.name is missing$"),

@@ -204,7 +204,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "top-k 0": (lambda c: first_layer(c).update(top_k=0), "with a top-k of 0 would never be asked"),
     "top-k below 0": (lambda c: first_layer(c).update(top_k=-1), "with a top-k of -1 would never be asked"),
-    "scale huge": (lambda c: first_group(c).update(scale=10**400), "not built like a plan"),
+    "scale huge": (lambda c: first_group(c).update(scale=10**400), "a number in it is too large"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",

@@ -1,0 +1,283 @@
+"""Mutated files of strangers: whatever lies in them, they are read, or refused by a `CompressionError` of one sentence.
+
+What is accepted is carried on as a command would carry it: written again, and shown in every medium.
+"""
+
+import contextlib
+import copy
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from compressor.checkpoint.headers import read_header
+from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
+from compressor.correction.refit import Correction
+from compressor.document.markdown import markdown
+from compressor.document.terminal import show
+from compressor.errors import MOST_LETTERS, CompressionError
+from compressor.gates.document import gate_blocks
+from compressor.gates.junit import junit
+from compressor.gates.report import differing, gate_json, read_gate
+from compressor.generation.generate import read_facts
+from compressor.model.architecture import load_config, model_class
+from compressor.planning.protecting import read_protected
+from compressor.planning.recipe import recipe_of
+from compressor.plans.document import plan_blocks
+from compressor.plans.layer import Group, LayerPlan
+from compressor.plans.plan import CompressionPlan, Source
+from compressor.report.data import ReportData, report_data
+from compressor.report.figures import figures
+from compressor.report.page import page
+from compressor.report.sections import hubs as hub_blocks
+from tests import gates, zoo
+from tests.compressor.plans.test_plan import moe_layer
+
+DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what the file says
+DEEP: Any = json.loads("[" * 150 + "]" * 150)
+ODD: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2**63, 10**400, -(10**400), 10**4290, 0.5, 1e308, float("inf"), -float("inf"),
+    float("nan"), "", "0", "NaN", "\ud800", "[/b]", "\x1b[31m\u202e", "a\x00b", "x" * 300, "x" * 5000, "../..", "/", [],
+    {}, [1], [[]], [None], ["\udfff"], {"a": 1}, {"[/b]": []}, DEEP,
+)  # fmt: skip
+HUB = {
+    "module": "model.layers.0.mlp.experts", "layer": 0, "expert": 2, "influence": 3.2, "aarv": 40.0,
+    "influence_score": 7.0, "aarv_score": 5.5, "share": 0.3,
+}  # fmt: skip
+HUBS = [HUB, {**HUB, "expert": 5, "layer": 1, "module": "model.layers.1.mlp.experts"}]
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to every value within some JSON."""
+    yield path
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for name, entry in entries:
+        yield from places(entry, (*path, name))
+
+
+def changed(content: Any, path: tuple[Any, ...], kind: str, odd: Any) -> Any:
+    """The JSON with one value replaced, taken out, named otherwise or given twice."""
+    if not path:
+        return odd if kind == "replace" else content
+    made = copy.deepcopy(content)
+    owner = made
+    for step in path[:-1]:
+        owner = owner[step]
+    last = path[-1]
+    if kind == "remove":
+        del owner[last]
+    elif kind == "twice" and isinstance(owner, list):
+        owner.insert(last, copy.deepcopy(owner[last]))
+    elif kind == "rename" and isinstance(owner, dict) and isinstance(odd, str):
+        owner[odd] = owner.pop(last)
+    else:
+        owner[last] = odd
+    return made
+
+
+@st.composite
+def mutated(draw: st.DrawFn, original: Callable[[], Any]) -> bytes:
+    """The JSON text of `original` with up to three faults in its values, and now and then one in its bytes."""
+    content = copy.deepcopy(original())
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(list(places(content))))
+        kind = draw(st.sampled_from(["replace", "replace", "remove", "rename", "twice"]))
+        content = changed(content, path, kind, draw(st.sampled_from(ODD)))
+    raw = json.dumps(content).encode()
+    if draw(st.integers(0, 9)) == 0:
+        at = draw(st.integers(0, len(raw)))
+        raw = raw[:at] + draw(st.sampled_from([b"", b"\xff", b"\x00", b"[" * 2000, b"9" * 5000])) + raw[at + 1 :]
+    return raw
+
+
+@contextlib.contextmanager
+def only_sentences() -> Iterator[None]:
+    """Nothing leaves but a `CompressionError`, short, and of letters that can be seen."""
+    try:
+        yield
+    except CompressionError as error:
+        said = str(error)
+        assert said and len(said) <= 12 * MOST_LETTERS and all(x.isprintable() or x in "\n\t\xa0" for x in said), said
+
+
+@contextlib.contextmanager
+def folder_with(**files: bytes | str) -> Iterator[Path]:
+    """A folder with these files, whose names have dots for double underscores."""
+    with tempfile.TemporaryDirectory() as place:
+        for name, content in files.items():
+            path = Path(place) / name.replace("__", ".")
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        yield Path(place)
+
+
+@cache
+def config() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as place:
+        zoo.configure("mixtral").save_pretrained(place)
+        found: dict[str, Any] = json.loads((Path(place) / "config.json").read_text())
+    return found
+
+
+def header() -> dict[str, Any]:
+    return {
+        "__metadata__": {"format": "pt"},
+        "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b.weight": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]},
+    }
+
+
+def with_header(raw: bytes) -> bytes:
+    return len(raw).to_bytes(8, "little") + raw + bytes(22)
+
+
+def index() -> dict[str, Any]:
+    return {"metadata": {"total_size": 22}, "weight_map": dict.fromkeys(("a.weight", "b.weight"), "one.safetensors")}
+
+
+@cache
+def plan() -> dict[str, Any]:
+    merged = LayerPlan.of(moe_layer(0), [Group((0, 1), (0.5, 0.5), (0.5, 0.5), 1.5, 0), Group.single(2)])
+    dropping = LayerPlan.keep(moe_layer(1), [0, 5], figures={"correction": {"heldout_error": 0.5}, "cost": {"a": 1.0}})
+    made = CompressionPlan(
+        Source("folder", None, "f" * 64), 2, "by-hand", {"linkage": "average"},
+        {"source": "texts.jsonl", "sha256": "ab", "samples": 8, "seed": 0, "sources": [{"source": "a", "weight": 1.0}]},
+        (merged, dropping), correction={"method": "tune", "steps": 3, "tokens": 5, "rate": 0.1, "dtype": "float32"},
+        protected={merged.module: (2,)}, versions={"torch": "2"},
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(made.to_json())
+    return found
+
+
+@cache
+def compression() -> dict[str, Any]:
+    return {
+        "tool": "moe-compressor", "versions": {"torch": "2"}, "parameters": {"before": 2000, "after": 1000},
+        "bytes": {"before": 8000, "after": 4000}, "left_out": ["mtp"], "zeroed_fields": ["n"], "plan_digest": "ab",
+        "plan": plan(),
+    }  # fmt: skip
+
+
+@cache
+def gate() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gate_json(gates.mixed()))
+    return found
+
+
+FAST = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def shown(blocks: Any) -> None:
+    """In every medium that takes blocks."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        show(blocks)
+    for text in (printed.getvalue(), markdown(blocks)):
+        assert not set(text) & set("\x1b\x07\u202e\u2066"), "raw control characters"
+        text.encode()
+
+
+@FAST
+@given(mutated(config))
+@example(json.dumps({"model_type": "mixtral", "architectures": [1]}).encode())
+@example(json.dumps({"model_type": "mixtral", "architectures": 1}).encode())
+def test_config(raw: bytes) -> None:
+    with folder_with(config__json=raw, model__safetensors=with_header(json.dumps(header()).encode())) as folder:
+        with only_sentences():
+            read_facts(folder)
+        with only_sentences():
+            Checkpoint(folder)
+            assert isinstance(model_class(load_config(folder)), type)
+
+
+@FAST
+@given(mutated(header))
+@example(json.dumps({"a": {"dtype": "F32", "shape": [10**4290], "data_offsets": [0, 16]}}).encode())
+@example(json.dumps({"a": {"dtype": "F32", "shape": [10**3000] * 2, "data_offsets": [0, 22]}}).encode())
+@example(json.dumps({"a": {"dtype": "U8", "shape": [10**4299], "data_offsets": [0, 10**4299]}}).encode())
+@example(json.dumps({"a": {"dtype": "U8", "shape": [1] * 400_000, "data_offsets": [0, 22]}}).encode())
+@example(json.dumps({"x" * 10_000_000: {"dtype": "[/b]", "shape": [], "data_offsets": [0, 22]}}).encode())
+def test_header(raw: bytes) -> None:
+    with folder_with(model__safetensors=with_header(raw)) as folder, only_sentences():
+        tensors = read_header(folder / "model.safetensors")
+        assert sum(info.nbytes for info in tensors.values()) == 22
+
+
+@FAST
+@given(mutated(index))
+@example(json.dumps({"weight_map": {"a.weight": "x" * 300 + ".safetensors"}}).encode())
+@example(json.dumps({"weight_map": {"a.weight": "\ud800\x00"}}).encode())
+def test_index(raw: bytes) -> None:
+    files = {"config__json": b"{}", "one__safetensors": with_header(json.dumps(header()).encode())}
+    with folder_with(**files, **{INDEX_NAME.replace(".", "__"): raw}) as folder, only_sentences():
+        assert set(Checkpoint(folder).tensors) <= {"a.weight", "b.weight"}
+
+
+@FAST
+@given(mutated(plan))
+@example(json.dumps({**plan(), "correction": {"method": "ridge", "dtype": []}}).encode())
+@example(json.dumps({**plan(), "layers": [{**plan()["layers"][0], "experts": 10**12}]}).encode())
+@example(json.dumps({**plan(), "strategy": "\ud800"}).encode())
+def test_plan(raw: bytes) -> None:
+    with folder_with(plan__json=raw) as folder, only_sentences():
+        made = CompressionPlan.load(folder / "plan.json")
+        assert CompressionPlan.from_dict(json.loads(made.to_json().encode())).digest() == made.digest()
+        Correction.from_plan(made.correction)
+        recipe_of(made, "model")
+        shown(plan_blocks(made, folder))
+
+
+@FAST
+@given(mutated(lambda: HUBS))
+def test_hubs(raw: bytes) -> None:
+    record = json.dumps(compression())
+    with folder_with(hubs__json=raw, compression__json=record) as folder:
+        with only_sentences():
+            read_protected(folder / "hubs.json", [moe_layer(0), moe_layer(1)])
+        with only_sentences():
+            data = report_data(folder, hubs=folder / "hubs.json")
+            shown(hub_blocks(data))
+            page(data, ())
+            ReportData.from_json(data.to_json())
+
+
+@FAST
+@given(mutated(gate))
+@example(json.dumps({**gate(), "confidence": 0}).encode())
+@example(json.dumps({**gate(), "confidence": 1}).encode())
+@example(json.dumps({**gate(), "confidence": 0.5}).encode())
+@example(json.dumps({**gate(), "compressed_identity": {"weights": [1]}}).encode())
+def test_gate(raw: bytes) -> None:
+    with folder_with(gate__json=raw) as folder, only_sentences():
+        result = read_gate(folder)
+        gate_json(result)
+        junit(result)
+        shown(gate_blocks(result))
+        differing(folder, result.compressed_identity)
+
+
+@FAST
+@given(mutated(compression))
+def test_compression(raw: bytes) -> None:
+    with folder_with(compression__json=raw) as folder, only_sentences():
+        data = report_data(folder)
+        page(data, figures(data, DRAWN)).encode("utf-8", "backslashreplace")
+        ReportData.from_json(data.to_json())
+
+
+SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
+    test_config: config, test_header: header, test_index: index, test_plan: plan, test_hubs: lambda: HUBS,
+    test_gate: gate, test_compression: compression,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("test", SOUND, ids=lambda test: test.__name__)
+def test_what_is_mutated_is_sound_to_begin_with(test: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "only_sentences", contextlib.nullcontext)
+    test.hypothesis.inner_test(json.dumps(SOUND[test]()).encode())  # type: ignore[attr-defined]

@@ -1,0 +1,164 @@
+"""What is told of foreign names and faults: one sentence, of letters that can be seen, whatever a checkpoint holds."""
+
+import contextlib
+import io
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+
+from compressor.checkpoint.headers import read_header
+from compressor.cli.main import _OneLine
+from compressor.cli.terminal import Bars, print_json
+from compressor.errors import MOST_LETTERS, CompressionError, faults_told
+from compressor.records import MOST_DEPTH, bounded
+from exporters.safetensors import MARKER, work_folder
+from tests import small
+from tests.command_line import Run, names, refused
+
+HOSTILE = "[/b][red]\x1b[2J\x07\u202egpj.\u2066x\x9b31m"
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def endless() -> pre_tokenizers.Split:
+    """Splits by a pattern that takes exponential time on letters alone."""
+    return pre_tokenizers.Split(Regex(r"^(([a-z])+.)+[A-Z]([a-z])+$"), "isolated")
+
+
+def pattern_that_gives_up(folder: Path) -> Path:
+    """A tokenizer whose regular expression backtracks until the library panics."""
+    made = small.tokenizer()
+    inner = made.backend_tokenizer
+    inner.pre_tokenizer = pre_tokenizers.Sequence([endless(), inner.pre_tokenizer])
+    made.save_pretrained(folder)
+    return folder
+
+
+def test_bars_take_no_name_for_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with Bars() as bars:
+        bars.start("[/b] plan", 1)
+        bars.advance(HOSTILE)
+    said = capsys.readouterr().err
+    assert "[/b] plan" in said and "[/b][red]" in said
+    assert not set(said) & set("\x07\u202e\u2066\x9b") and "\x1b[2J" not in said
+
+
+@given(st.recursive(st.text() | st.just(HOSTILE) | st.just("\ud800 \U000e0041"), lambda x: st.lists(x, max_size=3)))
+def test_json_on_the_terminal_is_of_letters_that_can_be_seen(content: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_json(content)
+    text = printed.getvalue()
+    assert json.loads(text) == content and all(x.isprintable() or x in "\n\xa0" for x in text)
+    text.encode()
+
+
+@given(st.text() | st.just(HOSTILE * 1000) | st.integers(1, 4).map(lambda n: "x" * 10**n * 2))
+def test_a_sentence_hides_nothing_and_keeps_its_ends(name: str) -> None:
+    said = str(CompressionError(f"tensor {name} is odd; download it again"))
+    assert said.startswith("tensor ") and said.endswith(" is odd; download it again")
+    assert len(said) < 12 * MOST_LETTERS and all(x.isprintable() or x in "\n\t\xa0" for x in said)
+    assert not name.isprintable() or len(name) > 1000 or name in said
+
+
+def test_a_sentence_that_is_cut_keeps_no_half_of_a_token() -> None:
+    token = "hf_" + "Aa1" * 12
+    for start in range(MOST_LETTERS - MOST_LETTERS // 4 - 60, MOST_LETTERS - MOST_LETTERS // 4 + 10):
+        assert "Aa1" not in str(CompressionError("x " * (start // 2) + f"{token} " + "y" * MOST_LETTERS))
+
+
+def test_warnings_are_short_and_plain() -> None:
+    record = logging.LogRecord("compressor", logging.WARNING, "", 1, "%s of a plugin", (HOSTILE + "x" * 10**6,), None)
+    said = _OneLine().format(record)
+    assert said.startswith("WARNING: [/b]") and said.endswith("of a plugin") and said.isprintable()
+    assert len(said) < 2 * MOST_LETTERS
+
+
+def test_a_name_of_megabytes_makes_a_short_sentence(tmp_path: Path) -> None:
+    raw = json.dumps({"x" * 3_000_000: {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "a").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(4))
+    with pytest.raises(CompressionError, match=r"a: tensor 'x+ \.\.\. x+' claims .*; download the file again") as told:
+        read_header(tmp_path / "a")
+    assert len(str(told.value)) <= MOST_LETTERS + 5
+
+
+def test_json_is_bounded() -> None:
+    nested: Any = []
+    for _ in range(MOST_DEPTH - 1):
+        nested = [nested]
+    assert bounded(nested) is nested and bounded(2**1000) == 2**1000
+    for odd in ([[nested]], {"a": {"b": nested}}, {"a": [2**1024]}, -(2**1024)):
+        with pytest.raises(ValueError, match=r"nested deeper|too large"):
+            bounded(odd)
+
+
+def test_a_panic_is_told_and_a_key_is_not() -> None:
+    inner = small.tokenizer().backend_tokenizer
+    inner.pre_tokenizer = endless()
+    told = pytest.raises(CompressionError, match=r"^reading: .*retry-limit.*; mend it$")
+    with told, faults_told("reading", "split it", "mend it"):
+        inner.encode("a" * 40)
+    with pytest.raises(KeyboardInterrupt), faults_told("reading", "split it", "mend it"):
+        raise KeyboardInterrupt
+
+
+def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_path: Path) -> None:
+    folder = pattern_that_gives_up(small.save(tmp_path / "in"))
+    text = small.text_file(tmp_path, "a" * 40)
+    before = names(tmp_path)
+    sizes = ("--samples", 2, "--sequence-length", 16)
+    made = run("compress", folder, "-o", tmp_path / "out", "--experts", 2, "--calibration", text, *sizes)
+    last = made.err.splitlines()[-1] + "\n"  # the library's own note of the panic comes first
+    refused(
+        replace(made, err=last),
+        r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the tokenizer",
+    )
+    assert names(tmp_path) == before
+    said = run("generate", folder, "a" * 40, "--max-new-tokens", 1)
+    assert said.status == 2 and "the tokenizer cannot take the prompt" in said.err
+
+
+def test_half_a_character_in_jsonl_is_refused_with_its_line(run: Run, offline: None, tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "a fine text"}\n{"text": "half \\ud83d of a character"}\n')
+    made = run(
+        "compress", small.save(tmp_path / "in"), "-o", tmp_path / "out", "--experts", 2, "--calibration", text,
+    )  # fmt: skip
+    refused(made, r"a\.jsonl, line 2 has '\\ud83d', half a character; mend or remove it")
+    assert names(tmp_path) == ["a.jsonl", "in"]
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_a_token_visits_an_expert(run: Run, offline: None, tmp_path: Path, top_k: int) -> None:
+    folder = small.save(tmp_path / "in")
+    small.edit_json(folder / "config.json", lambda content: content.update(num_experts_per_tok=top_k))
+    for command in (["inspect", folder], ["compress", folder, "-o", tmp_path / "out", "--experts", 2]):
+        refused(run(*command), rf"the config sends a token to {top_k} experts \(\w+\); restore config\.json")
+    assert names(tmp_path) == ["in"]
+
+
+def test_architectures_that_are_no_names_are_passed_over(run: Run, offline: None, tmp_path: Path) -> None:
+    folder = small.save(tmp_path / "in")
+    small.edit_json(folder / "config.json", lambda content: content.update(architectures=[1]))
+    assert run("inspect", folder).status == 0
+
+
+def test_a_leftover_that_is_no_plan_and_no_journal_is_made_anew(run: Run, offline: None, tmp_path: Path) -> None:
+    folder, out = small.save(tmp_path / "in"), tmp_path / "out"
+    for content in ("[]", "1", DEEP, '"\\ud800"', '{"digest": [], "boot": {}, "finished": [[]]}'):
+        work = work_folder(out)
+        work.mkdir()
+        for name in ("plan.json", MARKER):
+            (work / name).write_text(content)
+        made = run("compress", folder, "-o", out, "--experts", 2, "--strategy", "model-centric", "--correct", "none")
+        assert made.status == 0, made.err
+        assert names(tmp_path) == ["in", "out"]
+        shutil.rmtree(out)
