@@ -12,13 +12,14 @@ LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
-    if prompt.strip() and not says_something(tokenizer, tokenizer(prompt, add_special_tokens=False)["input_ids"]):
+    opening = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+    with faults_told("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
+        plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = tuple(int(token) for token in tokenizer(prompt)["input_ids"]) or opening
+    if prompt.strip() and not says_something(tokenizer, plain):
         raise no_token("the prompt")
     if chat:
         return _encode_chat(tokenizer, prompt)
-    opening = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
-    with faults_told("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
-        ids = tuple(int(token) for token in tokenizer(prompt)["input_ids"]) or opening
     if ids:
         return ids
     raise CompressionError(
