@@ -164,7 +164,7 @@ def test_impossible_corrections_are_refused() -> None:
     with pytest.raises(CompressionError, match="there is no correction 'rigde'; known are none, ridge, tune"):
         Correction("rigde")
     for values in ({"steps": 0}, {"tokens": 0}, {"rate": 0.0}, {"rate": 1.0}):
-        with pytest.raises(CompressionError, match=r"cannot run; give whole numbers of at least 1, and a rate between 0 and 1"):
+        with pytest.raises(CompressionError, match="give whole numbers of at least 1, and a rate"):
             Correction("tune", **values)  # type: ignore[arg-type]
     with pytest.raises(CompressionError, match=re.escape("{'method': 'ridge', 'penalty': 3} is not understood")):
         Correction.from_plan({"method": "ridge", "penalty": 3})
