@@ -29,7 +29,7 @@ def full_disk_told(place: Path) -> Iterator[None]:
         raise CompressionError(f"the disk of {place} is full; free some space and run the command again") from error
 
 
-def refuse_links(folder: Path) -> None:
+def refuse_linked_folder(folder: Path) -> None:
     """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
     inside = (os.path.join(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1]))
     for path in (str(folder), *(() if folder.is_symlink() else inside)):

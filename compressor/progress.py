@@ -1,5 +1,7 @@
-"""Where a long job tells how far it is; silent unless somebody listens."""
+"""Where a long job tells how far it is, silent unless somebody listens; and transformers, silenced meanwhile."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -19,3 +21,19 @@ class Silent:
 
     def advance(self, detail: str) -> None:
         """Ignore a step."""
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' own progress bars and warnings while its loader works on one part at a time."""
+    from transformers.utils import logging as transformers_logging
+
+    enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if enabled:
+            transformers_logging.enable_progress_bar()

@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 TOOL = "moe-compressor"
 RECORDS = ("compression.json", "onnx_export.json")  # what an output of this tool tells of itself
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
-CARRIED_FOLDERS = ("additional_chat_templates",)
+TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx\.data)")
 BESIDE = re.compile(
     r"(.+[_-])?(config|tokenizer|template|params)\.json|(special_tokens_map|added_tokens|vocab|gate)\.json"
@@ -69,4 +69,4 @@ def _is_of_checkpoint(name: str) -> bool:
 def _is_export(folder: Path) -> bool:
     """Whether a subfolder is one that compress makes: chat templates, or an exporter's."""
     exporters = entry_points(group="moe_compressor.exporters").names
-    return not folder.is_symlink() and (folder.name in CARRIED_FOLDERS or folder.name in exporters)
+    return not folder.is_symlink() and (folder.name == TEMPLATES or folder.name in exporters)

@@ -1,6 +1,7 @@
 """Words of reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
 
 import difflib
+import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -95,6 +96,13 @@ def counted(count: int, thing: str) -> str:
 def joined(words: Sequence[str]) -> str:
     """['a', 'b', 'c'] -> 'a, b and c'."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def short(value: object, digits: int = 3) -> str:
+    """A figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
 def human_bytes(count: float) -> str:

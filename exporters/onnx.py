@@ -23,6 +23,7 @@ from compressor.model.carried import check_carried
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
+from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
 from exporters import safetensors as publishing
@@ -225,7 +226,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         shutil.copyfile(source, content / name)
     asked, found = asdict(options), asdict(summary)
     record = {
-        "tool": "moe-compressor",
+        "tool": TOOL,
         "versions": versions(PACKAGES),
         "source": opened.source.label,
         "options": {name: value for name, value in asked.items() if name not in ("overwrite", "external_bytes")},

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.model.loading import quiet_transformers
+from compressor.progress import quiet_transformers
 from exporters.onnx_reference import model_inputs
 
 CACHE = "past_key_values"

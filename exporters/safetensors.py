@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from compressor.errors import CompressionError
-from compressor.files import full_disk_told, refuse_links, replace_folder, replacing
+from compressor.files import full_disk_told, refuse_linked_folder, replace_folder, replacing
 from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import OutputJob, Piece
 from exporters.shards import begin_shard, index_json, lay_out, put
@@ -95,7 +95,7 @@ def check_target(out: Path, overwrite: bool) -> None:
         raise CompressionError(
             f"{out.parent} cannot be written to; change its permissions or name another output folder"
         )
-    refuse_links(work_folder(out))
+    refuse_linked_folder(work_folder(out))
     _tidy(out)
     if not (out.exists() or out.is_symlink()):
         return
@@ -119,7 +119,7 @@ def check_space(out: Path, nbytes: int) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a work folder alone; raises `CompressionError` while another run does."""
-    refuse_links(folder)
+    refuse_linked_folder(folder)
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:

@@ -181,10 +181,10 @@ def calibration_report(folder: Path) -> None:
     from compressor.calibration.batches import Calibration
     from compressor.calibration.sources import as_rows
     from compressor.checkpoint.source import locate
-    from compressor.model.loading import PartialModel, quiet_transformers
+    from compressor.model.loading import PartialModel
     from compressor.model.opened import open_model
     from compressor.planning.make import collect
-    from compressor.progress import Silent
+    from compressor.progress import Silent, quiet_transformers
 
     ids = torch.randint(VOCABULARY, (16 * 256,), generator=torch.Generator().manual_seed(0))
     batches = as_rows(ids, 256).split(8)

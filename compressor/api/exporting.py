@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import full_disk_told, refuse_links, replace_folder
+from compressor.files import full_disk_told, refuse_linked_folder, replace_folder
 from compressor.planning.options import defaults
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
@@ -71,7 +71,7 @@ def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
 def _hidden(output: Path, name: str) -> Iterator[Path]:
     """The name of a hidden folder beside the output, which is gone in the end."""
     place = output.absolute().with_name(f".{output.name}.{name}")
-    refuse_links(place)
+    refuse_linked_folder(place)
     try:
         yield place
     finally:

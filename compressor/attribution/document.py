@@ -19,18 +19,12 @@ from compressor.attribution.summary import (
 )
 from compressor.calibration.sources import without_folders
 from compressor.document.blocks import Block, Code, Heading, Table, Text
+from compressor.words import short
 
 HUB_COLUMNS = ("expert", "influence", "its score", "AARV", "its score", "tokens")
 STRONGEST_KEYS = 3  # key tokens named for each head
 
 Blocks = tuple[Block, ...]
-
-
-def number(value: float | None) -> str:
-    """Three significant digits, all before the point; '-' for none."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
@@ -89,7 +83,7 @@ def exactness(attribution: Attribution) -> str:
     if worst is None:
         return f"No router was read; {tokens}."
     return (
-        f"Sub-scores add up to the router's logits within {number(worst.unexplained)} of the largest logit "
+        f"Sub-scores add up to the router's logits within {short(worst.unexplained)} of the largest logit "
         f"(layer {worst.layer}), on {tokens}."
     )
 
@@ -127,13 +121,13 @@ def hub_blocks(
 def hub_cells(hub: Hub) -> tuple[str, ...]:
     """A hub's row under `HUB_COLUMNS`."""
     figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
-    return expert_label(hub.layer, hub.expert), *map(number, figures), percent(hub.share)
+    return expert_label(hub.layer, hub.expert), *map(short, figures), percent(hub.share)
 
 
 def kind_blocks(attribution: Attribution) -> Blocks:
     """How much of the influence comes from each kind of component."""
     rows = tuple(
-        (each.kind, str(each.senders), number(each.influence), percent(each.share)) for each in kind_shares(attribution)
+        (each.kind, str(each.senders), short(each.influence), percent(each.share)) for each in kind_shares(attribution)
     )
     title = "What shapes routing"
     return Heading(title), Table(title, ("kind", "senders", "influence", "share of all"), rows)
@@ -146,8 +140,8 @@ def sender_blocks(attribution: Attribution, top: int) -> Blocks:
         (
             label,
             sender.kind,
-            number(sender.total_influence),
-            "-" if sender.kind in UNRANKED else number(sender.total_rank_change),
+            short(sender.total_influence),
+            "-" if sender.kind in UNRANKED else short(sender.total_rank_change),
             percent(sender.share),
         )
         for label, sender in zip(sender_labels(chosen), chosen, strict=True)
@@ -161,7 +155,7 @@ def sender_blocks(attribution: Attribution, top: int) -> Blocks:
 def _super_blocks(hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> Blocks:
     columns, title = ("expert", "largest entry", "largest norm", "mean norm"), "Super experts"
     rows = tuple(
-        (expert_label(each.layer, each.expert), number(each.max_entry), number(each.max_norm), number(each.mean_norm))
+        (expert_label(each.layer, each.expert), short(each.max_entry), short(each.max_norm), short(each.mean_norm))
         for each in supers
     )
     return (
@@ -207,5 +201,5 @@ def _correlation_line(attribution: Attribution) -> str:
     found = [rank_correlation([*pairs(attribution, *kinds)]) for kinds in (ZEROED, ("expert",))]
     return (
         "Spearman rank correlation of influence and AARV: "
-        f"{number(found[0])} for components, {number(found[1])} for routed experts."
+        f"{short(found[0])} for components, {short(found[1])} for routed experts."
     )

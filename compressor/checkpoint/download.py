@@ -14,10 +14,10 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from compressor.checkpoint.faults import hub_fault, is_refusal, told_reason
-from compressor.checkpoint.links import TEMPLATES
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME, read_weight_map
 from compressor.errors import CompressionError
 from compressor.progress import Progress
+from compressor.replaceable import TEMPLATES
 
 logger = logging.getLogger(__name__)
 

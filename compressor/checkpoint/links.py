@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 from compressor.errors import CompressionError
-
-TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
+from compressor.replaceable import TEMPLATES
 
 
 def refuse_links(folder: Path, inside: tuple[str, ...] = ("", TEMPLATES)) -> None:

@@ -13,8 +13,7 @@ from compressor.checkpoint.headers import Size
 from compressor.checkpoint.reader import Checkpoint
 from compressor.demo.evaluation import demo_checkpoint, heldout_loss, load_documents, load_items, skill_accuracy
 from compressor.errors import CompressionError
-from compressor.model.loading import quiet_transformers
-from compressor.progress import Progress
+from compressor.progress import Progress, quiet_transformers
 
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("count-guided", {}),

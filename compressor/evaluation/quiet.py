@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from unittest.mock import patch
 
 from compressor.errors import CompressionError
-from compressor.model.loading import quiet_transformers
+from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 

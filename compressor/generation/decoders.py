@@ -14,8 +14,8 @@ from torch import Tensor
 from compressor.checkpoint.reader import MODEL_NAME, Checkpoint
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import load_config, model_class
-from compressor.model.loading import quiet_transformers
 from compressor.model.opened import pick_device, pick_dtype
+from compressor.progress import quiet_transformers
 
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
 RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))  # of a cache: in -> out

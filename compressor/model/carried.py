@@ -4,13 +4,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from compressor.errors import CompressionError, reason_of
-from compressor.model.loading import quiet_transformers
 from compressor.model.tokenizer import load_tokenizer
+from compressor.progress import quiet_transformers
 from compressor.records import read_object
+from compressor.replaceable import TEMPLATES
 
 GENERATION = "generation_config.json"
-TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-BESIDE = (*TEMPLATES, "chat_template.json", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+CHAT_TEMPLATES = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")
+BESIDE = (
+    *CHAT_TEMPLATES, "chat_template.json", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json",
+)  # fmt: skip
 OBJECTS = (
     GENERATION, "tokenizer.json", *BESIDE[-4:], "adapter_config.json", "preprocessor_config.json",
     "processor_config.json", "video_preprocessor_config.json",
@@ -27,7 +30,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
     for name in OBJECTS:
         if (folder / name).is_file():
             read_object(folder / name)
-    for path in _found(folder, TEMPLATES):
+    for path in _found(folder, CHAT_TEMPLATES):
         try:
             path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -75,7 +78,7 @@ def _culprit(folder: Path) -> Path | None:
     config = folder / "tokenizer_config.json"
     if config.is_file() and "auto_map" in read_object(config):
         return None  # of its own code, which is never run
-    left = {path.relative_to(folder): path for pattern in ("*", TEMPLATES[1]) for path in folder.glob(pattern)}
+    left = {path.relative_to(folder): path for pattern in ("*", CHAT_TEMPLATES[1]) for path in folder.glob(pattern)}
     for path in _found(folder, BESIDE):
         del left[path.relative_to(folder)]
         with TemporaryDirectory() as scratch:

@@ -1,8 +1,7 @@
 """Loading parts of a checkpoint into the stock model on meta, through transformers' own weight conversion."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_u
 from compressor.checkpoint.reader import Checkpoint, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
+from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -24,22 +24,6 @@ class KeyMap:
     targets: dict[str, str]  # checkpoint name -> state-dict name (the first one, where a conversion makes several)
     patterns: dict[str, str | None]
     unknown: tuple[str, ...]  # checkpoint tensors that the stock model does not load
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' own progress bars and warnings while its loader works on one part at a time."""
-    from transformers.utils import logging as transformers_logging
-
-    enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
+from compressor.progress import quiet_transformers
 
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*", "*.model", "*.model.v*", "*.tiktoken", "*.spm",
@@ -15,8 +16,6 @@ VOCABULARIES = (
 def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
     """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
     from transformers import AutoTokenizer
-
-    from compressor.model.loading import quiet_transformers  # which loads half of transformers
 
     try:
         with quiet_transformers():

@@ -8,7 +8,7 @@ from compressor.checkpoint.links import refuse_link
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressionError
 from compressor.planning.recipe import RECIPE
-from compressor.surgery.job import CARRIED_FOLDERS
+from compressor.replaceable import TEMPLATES
 
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
@@ -26,7 +26,7 @@ def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
     """
     wanted = {*weights, CARD, RECIPE}
     names = [path.name for path in folder.iterdir() if _beside(path.name) or path.name in wanted]
-    names += [f"{inner}/{path.name}" for inner in CARRIED_FOLDERS for path in (folder / inner).glob("*")]
+    names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
     names += _pictures(folder)
     return {name: folder / name for name in sorted({*names}) if _usable(folder, name)}
 

@@ -14,9 +14,9 @@ from compressor.drawing.palette import FONT, ROLES
 from compressor.drawing.picture import Drawing
 from compressor.gates.picture import gate_figure
 from compressor.report.data import LayerReport, Load, ReportData
-from compressor.report.layers import brief_end, named, roles, share, short
+from compressor.report.layers import brief_end, named, roles, share
 from compressor.report.matrices import experts, similarity
-from compressor.words import counted, human_bytes, human_count, readable
+from compressor.words import counted, human_bytes, human_count, readable, short
 from compressor.words import share as part_of
 
 if TYPE_CHECKING:

@@ -76,13 +76,6 @@ def brief_end(text: str, most: int = 24) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def short(value: object, digits: int = 3) -> str:
-    """A figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
-
-
 def share(value: object) -> str:
     """0.125 -> '12.5%'; a dash for none."""
     if not isinstance(value, int | float) or not math.isfinite(value):

@@ -13,8 +13,8 @@ from compressor.drawing.keys import draw_key
 from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES
 from compressor.drawing.picture import Drawing
 from compressor.report.data import LayerReport, ReportData
-from compressor.report.layers import all_fates, brief_end, listed, mean, merged, named, order, short, within
-from compressor.words import counted, readable
+from compressor.report.layers import all_fates, brief_end, listed, mean, merged, named, order, within
+from compressor.words import counted, readable, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ from compressor.replaceable import is_page
 from compressor.report import run_sections, sections
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures
-from compressor.report.layers import mean, short
-from compressor.words import counted, human_bytes, human_count, share
+from compressor.report.layers import mean
+from compressor.words import counted, human_bytes, human_count, share, short
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again

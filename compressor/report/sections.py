@@ -7,8 +7,8 @@ from typing import Any
 from compressor.attribution.summary import expert_label
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Link, Note, Strong, Table, Text, Words
 from compressor.report.data import LayerReport, ReportData
-from compressor.report.layers import fates, listed, mean, merged, named, share, short, shown, within
-from compressor.words import counted
+from compressor.report.layers import fates, listed, mean, merged, named, share, shown, within
+from compressor.words import counted, short
 
 MOST_CELLS = 20_000  # of all layers' matrices as tables
 MOST_OPEN = 8  # layers whose tables are not folded away together

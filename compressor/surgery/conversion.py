@@ -13,8 +13,9 @@ from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
-from compressor.model.loading import PartialModel, quiet_transformers
+from compressor.model.loading import PartialModel
 from compressor.plans.plan import CompressionPlan
+from compressor.progress import quiet_transformers
 from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
 

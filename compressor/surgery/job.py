@@ -11,13 +11,14 @@ import torch
 
 from compressor.calibration.sources import without_folders
 from compressor.checkpoint.headers import Size
-from compressor.checkpoint.links import TEMPLATES, refuse_links
+from compressor.checkpoint.links import refuse_links
 from compressor.model.architecture import build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan
+from compressor.replaceable import TEMPLATES, TOOL
 from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs
@@ -30,7 +31,6 @@ NOT_CARRIED = (
 NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
     "config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json",
 }  # fmt: skip
-CARRIED_FOLDERS = (TEMPLATES,)
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
@@ -44,9 +44,7 @@ def carried_files(folder: Path) -> dict[str, Path]:
         for path in _visible(folder)
         if path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
     }
-    for name in CARRIED_FOLDERS:
-        found.update({f"{name}/{path.name}": path for path in _visible(folder / name)})
-    return found
+    return found | {f"{TEMPLATES}/{path.name}": path for path in _visible(folder / TEMPLATES)}
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -62,7 +60,7 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
         content["calibration"] = without_folders(content["calibration"])
     record = readable_json(
         {
-            "tool": "moe-compressor",
+            "tool": TOOL,
             "versions": versions(),
             "parameters": {"before": before.parameters, "after": after.parameters},
             "bytes": {"before": before.bytes, "after": after.bytes},

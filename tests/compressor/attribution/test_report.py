@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from compressor.attribution import report as attribution_report
-from compressor.attribution.document import exactness, number, whole_blocks
+from compressor.attribution.document import exactness, whole_blocks
 from compressor.attribution.figures import Attribution, KeyInfluence, Receiver, Sender
 from compressor.attribution.graph_files import measured_graph
 from compressor.attribution.hubs import Hub, SuperExpert, find_hubs, super_experts
@@ -34,6 +34,7 @@ from compressor.cli.results import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
+from compressor.words import short
 from tests.attributions import attribution, module, sender, with_massive
 
 NAMES = [
@@ -257,7 +258,7 @@ def test_exactness_names_the_worst_receiver() -> None:
     [(0.0123456, "0.0123"), (4836.85, "4,837"), (1.25e9, "1.25e+09"), (None, "-"), (math.nan, "-"), (0.0, "0")],
 )
 def test_numbers_for_people(value: float | None, shown: str) -> None:
-    assert number(value) == shown
+    assert short(value) == shown
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])

@@ -22,8 +22,9 @@ from compressor.drawing.cells import group_look
 from compressor.drawing.picture import Drawing, drawing_settings, inline_svgs, png
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures, phases, visit_alt
-from compressor.report.layers import all_fates, fates, listed, named, order, roles, short
+from compressor.report.layers import all_fates, fates, listed, named, order, roles
 from compressor.report.matrices import LEVELS, cells, limits, matrix_alt
+from compressor.words import short
 from tests.gates import gates
 from tests.reported import HOSTILE, bare, hostile, layer, report
 
