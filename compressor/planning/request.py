@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compressor.calibration.sources import DEFAULT_SOURCE, WeightedSource, parse_sources, short_names
 from compressor.errors import CompressionError
 from compressor.run_record import versions
 
 if TYPE_CHECKING:
-    from compressor.calibration.sources import WeightedSource
     from compressor.model.opened import OpenModel
 
 AUTO, GRAPH = "auto", "graph:"
@@ -95,18 +95,14 @@ class Request:
         return self.protect == AUTO or self.central is not None
 
     @property
-    def sources(self) -> "tuple[WeightedSource, ...]":
+    def sources(self) -> tuple[WeightedSource, ...]:
         """The calibration sources with their weights."""
-        from compressor.calibration.sources import DEFAULT_SOURCE, parse_sources  # here, since torch comes with it
-
         given = self.calibration
         return parse_sources([DEFAULT_SOURCE] if given is None else [given] if isinstance(given, str) else given)
 
     @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each calibration source, without folders."""
-        from compressor.calibration.sources import short_names  # here, since torch comes with it
-
         return short_names([entry.source for entry in self.sources])
 
 
