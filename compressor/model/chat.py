@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
-from compressor.model.chat_process import SECONDS
+SECONDS = 10.0  # of a processor's time for a conversation
 
 
 class TemplateError(Exception):
@@ -41,14 +41,15 @@ class ChatTemplate:
         """
         if self._process is None:
             self._process = _started()
-            self._ask(special_tokens=self._tokenizer.special_tokens_map, template=self._tokenizer.get_chat_template())
+            own = self._tokenizer
+            self._ask(template=own.get_chat_template(), special_tokens=own.special_tokens_map, seconds=SECONDS)
         self._ask(messages=messages, add_generation_prompt=add_generation_prompt)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith("\n"):
             late = self._process.wait() == -signal.SIGPROF
             ended = f"its process ended with status {self._process.returncode}"
-            raise TemplateError(f"it takes more than {SECONDS:g} seconds" if late else ended)
+            raise TemplateError(f"it takes more than {SECONDS:g} s of a processor" if late else ended)
         answer = json.loads(line)
         if "fault" in answer:
             raise TemplateError(answer["fault"])

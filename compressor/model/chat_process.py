@@ -1,7 +1,8 @@
 """The process that renders a chat template, which is a stranger's program: with limits on its time and memory.
 
 `compressor/model/chat.py` starts it. The first line of standard input is the template with the special tokens that it
-may name, each line after it a conversation; each answer is a line of JSON with a text or a fault.
+may name, and the seconds of a processor that it may take; each line after it is a conversation. Each answer is a line
+of JSON with a text or a fault.
 """
 
 import json
@@ -12,8 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-SECONDS = 10.0  # of the processor's time for a conversation, or saved up by those that took less than their share
-SHARE = 0.1  # seconds of each conversation: a template that is slow with all of them is no less of a trap
+SHARE = 0.01  # of the time that one conversation may take: so much on average, lest many slow ones take for ever
 MEMORY = 2**30  # bytes beyond what the process needs without a template
 MOST_LETTERS = 2**27  # of a rendered conversation
 
@@ -27,13 +27,14 @@ def main() -> None:
     _limit_memory()
     given = json.loads(sys.stdin.readline())
     kind = type("Chat", (PreTrainedTokenizerBase,), {"special_tokens_map": given["special_tokens"]})
-    tokenizer, left = kind(chat_template=given["template"]), SECONDS
+    tokenizer, most = kind(chat_template=given["template"]), given["seconds"]
+    left = most
     for line in sys.stdin:
         start = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, left)
         answer = _answer(tokenizer, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        left = min(SECONDS, max(left - (time.process_time() - start), 0) + SHARE)
+        left = min(most, max(left - (time.process_time() - start), 0) + SHARE * most)
         print(answer, file=answers, flush=True)
 
 
