@@ -59,46 +59,48 @@ def _file_documents(path: Path, template: ChatTemplate, purpose: str) -> list[st
     """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
     try:
         with path.open(encoding="utf-8-sig") as stream:
+            lines = _lines(stream, path)
             if path.suffix in (".jsonl", ".json"):
-                found = [_json_document(line, template, where) for where, line in _lines(stream, path) if line.strip()]
+                found = [
+                    _json_document(line, template, f"{path}, line {number}") for number, line in lines if line.strip()
+                ]
             else:
-                found = list(_paragraphs(stream, path))
+                found = list(_paragraphs(lines, path))
     except OSError as error:
         raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
     return [document for document in found if document.strip()]
 
 
-def _lines(stream: TextIO, path: Path) -> Iterator[tuple[str, str]]:
-    """Each line after its place; refuses one that is longer than any document."""
-    for number in itertools.count(1):
-        try:
-            line = stream.readline(MOST_LETTERS + 1)
-        except UnicodeDecodeError as error:
-            place = stream.buffer.tell() - len(error.object) + error.start  # of the part read last, it is the end
-            raise CompressionError(
-                f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
-            ) from error
-        if not line:
-            return
-        where = f"{path}, line {number}"
-        if len(line) > MOST_LETTERS:
-            raise CompressionError(f"{where} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
-        yield where, line
+def _lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
+    """Each line after its number; refuses one that is longer than any document."""
+    number = 0
+    try:
+        while line := stream.readline(MOST_LETTERS + 1):
+            number += 1
+            if len(line) > MOST_LETTERS:
+                raise CompressionError(f"{path}, line {number} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
+            yield number, line
+    except UnicodeDecodeError as error:
+        place = stream.buffer.tell() - len(error.object) + error.start  # in the file, of which that is the part read
+        raise CompressionError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
+        ) from error
 
 
-def _paragraphs(stream: TextIO, path: Path) -> Iterator[str]:
+def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
     """What stands between blank lines."""
-    paragraph = io.StringIO()
-    for where, line in itertools.chain(_lines(stream, path), [("", "\n")]):
+    paragraph, letters = io.StringIO(), 0
+    for number, line in itertools.chain(lines, [(0, "\n")]):
         if line != "\n":
-            paragraph.write(line)
-            if paragraph.tell() > MOST_LETTERS:
+            letters += paragraph.write(line)
+            if letters > MOST_LETTERS:
                 raise CompressionError(
-                    f"{where}: the document has more than {MOST_LETTERS:,} letters; put blank lines between documents"
+                    f"{path}, line {number}: the document has more than {MOST_LETTERS:,} letters; put blank lines "
+                    "between documents"
                 )
-        elif paragraph.tell():
+        elif letters:
             yield paragraph.getvalue().removesuffix("\n") + "\n"
-            paragraph = io.StringIO()
+            paragraph, letters = io.StringIO(), 0
 
 
 def _json_document(line: str, template: ChatTemplate, where: str) -> str:

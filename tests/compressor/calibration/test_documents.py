@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compressor.calibration.documents import as_rows, documents, pack
@@ -42,6 +42,8 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.jsonl", "", "a.jsonl is empty"),
     ("a.jsonl", '{"text": ""}\n{"text": " "}', "a.jsonl is empty"),
     ("a.txt", b"\xff\xfe\x00", "a.txt is not UTF-8 text .* at byte 0"),
+    ("a.txt", b"two\r\n" * 9_999 + b"\xff", "a.txt is not UTF-8 text .* at byte 49995"),
+    ("a.jsonl", "\ufeff".encode() + b"\n" * 9_999 + b"\xc3", "a.jsonl is not UTF-8 text .* at byte 10002"),
     ("a.jsonl", '{"text": "a"}\n{', "a.jsonl, line 2 is not valid JSON"),
     ("a.jsonl", "[" * 99_999, "a.jsonl, line 1 is not valid JSON"),
     ("a.jsonl", "\n5\n", "a.jsonl, line 2: each line should be a JSON object with 'text' or 'messages'"),
@@ -57,6 +59,38 @@ def test_bad_data_is_refused(name: str, content: str | bytes, message: str, tmp_
     with pytest.raises(CompressionError, match=message) as fault:
         run(write(tmp_path, content, name))
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "x\n" + 201 * "y", "a.txt, line 2 has more than 200 letters; split it up"),
+        ("a.jsonl", "\n" + json.dumps({"text": 201 * "y"}), "a.jsonl, line 2 has more than 200 letters; split it up"),
+        ("a.txt", "x\n\n" + 101 * "y\n", "a.txt, line 103: the document has more than 200 letters; put blank lines"),
+    ],
+)
+def test_a_line_or_document_without_end_is_refused(
+    name: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compressor.calibration.documents.MOST_LETTERS", 200)
+    with pytest.raises(CompressionError, match=message):
+        run(write(tmp_path, content, name))
+    longest = ["y" * 199, "y\n" * 99, "z"]
+    found = run(write(tmp_path, "\n\n\n".join(longest)), samples=1, length=1000)
+    assert sorted(decode(found).split("</s>")[:-1]) == sorted(text.rstrip() + "\n" for text in longest)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.sampled_from("a \r\n\t\x0b\u2028\ufeff"), max_size=30))
+def test_a_text_file_is_split_as_a_whole_text_is(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path, content)
+    whole = path.read_text(encoding="utf-8-sig")
+    expected = [part.strip("\n") + "\n" for part in whole.split("\n\n") if part.strip()]
+    if expected:
+        assert sorted(documents(str(path), 0, ChatTemplate(None))) == sorted(expected)
+    else:
+        with pytest.raises(CompressionError, match="is empty"):
+            documents(str(path), 0, ChatTemplate(None))
 
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
