@@ -23,6 +23,7 @@ from compressor.model.carried import check_carried
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
+from compressor.records import read_as, read_object
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
@@ -133,6 +134,23 @@ def export(
         )
         _write_files(opened, content, options, summary)
     return summary
+
+
+def read_summary(out: Path) -> ExportSummary:
+    """What `export` said of its work, from the record that it left."""
+    record, files = read_object(out / RECORD), [path for path in (out / GRAPH, out / WEIGHTS) if path.exists()]
+    return ExportSummary(
+        folder=out,
+        model=record["model"],
+        nbytes=sum(path.stat().st_size for path in files),
+        external=len(files) > 1,
+        nodes=record["nodes"],
+        inputs=tuple(record["inputs"]),
+        outputs=tuple(record["outputs"]),
+        routes=tuple(read_as(LayerRoute, route) for route in record["routes"]),
+        verification=read_as(Verification, record["verification"]),
+        rounding=None if record["rounding"] is None else read_as(RoundingCost, record["rounding"]),
+    )
 
 
 def _label(options: ExportOptions) -> str:
