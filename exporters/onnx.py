@@ -236,6 +236,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
     config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
     _write_json(content / "config.json", config)
     files = carried_files(opened.source.folder)
+    carried = sorted(files)
     compression = opened.source.folder / COMPRESSION
     if compression.is_file():
         files[COMPRESSION] = compression
@@ -247,6 +248,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "tool": TOOL,
         "versions": versions(PACKAGES),
         "source": opened.source.label,
+        "files": carried,
         "options": {name: value for name, value in asked.items() if name not in ("overwrite", "external_bytes")},
         **{name: found[name] for name in RECORDED},
     }

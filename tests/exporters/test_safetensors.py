@@ -22,10 +22,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from compressor import files as whole_files
+from compressor.attribution.report import NAMES as ATTRIBUTION
 from compressor.checkpoint.headers import DTYPE_BITS, TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
+from compressor.comparison.report import NAMES as COMPARISON
 from compressor.errors import CompressionError
+from compressor.gates.report import NAMES as GATE
 from compressor.locking import work_folder
+from compressor.report.page import FIGURES, MADE_BY
 from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
 from exporters import safetensors as exporter
 from tests.small import tree
@@ -413,7 +417,6 @@ def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, w
     out = tmp_path / "out"
     out.mkdir()
     exporter.write(a_job(), out, overwrite=True)
-    (out / "more.txt").touch()
     exporter.write(a_job(), out, overwrite=True)
     assert tree(out) == whole
     (tmp_path / "link").symlink_to(out)
@@ -427,11 +430,8 @@ def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "notes/diary.txt", ".git/HEAD"])
+@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "train.py", "notes.html", "notes/diary.txt", ".git/HEAD"])
 def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, tmp_path: Path) -> None:
-    """Beside a stranger's weights any other file; in an output of this tool, which may carry any, a folder."""
-    if own and "/" not in stray:
-        return
     out = tmp_path / "out"
     exporter.write(a_job(files={"config.json": b"{}", **({"compression.json": RECORD} if own else {})}), out)
     (out / stray).parent.mkdir(exist_ok=True)
@@ -440,6 +440,38 @@ def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, 
     with pytest.raises(CompressionError, match=f"holds {stray.split('/')[0]}, which is no part .* --overwrite"):
         exporter.write(a_job(), out, overwrite=True)
     assert tree(tmp_path) == before
+
+
+def test_overwrite_names_what_it_would_lose_in_an_export_too(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    exporter.write(a_job(), out)
+    (out / "onnx").mkdir()
+    (out / "onnx" / "onnx_export.json").write_bytes(RECORD)
+    for name in ("a.txt", "b.txt", "c.txt", "onnx/notes.txt"):
+        (out / name).touch()
+    before = tree(tmp_path)
+    with pytest.raises(CompressionError, match=r"holds a.txt, b.txt, c.txt and 1 more, which are no part .* move them"):
+        exporter.write(a_job(), out, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_overwrite_replaces_what_the_commands_add_to_an_output(tmp_path: Path, whole: dict[str, str]) -> None:
+    added = {
+        **dict.fromkeys((*GATE, *ATTRIBUTION, *COMPARISON, *FIGURES, "onnx/onnx_export.json"), "{}"),
+        **{f"figures/{name}": "" for name in FIGURES},
+        "plan.wiki.json": '{"format": "moe-compressor-plan/1"}',
+        "page.html": f"<!DOCTYPE html>... {MADE_BY} out; plan 12.",
+        "terms.txt": "carried from the source",
+        ".cache/huggingface/.gitignore": "*",
+        "compression.json": '{"tool": "moe-compressor", "files": ["terms.txt", 5]}',
+    }
+    out = tmp_path / "out"
+    exporter.write(a_job(), out)
+    for name, text in added.items():
+        (out / name).parent.mkdir(exist_ok=True, parents=True)
+        (out / name).write_text(text)
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
 
 
 def test_overwrite_replaces_nothing_but_checkpoint_files(tmp_path: Path, whole: dict[str, str]) -> None:
