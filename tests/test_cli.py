@@ -20,6 +20,7 @@ import transformers
 import compressor
 from compressor.api import compressing
 from compressor.cli import main as cli
+from compressor.locking import work_folder
 from exporters import safetensors as exporter
 from tests import small, zoo
 from tests.command_line import Result, Run, names, refused, run_killed
@@ -664,7 +665,7 @@ def test_what_was_planned_is_not_planned_again(
 
     out = tmp_path / "out"
     assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
-    assert json.loads((exporter.work_folder(out) / exporter.MARKER).read_text())["finished"] != []
+    assert json.loads((work_folder(out) / exporter.MARKER).read_text())["finished"] != []
     with monkeypatch.context() as patch:
         patch.setattr(planning, "make_plan", lambda *args, **named: pytest.fail("planned again"))
         assert run(*command, "-o", out).status == 0
@@ -686,7 +687,7 @@ def test_the_console_script_killed_and_run_again(
     sign: str, run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    work = exporter.work_folder(out)
+    work = work_folder(out)
     awaited = {"folder": work, "journal": work / exporter.MARKER, "delay": tmp_path / "never"}[sign]
     code = "from compressor.cli.main import main; main()"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
