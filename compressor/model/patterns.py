@@ -23,7 +23,7 @@ def refuse_slow_patterns(quantization: Any) -> None:
     left = MOST_WAYS
     for text in _texts(quantization):
         left -= ways(text) - 1
-        if left < 0:
+        if left <= 0:
             raise CompressionError(
                 f"config.json: {text!r} in quantization_config could as a pattern take for ever to match; write it "
                 "with full module names"
