@@ -295,7 +295,7 @@ def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -
             trial(case, home, base, own, whole, dice, tallies[case.name])
             shutil.rmtree(home.folder)
             number += 1
-            print(f"{sum(tally.kills for tally in tallies.values())} kills", file=sys.stderr, flush=True)
+            print(f"\n{table(tallies)}", file=sys.stderr, flush=True)  # so far
     return tallies
 
 

@@ -74,7 +74,8 @@ def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, tmp_path: Path) 
     assert "model.onnx" in names(tmp_path / "graph") and "model.safetensors" not in names(tmp_path / "graph")
     before, again = small.tree(tmp_path), run("compress", checkpoint, "-o", tmp_path / "graph", *ask, "--json")
     assert again.status == 0 and "is in place already and is what this command asks for" in again.err
-    assert json.loads(again.out)["after"] == json.loads(result.out)["after"] and small.tree(tmp_path) == before
+    told = [json.loads(each.out) for each in (result, again)]
+    assert told[0]["bytes"] == told[1]["bytes"] and small.tree(tmp_path) == before
     refused(run("compress", checkpoint, "-o", tmp_path / "graph", *ask[:4], "--json"), "exists already")
     assert small.tree(tmp_path) == before
 
