@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "broken": ("experts: [4", "is not valid YAML"),
     "a list": ("- experts", "should hold a mapping"),
     "empty": ("", "should hold a mapping"),
-    "deep": ("options: " + "[" * 3000, "is not valid YAML"),
+    "deep": ("options: " + "[" * 3000, "is nested deeper than 100"),
     "endless digits": (f"seed: {'9' * 5000}", "is not valid YAML"),
 }
 
