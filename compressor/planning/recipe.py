@@ -123,7 +123,7 @@ def _refuse_mazes(path: Path, text: str) -> None:
             raise CompressionError(f"{path} is nested deeper than {MOST_DEPTH} lists or mappings; mend it")
         if number > MOST_PARTS or (isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_LETTERS):
             raise CompressionError(
-                f"{path} has more than {MOST_PARTS:,} parts or a word of more than {MOST_LETTERS:,} letters, so it is no "
+                f"{path} has more than {MOST_PARTS:,} parts or a word of over {MOST_LETTERS:,} letters, so it is no "
                 "recipe; name a recipe.yaml"
             )
 
