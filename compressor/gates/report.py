@@ -56,8 +56,8 @@ def read_gate(path: Path) -> GateResult:
     """A result from its gate.json, or the folder that holds it."""
     file = path / NAMES[0] if path.is_dir() else path
     remedy = "name a gate.json that moe-compress gate has written"
+    content = read_json(file, remedy, remedy)
     try:
-        content = read_json(file, remedy, remedy)
         return gate_from_content(content)
     except CompressionError as error:
         raise CompressionError(f"{file}: {error}; {remedy}") from error

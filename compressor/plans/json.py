@@ -10,7 +10,7 @@ from compressor.plans.layer import Group, LayerPlan
 from compressor.records import MOST_BITS
 
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has
-MOST_IN_ALL = 2**18  # experts of all layers, few enough to list and to draw
+MOST_IN_ALL = 2**17  # experts of all layers, few enough to list and to draw
 MOST_FIGURES = 100  # names in a layer's figures, and in whatever else a page shows one by one
 MOST_TOKENS = 10**9  # of calibration text
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
