@@ -375,6 +375,8 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--dtype", "int8"], "no dtype 'int8'; known are auto"),
     (["--experts", 4, "--seed", "-1"], "--seed -1 is out of range"),
     (["--experts", 4, "--seed", 10**30], "is out of range"),
+    (["--experts", 4, "--samples", 10**7], "10,000,000 samples of 512 tokens are more than 1,000,000,000 tokens"),
+    (["--experts", 4, *["--calibration", "a.txt"] * 101], "calibration: 101 entries are more than 100"),
     (["--experts", 4, "--samples", 0], "Invalid value for '--samples'"),
     (["--experts", 4, "--sequence-length", 1], "Invalid value for '--sequence-length'"),
     (["--experts", 4, "--calibration", "gone.txt"], "calibration file gone.txt does not exist"),

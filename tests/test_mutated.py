@@ -51,6 +51,7 @@ ODD: tuple[Any, ...] = (
     float("nan"), "", "0", "NaN", "\ud800", "[/b]", "\x1b[31m\u202e", "a\x00b", "x" * 300, "x" * 5000, "../..", "/", [],
     {}, [1], [[]], [None], ["\udfff"], {"a": 1}, {"[/b]": []}, DEEP,
 )  # fmt: skip
+UNSEEN = frozenset("\x1b\x07\u202e\u2066")
 HUB = {
     "module": "model.layers.0.mlp.experts", "layer": 0, "expert": 2, "influence": 3.2, "aarv": 40.0,
     "influence_score": 7.0, "aarv_score": 5.5, "share": 0.3,
@@ -182,7 +183,7 @@ def shown(blocks: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         show(blocks)
     for text in (printed.getvalue(), markdown(blocks)):
-        assert not set(text) & set("\x1b\x07\u202e\u2066"), "raw control characters"
+        assert not set(text) & UNSEEN, "raw control characters"
         text.encode()
 
 
@@ -269,7 +270,7 @@ def test_gate(raw: bytes) -> None:
     with folder_with(gate__json=raw) as folder, only_sentences():
         result = read_gate(folder)
         gate_json(result)
-        junit(result)
+        assert not set(junit(result).decode()) & UNSEEN, "raw control characters"
         shown(gate_blocks(result))
         differing(folder, result.compressed_identity)
 

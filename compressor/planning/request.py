@@ -65,12 +65,16 @@ class Request:
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        from compressor.correction.refit import METHODS  # here, since torch comes with it
+        from compressor.correction.refit import METHODS  # here, since torch comes with them
+        from compressor.plans.json import few, refuse_floods
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
+        refuse_floods(self.samples, self.sequence_length)
+        if not isinstance(self.calibration, str | None):
+            few(self.calibration, "calibration")
         if not 0 <= self.seed < 2**63:
             raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
 
