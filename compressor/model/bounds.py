@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.model.patterns import refuse_slow_patterns
 from compressor.records import RESTORE, read_object
 
-REPEATED = re.compile(r"layer|label|blocks?$|depths?$|stages?$|kernel_size$")  # numbers that a config makes lists of
+REPEATED = re.compile(r"(?<!per_)(layers?|labels?|blocks?|depths?|stages?|kernel_size)$")  # made lists of by a config
 MOST_ENTRIES = 10_000  # of such a list, and of one that it has
 MOST_BYTES = 2**25  # of config.json
 MOST_PARTS = 100_000  # modules, parameters and buffers of a model
@@ -39,7 +39,7 @@ def check_config(path: Path) -> None:
         elif isinstance(node, list | dict):
             _refuse_many(f"{path}: {name} has {len(node)} entries", len(node))
             nodes += node.items() if isinstance(node, dict) else [(name, entry) for entry in node]
-        elif isinstance(node, int | float) and REPEATED.search(name):
+        elif isinstance(node, int) and REPEATED.search(name):
             _refuse_many(f"{path}: {name} is {node}", node)
 
 
