@@ -9,6 +9,7 @@ from typing import Any
 
 NOT_COMPARED = ("seconds", "peak_memory", "finished")  # of a run's record: durations, bytes of memory, a date
 NOT_COMPARED_OF_GATES = ("seconds", "reused_base")  # and the times of change of the weights that were judged
+TOLD_AGAIN = ("gate.md", "gate.xml")  # which say what gate.json says, times included: they have to be there
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Content:
                 folders.add(name)
             else:
                 raw = path.read_bytes()
-                files[name] = sha256(_without_times(raw) if path.name == "gate.json" else raw).hexdigest()
+                kept = b"" if path.name in TOLD_AGAIN else _without_times(raw) if path.name == "gate.json" else raw
+                files[name] = sha256(kept).hexdigest()
         return cls(files, frozenset(folders))
 
 
