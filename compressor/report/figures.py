@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WIDTH = 3.6  # inches
 VISITS = (2.5, 2.0)  # inches of a layer's drawing
 MOST_ROW, LEAST_ROW, TALLEST = 0.26, 0.13, 7.0
+FARTHEST = 1e30  # errors beyond it are drawn there: no axis holds the largest numbers
 HELDOUT = ("heldout_error_before", "heldout_error_after")
 ERRORS = {  # by field of a layer: what it is and how it is drawn
     "error": Dots("of the MoE block", (), "after"),
@@ -162,6 +163,8 @@ def error_alt(rows: Sequence[Row]) -> str:
 
 def _draw_errors(canvas: "FigureBase", rows: Sequence[Row]) -> None:
     axes = canvas.subplots()
+    rows = [(name, {field: min(max(value, -FARTHEST), FARTHEST) for field, value in known.items()})
+            for name, known in rows]  # fmt: skip
     kinds = [replace(dots, values=[values.get(field) for _, values in rows]) for field, dots in ERRORS.items()
              if any(field in values for _, values in rows)]  # fmt: skip
     draw_dots(axes, [brief_end(name) for name, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")

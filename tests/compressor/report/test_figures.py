@@ -247,6 +247,15 @@ def test_what_is_not_known_is_not_drawn() -> None:
     assert [each.name for each in figures(half, ("errors", "sizes"))] == ["errors", "sizes"]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [(1.7e308, -1.7e308), (1e308, 0.0), (5e-324, 1e308), (-1e308, -1e308)])
+def test_errors_of_any_size_can_be_drawn(values: tuple[float, float]) -> None:
+    odd = layer(0, heldout_error_before=values[0], heldout_error_after=values[1], error=None)
+    found = by_name(report(layers=(odd,)))["errors"]
+    assert png(found.title, found.drawings)[:4] == b"\x89PNG"
+    assert short(max(values)) in found.alt
+
+
 def test_kept_everything_has_errors_of_zero() -> None:
     exact = replace(report(1), layers=(layer(0, heldout_error_before=None, heldout_error_after=None, error=0.0),))
     figure = by_name(exact)["errors"]
