@@ -1,16 +1,20 @@
 """Files and folders that are there complete or not at all, and where the tool keeps its own."""
 
+import ctypes
 import errno
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from compressor.errors import CompressionError
+from compressor.locking import REPLACED, alone
 from compressor.replaceable import json_object
 
+AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
 
@@ -27,14 +31,6 @@ def full_disk_told(place: Path) -> Iterator[None]:
             raise
         place = Path(os.path.abspath(place))
         raise CompressionError(f"the disk of {place} is full; free some space and run the command again") from error
-
-
-def refuse_linked_folder(folder: Path) -> None:
-    """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
-    inside = (os.path.join(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1]))
-    for path in (str(folder), *(() if folder.is_symlink() else inside)):
-        if os.path.islink(path):
-            raise CompressionError(f"{path} is a link, and nothing is written through one; remove it and run again")
 
 
 @contextmanager
@@ -61,8 +57,15 @@ def write_whole(path: Path, text: str, mode: int = 0o600, errors: str = "strict"
 
 
 def replace_folder(made: Path, target: Path, old: Path) -> None:
-    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails."""
+    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails.
+
+    Where the file system can, both change places in one step, so that `target` is there at every moment.
+    """
     if target.exists():
+        made.replace(old)
+        if _exchanged(old, target):
+            return
+        old.replace(made)
         target.replace(old)
     try:
         made.replace(target)
@@ -70,6 +73,12 @@ def replace_folder(made: Path, target: Path, old: Path) -> None:
         if old.exists():
             old.replace(target)
         raise
+
+
+def _exchanged(one: Path, two: Path) -> bool:
+    """Let two folders change places; whether the system can do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(two), EXCHANGE) == 0
 
 
 def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> None:
@@ -115,13 +124,18 @@ def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
     """
     check_folder(folder, names, overwrite)
     target = Path(os.path.abspath(folder))
-    told, scratches = full_disk_told(target.parent), tempfile.TemporaryDirectory
-    with told, scratches(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        made = Path(scratch) / "reports"  # the scratch folder is private to its owner
-        made.mkdir()
-        yield made
-        check_folder(folder, names, overwrite)  # drawing takes a while, and a rename would replace an empty folder
-        replace_folder(made, target, Path(scratch) / "old")
+    with full_disk_told(target.parent), alone(folder) as work:
+        made, old = work / "reports", work / REPLACED
+        try:
+            for leftover in (made, old):  # of a run that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            made.mkdir()
+            yield made
+            check_folder(folder, names, overwrite)  # drawing takes a while, and a rename would replace an empty folder
+            replace_folder(made, target, old)
+        finally:
+            for leftover in (made, old):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def default_folder() -> Path:

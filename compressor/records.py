@@ -16,13 +16,20 @@ NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or f
 RESTORE = "restore the file from its source"
 MOST_DEPTH = 100  # of lists and objects within each other
 MOST_BITS = 64  # of a whole number that is a count, a size or a seed
+MOST_BYTES = 2**25  # of a report: twice a plan of 100 layers with 1,000 experts each
+MOST_BYTES_OF_PARTS = 2**27  # of a checkpoint's file, such as an index of millions of tensors
 
 Record = TypeVar("Record")
 
 
-def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
-    """The JSON in a file; what is none, and with a remedy for it an unreadable file, is a `CompressionError`."""
+def read_json(path: Path, remedy: str, unreadable: str | None = None, most: int = MOST_BYTES) -> Any:
+    """The JSON in a file of at most so many bytes; what is none, or too large, is a `CompressionError`.
+
+    So is an unreadable file if there is a remedy for it.
+    """
     try:
+        if (size := path.stat().st_size) > most:
+            raise CompressionError(f"{path} has {size:,} bytes, more than the {most:,} that are read of it; {remedy}")
         return bounded(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         if unreadable is None:
@@ -45,9 +52,9 @@ def bounded(content: Any) -> Any:
     return content
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, most: int = MOST_BYTES_OF_PARTS) -> dict[str, Any]:
     """The JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
-    content = read_json(path, RESTORE)
+    content = read_json(path, RESTORE, most=most)
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a JSON object; {RESTORE}")
     return content

@@ -1,4 +1,4 @@
-"""What --overwrite may replace: what this tool wrote, told by its content, or a folder of nothing but a checkpoint."""
+"""What --overwrite may replace: what this tool wrote, told by its records, or a folder of nothing but a checkpoint."""
 
 import json
 import os
@@ -21,6 +21,13 @@ BESIDE = re.compile(
     r"|(readme|licen[cs]e|notice|copying|use_policy|acceptable_use_policy)([._-].*)?",
     re.IGNORECASE,
 )
+
+REPORTS = re.compile(  # what other commands may have added to an output
+    r"(gate|graph|hubs|attribution|comparison)\.(json|md|xml|png|graphml)"
+    r"|(influence|scores|experts|causal|sizes|similarity|visits|errors|times)\.png"
+)
+MADE_BY = "Made by moe-compress"  # at the end of every page
+MOST_NAMED = 3  # stray files in one sentence
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -51,19 +58,53 @@ def refuse_replacing(out: Path) -> None:
     """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a checkpoint's files."""
     remedy = "so --overwrite will not replace it"
     entries = [] if out.is_symlink() or not out.is_dir() else sorted(out.iterdir())
-    own = any(json_object(out / name).get("tool") == TOOL for name in RECORDS)
     checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
-    if out.is_symlink() or not out.is_dir() or (entries and not own and not checkpoint):
+    if out.is_symlink() or not out.is_dir() or (entries and not _records(out) and not checkpoint):
         raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
-    for path in entries:
-        if not (_is_export(path) if path.is_dir() else own or _is_of_checkpoint(path.name)):
-            raise CompressionError(
-                f"{out} holds {path.name}, which is no part of a checkpoint, {remedy}; move that or name another folder"
-            )
+    if strays := _strays(out):
+        more = f" and {len(strays) - MOST_NAMED} more" if len(strays) > MOST_NAMED else ""
+        which = "which is" if len(strays) == 1 else "which are"
+        raise CompressionError(
+            f"{out} holds {', '.join(strays[:MOST_NAMED])}{more}, {which} no part of a checkpoint, {remedy}; move "
+            f"{'that' if len(strays) == 1 else 'them'} or name another folder"
+        )
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """What an output of this tool tells of itself; nothing if the folder is none."""
+    return [record for name in RECORDS if (record := json_object(folder / name)).get("tool") == TOOL]
+
+
+def _strays(folder: Path) -> list[str]:
+    """What was neither written by this tool nor is, by its name, part of a checkpoint."""
+    records, found = _records(folder), list[str]()
+    carried = [name for record in records if isinstance(names := record.get("files"), list) for name in names]
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if _is_export(path):
+                found += [f"{path.name}/{name}" for name in (_strays(path) if _records(path) else ())]
+            elif not _is_of_hub(path) and not (records and all(map(_is_report, path.iterdir()))):
+                found.append(path.name)
+        elif not (_is_of_checkpoint(path.name) or path.name in carried or (records and _is_report(path))):
+            found.append(path.name)
+    return found
 
 
 def _is_of_checkpoint(name: str) -> bool:
     return bool(WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)) or name in RECORDS
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a file is what `plan`, `report`, `gate`, `attribute` or `compare` writes."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    written = str(json_object(path).get("format", "")).startswith(f"{TOOL}-")
+    return bool(REPORTS.fullmatch(path.name)) or written or is_page(path, MADE_BY)
+
+
+def _is_of_hub(folder: Path) -> bool:
+    """Whether a folder is what the Hub's client keeps beside the files that it has downloaded."""
+    return folder.name == ".cache" and not folder.is_symlink() and os.listdir(folder) == ["huggingface"]
 
 
 def _is_export(folder: Path) -> bool:

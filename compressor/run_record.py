@@ -79,12 +79,11 @@ def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None
 
 
 def record_run(folder: Path, record: RunRecord) -> None:
-    """Keep what this run knew; access tokens are cut out of the command, and a read-only home is no fault."""
-    command = None if record.command is None else tuple(map(without_tokens, record.command))
+    """Keep what this run knew; access tokens are cut out of it all, and a read-only home is no fault."""
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     if (key := digest_of(folder)) is not None:
-        kept = replace(record, calibration=with_folders(record.calibration), command=command, finished=finished)
-        write_cached(cache_folder("runs") / f"{key}.json", asdict(kept))
+        kept = replace(record, calibration=with_folders(record.calibration), finished=finished)
+        write_cached(cache_folder("runs") / f"{key}.json", json.loads(without_tokens(json.dumps(asdict(kept)))))
 
 
 def read_record(folder: Path) -> RunRecord | None:

@@ -72,14 +72,15 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 def distinct(names: Iterable[str]) -> list[str]:
     """Each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
-    found: list[str] = []
+    found: dict[str, int] = {}  # the highest number that each name was tried with
     for plain_name in names:
-        name, number = plain_name, 1
+        name, number = plain_name, found.get(plain_name, 1)
         while name in found:
             number += 1
             name = f"{plain_name}-{number}"
-        found.append(name)
-    return found
+        found[name] = 1
+        found[plain_name] = number
+    return list(found)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -23,6 +23,7 @@ from compressor.model.carried import check_carried
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
+from compressor.records import read_as, read_object
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
@@ -135,6 +136,23 @@ def export(
     return summary
 
 
+def read_summary(out: Path) -> ExportSummary:
+    """What `export` said of its work, from the record that it left."""
+    record, files = read_object(out / RECORD), [path for path in (out / GRAPH, out / WEIGHTS) if path.exists()]
+    return ExportSummary(
+        folder=out,
+        model=record["model"],
+        nbytes=sum(path.stat().st_size for path in files),
+        external=len(files) > 1,
+        nodes=record["nodes"],
+        inputs=tuple(record["inputs"]),
+        outputs=tuple(record["outputs"]),
+        routes=tuple(read_as(LayerRoute, route) for route in record["routes"]),
+        verification=read_as(Verification, record["verification"]),
+        rounding=None if record["rounding"] is None else read_as(RoundingCost, record["rounding"]),
+    )
+
+
 def _label(options: ExportOptions) -> str:
     half = "weights rounded to float16" if options.dtype == "fp16" else ""
     changed = " and ".join(filter(None, (half, FORMATS[options.quantize].label)))
@@ -218,6 +236,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
     config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
     _write_json(content / "config.json", config)
     files = carried_files(opened.source.folder)
+    carried = sorted(files)
     compression = opened.source.folder / COMPRESSION
     if compression.is_file():
         files[COMPRESSION] = compression
@@ -229,6 +248,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "tool": TOOL,
         "versions": versions(PACKAGES),
         "source": opened.source.label,
+        "files": carried,
         "options": {name: value for name, value in asked.items() if name not in ("overwrite", "external_bytes")},
         **{name: found[name] for name in RECORDED},
     }

@@ -5,7 +5,6 @@ result. All work happens in a hidden sibling of the output folder, with a journa
 result is renamed into place.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,7 +16,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from compressor.errors import CompressionError
-from compressor.files import full_disk_told, refuse_linked_folder, replace_folder, replacing
+from compressor.files import full_disk_told, replace_folder, replacing
+from compressor.locking import REPLACED, alone, check_parent, clear, refuse_linked_folder, work_folder
 from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import OutputJob, Piece
 from exporters.shards import begin_shard, index_json, lay_out, put
@@ -60,41 +60,36 @@ def _boot() -> str:
         return ""
 
 
-def work_folder(out: Path) -> Path:
-    """The hidden sibling in which `out` is made."""
-    place = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
-    return place.parent / f".{place.name}.moe-compressor"
-
-
 def discard(out: Path) -> None:
-    """Remove the work folder that a failed run made before any layer; a resumable one, or another run's, stays."""
+    """Remove what a failed run left in its work folder before any layer; what is resumable, or another's, stays."""
     folder = work_folder(out)
-    if folder.is_dir() and not (folder / MARKER).exists() and not (folder / "replaced").exists():
-        with suppress(CompressionError, OSError), locked(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir() and not (folder / MARKER).exists():
+        with suppress(CompressionError, OSError), alone(out):
+            clear(folder)
+
+
+def become(folder: Path, other: Path) -> None:
+    """Let `other` take the place of an output in the making, as whose layers nothing then passes any more."""
+    marker = folder.parent / MARKER
+    with replacing(marker, marker.with_suffix(".new")) as fresh:
+        fresh.write_text("{}")
+    shutil.rmtree(folder)
+    other.replace(folder)
 
 
 def _tidy(out: Path) -> None:
     """Finish what a run killed while publishing left: put a replaced output back, or drop a finished work folder."""
     folder = work_folder(out)
-    if not folder.is_dir() or ((folder / "output").exists() and out.exists()) or not (folder / MARKER).exists():
-        return
-    with suppress(CompressionError), locked(folder):
-        if (folder / "replaced").is_dir() and not out.exists():
-            os.replace(folder / "replaced", out)  # killed between the two renames of an overwrite
-        elif out.exists() and not (folder / "output").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # killed after the last rename
+    if (folder / MARKER).exists() and not ((folder / "output").exists() and out.exists()):
+        with suppress(CompressionError), alone(out):  # which puts it back
+            if out.exists() and not (folder / "output").exists():
+                clear(folder)  # killed after the last rename
 
 
 def check_target(out: Path, overwrite: bool) -> None:
     """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint."""
     out = Path(os.path.abspath(out))
-    if not out.parent.is_dir():
-        raise CompressionError(f"{out.parent} is not a folder; create it or name another output folder")
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise CompressionError(
-            f"{out.parent} cannot be written to; change its permissions or name another output folder"
-        )
+    check_parent(out)
     refuse_linked_folder(work_folder(out))
     _tidy(out)
     if not (out.exists() or out.is_symlink()):
@@ -114,21 +109,6 @@ def check_space(out: Path, nbytes: int) -> None:
             f"the output needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB "
             "free; free some space or write elsewhere"
         )
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a work folder alone; raises `CompressionError` while another run does."""
-    refuse_linked_folder(folder)
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CompressionError(
-                f"another run is writing this output (it holds {folder}); wait for it or stop it"
-            ) from error
-        yield
 
 
 def write(
@@ -154,7 +134,7 @@ def making(out: Path, digest: str | None = None, overwrite: bool = False) -> Ite
     """
     work = Work(out, digest or f"never the same: {uuid4()}")
     try:
-        with full_disk_told(out.parent), locked(work.folder):
+        with full_disk_told(out.parent), alone(out):
             try:
                 work.open()
                 yield work
@@ -162,9 +142,9 @@ def making(out: Path, digest: str | None = None, overwrite: bool = False) -> Ite
                 _publish(work, out)
             except BaseException as error:
                 if digest is None or isinstance(error, Exception):
-                    shutil.rmtree(work.folder, ignore_errors=True)
+                    clear(work.folder)
                 raise
-            shutil.rmtree(work.folder, ignore_errors=True)
+            clear(work.folder)
     except OSError as error:
         raise CompressionError(f"writing {out} failed: {error.strerror or error}") from error
 
@@ -174,6 +154,7 @@ def _fill(job: OutputJob, work: Work, progress: Callable[[str, int], None]) -> N
     place = {name: (shard.name, offset) for shard in shards for name, offset in shard.offsets.items()}
     files: dict[str, int] = {}
     with ExitStack() as stack:
+        clear(work.content, {shard.name for shard in shards})  # a killed run may have added what this one does not
         for shard in shards:
             files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, files[shard.name])
@@ -243,7 +224,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 def _publish(work: Work, out: Path) -> None:
     """Rename the finished folder into place; one that it replaces is deleted only afterwards."""
-    replaced = work.folder / "replaced"
+    replaced = work.folder / REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
     replace_folder(work.content, out, replaced)
     directory = os.open(out.parent, os.O_RDONLY)

@@ -179,7 +179,7 @@ def calibration_report(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from compressor.calibration.batches import Calibration
-    from compressor.calibration.sources import as_rows
+    from compressor.calibration.documents import as_rows
     from compressor.checkpoint.source import locate
     from compressor.model.loading import PartialModel
     from compressor.model.opened import open_model

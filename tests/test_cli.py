@@ -20,6 +20,7 @@ import transformers
 import compressor
 from compressor.api import compressing
 from compressor.cli import main as cli
+from compressor.locking import work_folder
 from exporters import safetensors as exporter
 from tests import small, zoo
 from tests.command_line import Result, Run, names, refused, run_killed
@@ -374,6 +375,8 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--dtype", "int8"], "no dtype 'int8'; known are auto"),
     (["--experts", 4, "--seed", "-1"], "--seed -1 is out of range"),
     (["--experts", 4, "--seed", 10**30], "is out of range"),
+    (["--experts", 4, "--samples", 10**7], "10,000,000 samples of 512 tokens are more than 1,000,000,000 tokens"),
+    (["--experts", 4, *["--calibration", "a.txt"] * 101], "calibration: 101 entries are more than 100"),
     (["--experts", 4, "--samples", 0], "Invalid value for '--samples'"),
     (["--experts", 4, "--sequence-length", 1], "Invalid value for '--sequence-length'"),
     (["--experts", 4, "--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
@@ -664,7 +667,7 @@ def test_what_was_planned_is_not_planned_again(
 
     out = tmp_path / "out"
     assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
-    assert json.loads((exporter.work_folder(out) / exporter.MARKER).read_text())["finished"] != []
+    assert json.loads((work_folder(out) / exporter.MARKER).read_text())["finished"] != []
     with monkeypatch.context() as patch:
         patch.setattr(planning, "make_plan", lambda *args, **named: pytest.fail("planned again"))
         assert run(*command, "-o", out).status == 0
@@ -686,7 +689,7 @@ def test_the_console_script_killed_and_run_again(
     sign: str, run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    work = exporter.work_folder(out)
+    work = work_folder(out)
     awaited = {"folder": work, "journal": work / exporter.MARKER, "delay": tmp_path / "never"}[sign]
     code = "from compressor.cli.main import main; main()"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import small, zoo
-from tests.command_line import Run, captured, names, refused
+from tests.command_line import Run, captured, names, refused, run_killed
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -49,7 +49,12 @@ def test_export_of_what_compress_left(run: Run, both: Path, tmp_path: Path) -> N
     assert not any("past" in name for name in found["inputs"])
     before = small.tree(tmp_path)
     refused(run("export", both, "-o", tmp_path / "graph", "--json"), "exists already")
-    assert small.tree(tmp_path) == before
+    again = run("export", both, "--format", "onnx", "-o", tmp_path / "graph", "--no-past", "--json")
+    assert again.status == 0 and "is in place already and is what this command asks for" in again.err
+    assert json.loads(again.out) == found
+    assert small.tree(tmp_path) == before and names(tmp_path) == ["graph"]
+    (tmp_path / "graph" / "model.onnx").write_bytes(b"touched")
+    refused(run("export", both, "-o", tmp_path / "graph", "--no-past", "--json"), "exists already")
 
 
 def test_quantised_experts(run: Run, both: Path, tmp_path: Path) -> None:
@@ -67,6 +72,33 @@ def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, tmp_path: Path) 
     assert json.loads(result.out)["output"] == str(tmp_path / "graph")
     assert names(tmp_path) == ["graph"]
     assert "model.onnx" in names(tmp_path / "graph") and "model.safetensors" not in names(tmp_path / "graph")
+    before, again = small.tree(tmp_path), run("compress", checkpoint, "-o", tmp_path / "graph", *ask, "--json")
+    assert again.status == 0 and "is in place already and is what this command asks for" in again.err
+    told = [json.loads(each.out) for each in (result, again)]
+    assert told[0]["bytes"] == told[1]["bytes"] and small.tree(tmp_path) == before
+    refused(run("compress", checkpoint, "-o", tmp_path / "graph", *ask[:4], "--json"), "exists already")
+    assert small.tree(tmp_path) == before
+
+
+KILLED = [
+    ("exporters.safetensors", "become", 1),  # when the graph has been made
+    ("compressor.files", "replace_folder", 2),
+    ("compressor.files", "_exchanged", 1),
+    ("exporters.safetensors", "_publish", 2),
+    ("exporters.safetensors", "clear", 3),
+]
+
+
+@pytest.mark.parametrize("format", ["onnx", "safetensors,onnx"])
+@pytest.mark.parametrize(("module", "function", "nth"), KILLED)
+def test_killed_with_an_export_and_run_again(
+    module: str, function: str, nth: int, format: str, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    ask = ["compress", str(checkpoint), "--experts", "4", "--strategy", "model-centric", "--format", format]
+    run_killed([*ask, "-o", str(tmp_path / "out")], module, function, nth)
+    assert run(*ask, "-o", tmp_path / "out").status == 0
+    assert names(tmp_path) == ["out"] and not [name for name in names(tmp_path / "out") if name.startswith(".")]
+    assert ("model.safetensors" in names(tmp_path / "out")) == (format != "onnx")
 
 
 @pytest.mark.parametrize(

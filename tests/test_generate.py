@@ -97,6 +97,17 @@ def test_each_piece_is_out_before_the_next_is_made(capfd: pytest.CaptureFixture[
     assert seen == ["a", " bc", "é"] and capfd.readouterr().out == "\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_gets_nothing_that_it_would_obey(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    said = ["a\tb\n", "\x1b]0;x\x07", "\x9b2J\u202e", "c\rd\x08", "👩\u200d🚀 می\u200cر"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert collect(iter(said), show=True) == (said, False)
+    shown = "a\tb\n\ufffd]0;x\ufffd\ufffd2J\ufffdcd\ufffd👩\u200d🚀 می\u200cر"
+    assert capsys.readouterr().out == (shown if terminal else "".join(said)) + "\n"
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_ends_cleanly(run: Run, demo: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
     real = generating.continue_tokens

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,9 @@ from compressor.gates.document import gate_blocks
 from compressor.gates.junit import junit
 from compressor.gates.report import differing, gate_json, read_gate
 from compressor.generation.generate import read_facts
-from compressor.model.architecture import load_config, model_class
+from compressor.model.architecture import build_meta, discover, load_config
+from compressor.model.bounds import most_parts
+from compressor.model.loading import PartialModel
 from compressor.planning.protecting import read_protected
 from compressor.planning.recipe import recipe_of
 from compressor.plans.document import plan_blocks
@@ -48,6 +51,7 @@ ODD: tuple[Any, ...] = (
     float("nan"), "", "0", "NaN", "\ud800", "[/b]", "\x1b[31m\u202e", "a\x00b", "x" * 300, "x" * 5000, "../..", "/", [],
     {}, [1], [[]], [None], ["\udfff"], {"a": 1}, {"[/b]": []}, DEEP,
 )  # fmt: skip
+UNSEEN = frozenset("\x1b\x07\u202e\u2066")
 HUB = {
     "module": "model.layers.0.mlp.experts", "layer": 0, "expert": 2, "influence": 3.2, "aarv": 40.0,
     "influence_score": 7.0, "aarv_score": 5.5, "share": 0.3,
@@ -179,7 +183,7 @@ def shown(blocks: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         show(blocks)
     for text in (printed.getvalue(), markdown(blocks)):
-        assert not set(text) & set("\x1b\x07\u202e\u2066"), "raw control characters"
+        assert not set(text) & UNSEEN, "raw control characters"
         text.encode()
 
 
@@ -187,13 +191,21 @@ def shown(blocks: Any) -> None:
 @given(mutated(config))
 @example(json.dumps({"model_type": "mixtral", "architectures": [1]}).encode())
 @example(json.dumps({"model_type": "mixtral", "architectures": 1}).encode())
+@example(json.dumps({**config(), "num_hidden_layers": 20_000}).encode())
+@example(json.dumps({**config(), "num_hidden_layers": 9_999}).encode())
+@example(json.dumps({**config(), "num_local_experts": 10**9, "vocab_size": 10**15, "hidden_size": 10**12}).encode())
+@example(json.dumps({**config(), "max_position_embeddings": 10**12, "head_dim": 10**12}).encode())
+@example(json.dumps({**config(), "quantization_config": {"modules_to_not_convert": ["(a+)+$"]}}).encode())
 def test_config(raw: bytes) -> None:
     with folder_with(config__json=raw, model__safetensors=with_header(json.dumps(header()).encode())) as folder:
         with only_sentences():
             read_facts(folder)
         with only_sentences():
-            Checkpoint(folder)
-            assert isinstance(model_class(load_config(folder)), type)
+            checkpoint, loaded = Checkpoint(folder), load_config(folder)
+            model = build_meta(loaded, most=most_parts(checkpoint))
+            assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
+            discover(loaded, model)
+            PartialModel(checkpoint, loaded, torch.float32, torch.device("cpu"))
 
 
 @FAST
@@ -203,6 +215,7 @@ def test_config(raw: bytes) -> None:
 @example(json.dumps({"a": {"dtype": "U8", "shape": [10**4299], "data_offsets": [0, 10**4299]}}).encode())
 @example(json.dumps({"a": {"dtype": "U8", "shape": [1] * 400_000, "data_offsets": [0, 22]}}).encode())
 @example(json.dumps({"x" * 10_000_000: {"dtype": "[/b]", "shape": [], "data_offsets": [0, 22]}}).encode())
+@example(json.dumps({"x" * 1_001: {"dtype": "U8", "shape": [22], "data_offsets": [0, 22]}}).encode())
 def test_header(raw: bytes) -> None:
     with folder_with(model__safetensors=with_header(raw)) as folder, only_sentences():
         tensors = read_header(folder / "model.safetensors")
@@ -257,7 +270,7 @@ def test_gate(raw: bytes) -> None:
     with folder_with(gate__json=raw) as folder, only_sentences():
         result = read_gate(folder)
         gate_json(result)
-        junit(result)
+        assert not set(junit(result).decode()) & UNSEEN, "raw control characters"
         shown(gate_blocks(result))
         differing(folder, result.compressed_identity)
 

@@ -14,6 +14,7 @@ from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.calibration import batches as calibration
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.locking import work_folder
 from compressor.model.opened import open_model
 from compressor.planning import request
 from exporters import safetensors as exporter
@@ -171,7 +172,7 @@ def test_an_interrupted_run_with_another_list_plans_anew(
     with monkeypatch.context() as patch:
         patch.setattr(exporter, "_write_tensor", interrupt)
         assert run(*command, "-o", out).status == 130
-    assert (exporter.work_folder(out) / "plan.json").is_file()
+    assert (work_folder(out) / "plan.json").is_file()
     hubs.write_text(json.dumps([{"layer": 1, "expert": e} for e in (1, 2, 4)]))
     assert run(*command, "-o", out).status == 0
     assert written(out)["protected"] == {EXPERTS.format(1): [1, 2, 4]}

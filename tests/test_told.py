@@ -18,8 +18,9 @@ from compressor.checkpoint.headers import read_header
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, faults_told
+from compressor.locking import work_folder
 from compressor.records import MOST_DEPTH, bounded
-from exporters.safetensors import MARKER, work_folder
+from exporters.safetensors import MARKER
 from tests import small
 from tests.command_line import Run, names, refused
 

@@ -1,17 +1,16 @@
 """The Python API that makes models smaller: `plan`, `apply`, and `compress`, which is both in one go."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.api.repeating import answers, note_request, request_key
+from compressor.api.repeating import answers, note_request, request_key, tell_in_place
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
-from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
+from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
@@ -28,8 +27,6 @@ from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +111,8 @@ def apply(
         if (found := _in_place(run, place)) is not None:
             return found
         with _working(run, place, request_key(loaded.digest(), *facts)):
+            if (found := _in_place(run, place)) is not None:  # another run of it has just ended
+                return found
             made = _carry_out(run, loaded, place, noted)
     _record(run.model, made, command, noted)
     return made
@@ -150,8 +149,10 @@ def compress(
             place = replace(place, key=request_key(digest, max_shard_bytes, terms) if known else None)
             if (found := _in_place(run, place)) is not None:
                 return found
-            _check_target(run.model, place, wish.experts, wish.correction.wanted)
         with _working(run, place, digest):
+            if (found := _in_place(run, place)) is not None:  # another run of it has just ended
+                return found
+            _check_target(run.model, place, wish.experts, wish.correction.wanted)
             with run.clock.phase("plan"):
                 if not asked.sequential:  # which sees other inputs than the source's own
                     wish = replace(wish, strategy=noted.planning(wish.strategy))
@@ -163,14 +164,15 @@ def compress(
 
 @contextmanager
 def _working(run: Run, place: _Place, digest: str) -> Iterator[None]:
-    """Give the run its hidden folder beside the output; a fault leaves none that could not be gone on with."""
-    writer = load_exporter("safetensors")
-    run.folder, run.digest = writer.work_folder(place.out), digest
-    try:
-        yield
-    except Exception:
-        writer.discard(place.out)
-        raise
+    """Give the run alone its hidden folder beside the output; a fault leaves none that could not be gone on with."""
+    _refuse_source(run.model, place)
+    with alone(place.out) as run.folder:
+        run.digest = digest
+        try:
+            yield
+        except Exception:
+            load_exporter("safetensors").discard(place.out)
+            raise
 
 
 def _in_place(run: Run, place: _Place) -> Summary | None:
@@ -183,19 +185,24 @@ def _in_place(run: Run, place: _Place) -> Summary | None:
         return None
     record = read_object(place.out / COMPRESSION)
     plan = CompressionPlan.from_dict(record["plan"], str(place.out / COMPRESSION))
-    after = Size.of(Checkpoint(place.out).tensors.values())
-    logger.warning("%s is in place already and is what this command asks for, so nothing was written", place.out)
+    after = Size(record["parameters"]["after"], record["bytes"]["after"])
+    tell_in_place(place.out)
     return _summary(run, place, plan, after, record["zeroed_fields"])
+
+
+def _refuse_source(model: OpenModel, place: _Place) -> None:
+    """Refuse an output in the source checkpoint, or one that would replace it."""
+    out, source = place.out, model.source.folder
+    target = out.resolve()
+    if target == source or source in target.parents:
+        raise CompressionError(f"{out} lies in the source checkpoint itself; name another output folder")
+    if target in source.parents and (place.overwrite or not target.is_dir()):
+        raise CompressionError(f"{out} holds the source checkpoint, which it would replace; name another output folder")
 
 
 def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool) -> None:
     """Refuse an output place that cannot work, before anything expensive is done; corrected layers wait there too."""
     out, writer = place.out, load_exporter("safetensors")
-    target, source = out.resolve(), model.source.folder
-    if target == source or source in target.parents:
-        raise CompressionError(f"{out} lies in the source checkpoint itself; name another output folder")
-    if target in source.parents and (place.overwrite or not target.is_dir()):
-        raise CompressionError(f"{out} holds the source checkpoint, which it would replace; name another output folder")
     writer.check_target(out, place.overwrite)
     needed = stored_with(model.checkpoint.tensors, model.layout, experts).bytes
     writer.check_space(out, 2 * needed if corrected else needed)

@@ -1,17 +1,17 @@
 """Formats beside safetensors: exporters that are installed, the built-in ONNX one and those of third parties alike."""
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compressor.api.repeating import answers, note_request, request_key, stamp, tell_in_place
 from compressor.errors import CompressionError, reason_of
-from compressor.files import full_disk_told, refuse_linked_folder, replace_folder
-from compressor.planning.options import defaults
+from compressor.files import full_disk_told, replace_folder
+from compressor.locking import REPLACED, alone, clear
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
+from compressor.run_record import PACKAGES, versions
 from compressor.words import did_you_mean
 
 WRITER = "safetensors"  # what `compress` writes, and what every exporter reads
@@ -33,29 +33,42 @@ def find_exporter(name: str) -> Exporter:
 def export_checkpoint(
     name: str, checkpoint: Path, output: Path, settings: Mapping[str, Any], overwrite: bool, progress: Progress
 ) -> Any:
-    """Run an exporter; returns what it says of its work. `output` is there whole or not at all."""
-    module = find_exporter(name)
-    if "overwrite" in defaults(getattr(module, "Options", None)):
-        options = exporter_options(name, {**settings, "overwrite": overwrite})
-        return module.export(checkpoint, output, options, progress)
-    options = exporter_options(name, settings)
-    load_exporter(WRITER).check_target(output, overwrite)
-    with _hidden(output, name) as fresh:
-        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed
+    """Run an exporter; returns what it says of its work. `output` is there whole or not at all.
+
+    Where the output of this very export is in place already, nothing is written.
+    """
+    module, options = find_exporter(name), exporter_options(name, settings)
+    packages = getattr(module, "PACKAGES", PACKAGES)
+    key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
+    writer = load_exporter(WRITER)
+    with full_disk_told(output.parent), alone(output) as work:
         try:
-            with full_disk_told(output.parent):
-                summary = module.export(checkpoint, fresh, options, progress)
-        except (CompressionError, OSError):
-            raise
-        except Exception as error:  # of a third party's kind
-            raise CompressionError(f"exporter {name!r} failed: {type(error).__name__}: {reason_of(error)}") from error
-        if not fresh.is_dir():
-            raise CompressionError(f"exporter {name!r} wrote no folder; it should write one at the place it is given")
-        with _hidden(output, f"{name}.old") as old:
-            shutil.rmtree(old, ignore_errors=True)
-            load_exporter(WRITER).check_target(output, overwrite)  # which may have come or changed meanwhile
-            replace_folder(fresh, output, old)
-    return _in_place(summary, fresh, output)
+            if not overwrite and answers(output, key):
+                tell_in_place(output)
+                read = getattr(module, "read_summary", None)
+                return read(output) if callable(read) else None
+            writer.check_target(output, overwrite)
+            clear(work)  # of a run that was killed
+            summary = _exported(name, module, checkpoint, work / name, options, progress)
+            note_request(work / name, key)
+            writer.check_target(output, overwrite)  # which may have come or changed meanwhile
+            replace_folder(work / name, output, work / REPLACED)
+        finally:
+            clear(work)
+    return _in_place(summary, work / name, output)
+
+
+def _exported(name: str, module: Exporter, checkpoint: Path, fresh: Path, options: Any, progress: Progress) -> Any:
+    """Run an exporter that writes to a new folder; a fault of a third party's kind is told."""
+    try:
+        summary = module.export(checkpoint, fresh, options, progress)
+    except (CompressionError, OSError):
+        raise
+    except Exception as error:
+        raise CompressionError(f"exporter {name!r} failed: {type(error).__name__}: {reason_of(error)}") from error
+    if not fresh.is_dir():
+        raise CompressionError(f"exporter {name!r} wrote no folder; it should write one at the place it is given")
+    return summary
 
 
 def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
@@ -65,17 +78,6 @@ def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
     said = {entry.name: getattr(summary, entry.name) for entry in fields(summary) if entry.init}
     moved = {name: type(value)(output) for name, value in said.items() if value in (fresh, str(fresh))}
     return replace(summary, **moved) if moved else summary
-
-
-@contextmanager
-def _hidden(output: Path, name: str) -> Iterator[Path]:
-    """The name of a hidden folder beside the output, which is gone in the end."""
-    place = output.absolute().with_name(f".{output.name}.{name}")
-    refuse_linked_folder(place)
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def read_formats(formats: Sequence[str]) -> tuple[str, ...]:
@@ -89,22 +91,20 @@ def read_formats(formats: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def beside(formats: Sequence[str], progress: Progress) -> Callable[[Path], None] | None:
-    """What puts exports into subfolders of an output that is about to be put in place; None if none is asked for."""
+def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], None] | None:
+    """What brings an output that is about to be put in place into the formats; None where it is in it already.
+
+    Beside safetensors, exports lie in subfolders; without it, the export takes the place of what it was made of.
+    """
     others = [name for name in formats if name != WRITER]
 
     def add(folder: Path) -> None:
         for name in others:
             export_checkpoint(name, folder, folder / name, {}, False, progress)
 
-    return add if others else None
+    def become(folder: Path) -> None:
+        other = folder.with_name(others[0])
+        export_checkpoint(others[0], folder, other, {}, False, progress)
+        load_exporter(WRITER).become(folder, other)
 
-
-@contextmanager
-def alone(name: str, output: Path, overwrite: bool, progress: Progress) -> Iterator[Path]:
-    """A hidden folder for the safetensors output, which is exported to `output` and removed in the end."""
-    find_exporter(name)
-    load_exporter(WRITER).check_target(output, overwrite)
-    with _hidden(output, WRITER) as between:
-        yield between
-        export_checkpoint(name, between, output, {}, overwrite, progress)
+    return None if not others else add if WRITER in formats else become

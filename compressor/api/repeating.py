@@ -6,12 +6,14 @@ at any moment after that finds it when it is repeated. Where nothing can be kept
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
-from compressor.checkpoint.reader import Checkpoint
-from compressor.errors import CompressionError
+from compressor.replaceable import WEIGHTS
 from compressor.run_record import cache_folder, digest_of, read_cached, write_cached
+
+logger = logging.getLogger(__name__)
 
 
 def request_key(*facts: Any) -> str:
@@ -31,13 +33,25 @@ def answers(out: Path, key: str) -> bool:
     return bool(kept.get("weights")) and kept["weights"] == _weights(out)
 
 
+def tell_in_place(out: Path) -> None:
+    """Say that there is nothing to do."""
+    logger.warning("%s is in place already and is what this command asks for, so nothing was written", out)
+
+
+def stamp(folder: Path) -> list[list[Any]]:
+    """Path, size and time of change of each file, which a rename keeps; none where they cannot be read."""
+    try:
+        found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    except OSError:
+        return []
+    return [[path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns] for path, entry in found]
+
+
 def _path(folder: Path, key: str) -> Path:
     return cache_folder("requests") / f"{digest_of(folder)}-{key}.json"
 
 
 def _weights(folder: Path) -> list[list[Any]]:
-    """Name, size and time of change of each weight file, which a rename keeps; none where they cannot be read."""
-    try:
-        return [list(entry) for entry in Checkpoint(folder).stamp()]
-    except (CompressionError, OSError):
-        return []
+    """The stamp of the weight files, which alone must be as they were; of all files where none is known as weights."""
+    entries = stamp(folder)
+    return [entry for entry in entries if WEIGHTS.fullmatch(entry[0])] or entries

@@ -17,6 +17,7 @@ from compressor.evaluation.tasks import resolve_tasks
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult, Verdict
+from compressor.locking import alone
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.model.routers import check_count
@@ -116,15 +117,16 @@ def compress_gated(
                 attempts.append(Attempt(made.experts_after, result, accepts(result)))
         return attempts[-1].accepted
 
-    if search:
-        counts = possible_counts(source, asked)
-        whole = request_key(request_digest(open_model(source, asked.dtype, asked.device), asked), judged)
-        begun = known and answers(target, whole)
-        steps = math.ceil(math.log2(len(counts) + 1))
-        gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
-        smallest(counts, lambda count: passes(replace(asked, experts=count)))
-    else:
-        passes(asked)
+    with alone(target):
+        if search:
+            counts = possible_counts(source, asked)
+            whole = request_key(request_digest(open_model(source, asked.dtype, asked.device), asked), judged)
+            begun = known and answers(target, whole)
+            steps = math.ceil(math.log2(len(counts) + 1))
+            gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
+            smallest(counts, lambda count: passes(replace(asked, experts=count)))
+        else:
+            passes(asked)
     return Gated(summaries[-1] if summaries else None, tuple(attempts))
 
 

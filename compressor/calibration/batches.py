@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.calibration.documents import read_rows
 from compressor.calibration.sources import WeightedSource as WeightedSource
-from compressor.calibration.sources import divide, read_rows, shares, short_names
+from compressor.calibration.sources import divide, shares, short_names
 from compressor.errors import CompressionError
 from compressor.model import tokenizer as checkpoint_tokenizer
 

@@ -23,6 +23,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MOST_BYTES = 2**63 - 1  # of a file, and elements of a dimension
 MOST_DIMENSIONS = 64  # that torch can index
+MOST_LETTERS = 1_000  # of a tensor's name, on which transformers tries dozens of patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str
         try:
             begin, end = (_natural(offset) for offset in entry["data_offsets"])
             shape = tuple(_natural(size) for size in entry["shape"])
-            if len(shape) > MOST_DIMENSIONS:
-                raise ValueError(f"{len(shape)} dimensions")
+            if len(shape) > MOST_DIMENSIONS or len(name) > MOST_LETTERS:
+                raise ValueError("more dimensions than torch can index, or too long a name")
             info = TensorInfo(name, file, str(entry["dtype"]), shape, data_start + begin, data_start + end)
         except (KeyError, TypeError, ValueError) as error:
             raise CompressionError(

@@ -33,8 +33,10 @@ def read_weight_map(index_path: Path) -> dict[str, Any]:
 
 def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
     """The same, with shards that are missing, hidden or outside the folder refused."""
-    weight_map = read_weight_map(index_path)
+    weight_map, found = read_weight_map(index_path), set[str]()
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in found:
+            continue
         if not isinstance(file, str) or Path(file).name != file or not file or file.startswith("."):
             raise CompressionError(
                 f"{index_path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; it is refused"
@@ -43,6 +45,7 @@ def _indexed_files(folder: Path, index_path: Path) -> dict[str, str]:
             raise CompressionError(
                 f"{index_path} names the shard {file!r}, which is missing from {folder}; download it again"
             )
+        found.add(file)
     return weight_map
 
 

@@ -11,7 +11,7 @@ from compressor.checkpoint.faults import hub_fault
 from compressor.checkpoint.headers import TensorInfo
 from compressor.checkpoint.links import refuse_links
 from compressor.checkpoint.reader import INDEX_NAME, NAME_ONE, Checkpoint
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, without_tokens
 from compressor.progress import Progress, Silent
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -27,8 +27,8 @@ class ModelSource:
 
     @property
     def label(self) -> str:
-        """The name without the machine's folders."""
-        return self.name if self.revision else self.folder.name
+        """The name without the machine's folders, and without an access token that it may hold."""
+        return without_tokens(self.name if self.revision else self.folder.name)
 
 
 def is_local(model: str) -> bool:

@@ -20,6 +20,7 @@ from compressor.model.loading import parent_and_name, set_tensor
 
 RATE = 0.3  # of tuning, times the error that is left: see `compressor.correction.tuning.Schedule`
 MOST_RATE = 0.03
+MOST_STEPS, MOST_TOKENS = 10**5, 10**6  # of tuning a layer, and of a step: far beyond what brings anything back
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,11 @@ class Correction:
         if self.method not in METHODS:
             raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
         whole = isinstance(self.steps, int) and isinstance(self.tokens, int)
-        if not whole or self.steps < 1 or self.tokens < 1 or not 0 < self.rate < 1:
+        counted = whole and 1 <= self.steps <= MOST_STEPS and 1 <= self.tokens <= MOST_TOKENS
+        if not counted or not 0 < self.rate < 1:
             raise CompressionError(
-                f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; "
-                "give whole numbers of at least 1, and a rate between 0 and 1"
+                f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; give 1 to "
+                f"{MOST_STEPS:,} steps of 1 to {MOST_TOKENS:,} tokens, and a rate between 0 and 1"
             )
 
     @property

@@ -61,4 +61,4 @@ def _squares(axes: "Axes", centres: Sequence[tuple[int, int]], half: float, **st
         corners = half * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)])
         points = (np.array(centres)[:, None] + corners).reshape(-1, 2)
         codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(centres)
-        axes.add_patch(PathPatch(Path(points, codes), joinstyle="miter", **style))
+        axes.add_artist(PathPatch(Path(points, codes), joinstyle="miter", **style))  # add_patch looks at every point

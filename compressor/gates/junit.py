@@ -1,14 +1,13 @@
 """The gate's result as JUnit XML: the suite is the whole, each task a test case."""
 
-import re
 from collections.abc import Mapping
 from xml.etree import ElementTree as Xml
 
 from compressor.gates.content import advice, cells, margin, verdict_line
 from compressor.gates.verdict import EXIT_STATUS, GateResult, TaskGate
+from compressor.words import readable
 
 NAME = "moe-compress gate"
-FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # by XML 1.0, even as a reference
 
 
 def junit(result: GateResult) -> bytes:
@@ -68,6 +67,6 @@ def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
 
 
 def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
-    made = Xml.SubElement(parent, tag, {name: FORBIDDEN.sub("\ufffd", value) for name, value in attributes.items()})
-    made.text = None if text is None else FORBIDDEN.sub("\ufffd", text)
+    made = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+    made.text = None if text is None else readable(text)
     return made

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
+MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
 FARTHEST = 10.0  # drops beyond it are drawn there
 MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
 CAPTION = (
@@ -26,8 +27,8 @@ CAPTION = (
 
 
 def gate_figure(result: GateResult) -> Figure | None:
-    """A line for each task from the drop's lower to its upper bound; None without tasks."""
-    if not result.tasks:
+    """A line for each task from the drop's lower to its upper bound; None without tasks, or with too many."""
+    if not 0 < len(result.tasks) <= MOST_DRAWN:
         return None
     size = (WIDTH, ROW * len(result.tasks) + AROUND)
     drawing = Drawing("Drops and the drop allowed", gate_alt(result), size, partial(_draw, result=result))

@@ -22,7 +22,7 @@ from compressor.gates.content import change, level
 from compressor.gates.document import gate_blocks
 from compressor.gates.junit import junit
 from compressor.gates.verdict import GateResult, TaskGate, gate_content, gate_from_content
-from compressor.records import bounded
+from compressor.records import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,9 @@ def read_gate(path: Path) -> GateResult:
     """A result from its gate.json, or the folder that holds it."""
     file = path / NAMES[0] if path.is_dir() else path
     remedy = "name a gate.json that moe-compress gate has written"
+    content = read_json(file, remedy, remedy)
     try:
-        return gate_from_content(bounded(json.loads(file.read_text(encoding="utf-8"))))
-    except OSError as error:
-        raise CompressionError(f"{file} cannot be read: {error.strerror or error}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{file} is not JSON; {remedy}") from error
+        return gate_from_content(content)
     except CompressionError as error:
         raise CompressionError(f"{file}: {error}; {remedy}") from error
 

@@ -11,6 +11,7 @@ from compressor.errors import CompressionError
 from compressor.records import plain_json, read_as
 
 FORMAT = "moe-compressor-gate/1"
+MOST_TASKS = 1_000  # of a result, each with a row wherever it is shown
 
 Verdict = Literal["pass", "fail", "inconclusive"]
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
@@ -73,6 +74,8 @@ def gate_from_content(content: Any) -> GateResult:
     """The result that `gate_content` was made of; further fields are left aside. A confidence is above a half."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
+    if isinstance(tasks := content.get("tasks"), list) and len(tasks) > MOST_TASKS:
+        raise CompressionError(f"tasks should be {MOST_TASKS:,} at most, they are {len(tasks):,}")
     found = read_as(GateResult, content)
     if not 0.5 < found.confidence < 1:
         raise CompressionError(f"confidence should lie between 0.5 and 1, it is {found.confidence}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compressor.errors import CompressionError, faults_told, reason_of
+from compressor.model.chat import ChatTemplate
 from compressor.model.tokenizer import no_token, says_something
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
@@ -12,29 +13,35 @@ LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
-    opening = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
     with faults_told("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
-        plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        ids = tuple(int(token) for token in tokenizer(prompt)["input_ids"]) or opening
-    if prompt.strip() and not says_something(tokenizer, plain):
+        encoded = tokenizer(prompt, return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    if prompt.strip() and not says_something(tokenizer, [x for x, own in zip(ids, added, strict=True) if not own]):
         raise no_token("the prompt")
     if chat:
         return _encode_chat(tokenizer, prompt)
     if ids:
-        return ids
+        return tuple(map(int, ids))
+    if tokenizer.bos_token_id is not None:
+        return (int(tokenizer.bos_token_id),)
     raise CompressionError(
         "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
     )
 
 
 def _encode_chat(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise CompressionError("the tokenizer has no chat template; leave out --chat to continue the prompt as it is")
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except Exception as error:  # templates are programs
-        raise CompressionError(f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat") from error
+    with ChatTemplate(tokenizer) as template:
+        if not template:
+            raise CompressionError(
+                "the tokenizer has no chat template; leave out --chat to continue the prompt as it is"
+            )
+        try:
+            text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+            encoded = tokenizer(text, add_special_tokens=False)
+        except Exception as error:  # templates are programs
+            raise CompressionError(
+                f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat"
+            ) from error
     if ids := tuple(int(token) for token in encoded["input_ids"]):
         return ids
     raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compressor.errors import CompressionError, reason_of
+from compressor.model.bounds import MOST_PARTS, bounded_build, check_config
 from compressor.model.routers import find_router, routing_groups_of, top_k_of, value_tables
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -22,6 +23,7 @@ KERNEL_FIELDS = {
     for kind in ("attn", "experts")
     for start, end in (("", ""), ("_", ""), ("_", "_internal"))
 }
+MOST_CANDIDATES = 32  # fields that may count experts: each is tried, and a config may hold any number of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The transformers config of a checkpoint folder; an unknown architecture or a broken config is a clear error."""
     from transformers import AutoConfig
 
+    check_config(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # config classes raise what they like
@@ -127,8 +130,11 @@ def model_class(config: Any) -> type[Any]:
     )
 
 
-def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed."""
+def build_meta(config: Any, dtype: torch.dtype | None = None, most: int = MOST_PARTS) -> Any:
+    """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
+
+    Raises `CompressionError` where transformers cannot build it, or it has more than `most` modules and tensors.
+    """
     from transformers.utils import ContextManagers
 
     stock_class = model_class(config)
@@ -139,8 +145,10 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
         if node is not None:
             node.dtype = wanted  # some classes build their inner model by its config's own
     try:
-        with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
+        with bounded_build(most), ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
             model = stock_class(copied)
+    except CompressionError:
+        raise
     except Exception as error:
         what = f"transformers cannot build {stock_class.__name__} from this config"
         raise CompressionError(f"{what}: {reason_of(error)}") from error
@@ -207,7 +215,7 @@ def find_count_field(config: Any, model: nn.Module) -> str:
         raise CompressionError(
             f"layers hold unequal numbers of experts ({[count, *others]}); one count for all layers is supported"
         )
-    for candidate in _candidate_fields(config, count):
+    for candidate in _candidate_fields(config, count)[:MOST_CANDIDATES]:
         with suppress(CompressionError, ValueError, TypeError):
             doubled = build_meta(_with_field(config, candidate, 2 * count))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):

@@ -16,6 +16,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import fetch_headers, is_local, locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, discover, load_config
+from compressor.model.bounds import most_parts
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
 from compressor.model.opened import pick_dtype
@@ -131,7 +132,7 @@ def inspect_model(model: str, revision: str | None = None, experts: int | None =
 
 
 def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: Any, experts: int | None) -> Inspection:
-    architecture = discover(config, build_meta(config))
+    architecture = discover(config, build_meta(config, most=most_parts(checkpoint)))
     dtype = pick_dtype("auto", config, checkpoint)
     partial = PartialModel(checkpoint, config, dtype, torch.device("cpu"))
     layout = find_layout(checkpoint, architecture, partial)

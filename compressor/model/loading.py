@@ -12,6 +12,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_u
 from compressor.checkpoint.reader import Checkpoint, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
+from compressor.model.bounds import most_parts, refuse_unfilled
 from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class PartialModel:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.model = build_meta(config, dtype)
+        self.model = build_meta(config, dtype, most_parts(checkpoint))
+        refuse_unfilled(checkpoint, self.model)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)

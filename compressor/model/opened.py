@@ -11,6 +11,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
+from compressor.model.bounds import most_parts
 from compressor.model.layout import Layout, find_layout, fingerprint
 from compressor.model.loading import PartialModel
 from compressor.model.routers import check_count
@@ -78,7 +79,7 @@ def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -
     """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
     checkpoint = Checkpoint(source.folder)
     config = load_config(source.folder)
-    architecture = discover(config, build_meta(config))
+    architecture = discover(config, build_meta(config, most=most_parts(checkpoint)))
     partial = PartialModel(checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
     return OpenModel(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
 

@@ -11,6 +11,8 @@ VOCABULARIES = (
     "tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*", "*.model", "*.model.v*", "*.tiktoken", "*.spm",
     "*.bpe", "*.codes",
 )  # fmt: skip
+MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut off may differ from the whole one
+LETTERS, LONGEST = 6, 96  # of a token: as many as it often has; so many only in texts of blanks, marks or the unknown
 
 
 def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
@@ -44,6 +46,22 @@ def _knows_nothing(tokenizer: Any) -> bool:
     except NotImplementedError:  # which the base class of slow tokenizers raises
         return False
     return words <= set(getattr(tokenizer, "all_special_ids", ()))
+
+
+def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
+    """The first `most` tokens of a text, without special ones: of a long text no more is read than they need.
+
+    They are those of the whole text, as far as a token hangs on the `MARGIN` tokens after it alone. A text of which
+    `LONGEST` letters make one token, or none, counts as one that ends there.
+    """
+    letters = LETTERS * (most + MARGIN)
+    end = LONGEST * (most + MARGIN)
+    while letters < len(text):
+        ids = tokenizer(text[:letters], add_special_tokens=False)["input_ids"]
+        if len(ids) >= most + MARGIN or letters == end:
+            return list(ids[:most])
+        letters = min(2 * letters, end)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"][:most])
 
 
 def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:

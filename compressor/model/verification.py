@@ -10,6 +10,7 @@ from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta, discover, expert_counts, load_config
+from compressor.model.bounds import most_parts
 from compressor.model.carried import check_carried
 from compressor.model.layout import find_layout
 from compressor.model.loading import PartialModel, load_converted
@@ -34,7 +35,7 @@ def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
     Returns the checkpoint; raises `CompressionError` naming the file, tensor or field that is wrong.
     """
     checkpoint, config = Checkpoint(folder), load_config(folder)
-    model = build_meta(config)
+    model = build_meta(config, most=most_parts(checkpoint))
     for name, count in expert_counts(model).items():
         if experts is not None and count != experts:
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")

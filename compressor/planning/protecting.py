@@ -19,6 +19,8 @@ from compressor.words import ranges
 logger = logging.getLogger(__name__)
 
 Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
+Named = Mapping[str, MoeLayer]  # layers by the full name of their experts module
+Numbered = Mapping[int, Sequence[MoeLayer]]  # by the number of their decoder layer
 
 
 def given_protected(
@@ -41,8 +43,11 @@ def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Se
     found: dict[str, set[int]] = {}
     where = str(protect) if isinstance(protect, str | Path) else "protect"
     entries = _read_list(Path(protect)) if isinstance(protect, str | Path) else protect
+    by_name, by_number = {layer.name: layer for layer in layers}, dict[int, list[MoeLayer]]()
+    for layer in layers:
+        by_number.setdefault(layer.index, []).append(layer)
     for number, entry in enumerate(entries, start=1):
-        layer, expert = _read_entry(entry, layers, f"{where}, entry {number}")
+        layer, expert = _read_entry(entry, by_name, by_number, f"{where}, entry {number}")
         found.setdefault(layer.name, set()).add(expert)
     return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
 
@@ -59,7 +64,7 @@ def _read_list(path: Path) -> list[Any]:
     return content
 
 
-def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, int]:
+def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tuple[MoeLayer, int]:
     """The layer and the expert that an entry of the list means."""
     if not isinstance(entry, dict):
         raise CompressionError(f"{where}: {entry!r} stands where an object with layer and expert should")
@@ -67,7 +72,7 @@ def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[Moe
         if name not in entry:
             raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
     number, expert = (integer(entry[name], f"{where}: {name}") for name in ("layer", "expert"))
-    layer = _find_layer(number, entry.get("module"), layers, where)
+    layer = _find_layer(number, entry.get("module"), named, numbered, where)
     if not 0 <= expert < layer.experts:
         raise CompressionError(
             f"{where}: {layer.name} has no expert {expert}; its experts are numbered 0 to {layer.experts - 1}"
@@ -75,20 +80,20 @@ def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[Moe
     return layer, expert
 
 
-def _find_layer(number: int, module: Any, layers: Sequence[MoeLayer], where: str) -> MoeLayer:
+def _find_layer(number: int, module: Any, named: Named, numbered: Numbered, where: str) -> MoeLayer:
     """The MoE layer in decoder layer `number`, or the one called `module`, which must be there."""
     if module is not None:
-        named = next((layer for layer in layers if layer.name == module), None)
-        if named is None:
+        found = named.get(module) if isinstance(module, str) else None
+        if found is None:
             raise CompressionError(
-                f"{where}: the model has no experts module {module!r}; they are called like {layers[0].name}"
+                f"{where}: the model has no experts module {module!r}; they are called like {next(iter(named))}"
             )
-        if named.index != number:
-            raise CompressionError(f"{where}: {module} is in layer {named.index}, not {number}; correct one of the two")
-        return named
-    here = [layer for layer in layers if layer.index == number]
+        if found.index != number:
+            raise CompressionError(f"{where}: {module} is in layer {found.index}, not {number}; correct one of the two")
+        return found
+    here = numbered.get(number, ())
     if not here:
-        known = ranges({layer.index for layer in layers}, " to ", ", ")
+        known = ranges(numbered, " to ", ", ")
         raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
     if len(here) > 1:
         names = " and ".join(layer.name for layer in here)
@@ -127,7 +132,7 @@ def strongest_that_fit(
     found: dict[str, frozenset[int]] = {}
     for layer in layers:
         own = [expert for module, expert in found_experts if module == layer.name]
-        blocks = [[expert for expert in own if expert in block] for block in competing(layer)]
+        blocks = [[expert for expert in own if expert in block] for block in map(set, competing(layer))]
         if own:
             found[layer.name] = frozenset(expert for block in blocks for expert in block[: _places(layer, keep)])
     if gone := len(found_experts) - sum(map(len, found.values())):

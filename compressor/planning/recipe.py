@@ -6,6 +6,7 @@ compression.json it names no folder; on the machine that made the output, the re
 
 import os
 import reprlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,11 +19,14 @@ from compressor.calibration.sources import TEXT_SUFFIXES, is_file, without_folde
 from compressor.errors import CompressionError, reason_of
 from compressor.planning.request import Request
 from compressor.plans.plan import CompressionPlan
+from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
 from compressor.words import did_you_mean
 
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000
+MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 MODEL = {"model": str, "revision": str | None}  # what a recipe says beside the fields of a request
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Mapping: "a mapping"}
 
@@ -32,9 +36,9 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
 
     Protected experts stand in it one by one, whether they were listed or found.
     """
-    numbers = [layer.layer for layer in plan.layers]
+    often = Counter(layer.layer for layer in plan.layers)
     protected = [
-        {"layer": layer.layer, "expert": expert} | ({"module": layer.module} if numbers.count(layer.layer) > 1 else {})
+        {"layer": layer.layer, "expert": expert} | ({"module": layer.module} if often[layer.layer] > 1 else {})
         for layer in plan.layers
         for expert in plan.protected.get(layer.module, ())
     ]
@@ -99,14 +103,29 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         raise CompressionError(f"{path} is larger than 1 MB, so it is no recipe; name a recipe.yaml")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise CompressionError(f"{path} repeats a part by an alias (*); write it out")
-        content = yaml.safe_load(text)
+        _refuse_mazes(path, text)
+        content = yaml.load(text, Loader=LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CompressionError(f"{path} is not valid YAML ({reason_of(error, 200)}); mend it") from error
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a mapping of fields, such as 'experts: 4'")
     return content
+
+
+def _refuse_mazes(path: Path, text: str) -> None:
+    """Refuse YAML that takes time or stack out of all proportion: repeated parts, deep nesting, endless words."""
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=LOADER)):
+        if isinstance(event, yaml.AliasEvent):
+            raise CompressionError(f"{path} repeats a part by an alias (*); write it out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise CompressionError(f"{path} is nested deeper than {MOST_DEPTH} lists or mappings; mend it")
+        if number > MOST_PARTS or (isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_LETTERS):
+            raise CompressionError(
+                f"{path} has more than {MOST_PARTS:,} parts or a word of over {MOST_LETTERS:,} letters, so it is no "
+                "recipe; name a recipe.yaml"
+            )
 
 
 def _fits(value: Any, hint: Any) -> bool:

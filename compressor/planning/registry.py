@@ -133,8 +133,8 @@ class Exporter(Protocol):
     """A module that writes a finished checkpoint in another format; the first line of its docstring says which.
 
     It may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
-    `CompressionError` where an optional package is missing, before anything is read. With an option `overwrite` it puts
-    its output in place itself; without one, `output` is a hidden folder that is renamed when `export` returns.
+    `CompressionError` where an optional package is missing, before anything is read. `output` is a hidden folder that
+    is renamed when `export` returns. `read_summary(output)`, if there is one, says what `export` said of an output.
     """
 
     def export(self, checkpoint: Path, output: Path, options: Any, progress: Progress) -> Any:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compressor.calibration.sources import DEFAULT_SOURCE, WeightedSource, parse_sources, short_names
 from compressor.errors import CompressionError
 from compressor.run_record import versions
 
 if TYPE_CHECKING:
-    from compressor.calibration.sources import WeightedSource
     from compressor.model.opened import OpenModel
 
 AUTO, GRAPH = "auto", "graph:"
@@ -65,12 +65,16 @@ class Request:
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        from compressor.correction.refit import METHODS  # here, since torch comes with it
+        from compressor.correction.refit import METHODS  # here, since torch comes with them
+        from compressor.plans.json import few, refuse_floods
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
+        refuse_floods(self.samples, self.sequence_length)
+        if not isinstance(self.calibration, str | None):
+            few(self.calibration, "calibration")
         if not 0 <= self.seed < 2**63:
             raise CompressionError(f"--seed {self.seed} is out of range; give a number from 0 to 2**63 - 1")
 
@@ -95,18 +99,14 @@ class Request:
         return self.protect == AUTO or self.central is not None
 
     @property
-    def sources(self) -> "tuple[WeightedSource, ...]":
+    def sources(self) -> tuple[WeightedSource, ...]:
         """The calibration sources with their weights."""
-        from compressor.calibration.sources import DEFAULT_SOURCE, parse_sources  # here, since torch comes with it
-
         given = self.calibration
         return parse_sources([DEFAULT_SOURCE] if given is None else [given] if isinstance(given, str) else given)
 
     @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each calibration source, without folders."""
-        from compressor.calibration.sources import short_names  # here, since torch comes with it
-
         return short_names([entry.source for entry in self.sources])
 
 

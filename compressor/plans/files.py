@@ -7,6 +7,7 @@ from pathlib import Path
 
 from compressor.errors import CompressionError
 from compressor.files import replacing
+from compressor.locking import alone
 from compressor.plans.plan import CompressionPlan
 from compressor.replaceable import json_object
 from compressor.words import distinct
@@ -39,7 +40,8 @@ def write_plans(paths: Sequence[Path], plans: Sequence[CompressionPlan]) -> None
     try:
         with ExitStack() as complete:  # none is put in place before the last is written
             for path, plan in zip(paths, plans, strict=True):
-                fresh = complete.enter_context(replacing(path, path.with_name(f".{path.name}.new")))
+                work = complete.enter_context(alone(path))
+                fresh = complete.enter_context(replacing(path, work / path.name))
                 fresh.write_text(plan.to_json(), encoding="utf-8")
     except BaseException:
         for path in absent:

@@ -1,7 +1,7 @@
 """A layer's plan to JSON and back, and JSON that a person can read and edit."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -9,7 +9,10 @@ from compressor.errors import CompressionError
 from compressor.plans.layer import Group, LayerPlan
 from compressor.records import MOST_BITS
 
-MOST_EXPERTS = 2**16  # of a layer: more than any model has, few enough to list
+MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has
+MOST_IN_ALL = 2**17  # experts of all layers, few enough to list and to draw
+MOST_FIGURES = 100  # names in a layer's figures, and in whatever else a page shows one by one
+MOST_TOKENS = 10**9  # of calibration text
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 
 
@@ -35,6 +38,30 @@ def refuse_unknown(entry: Any, known: frozenset[str], where: str) -> None:
         raise CompressionError(f"{where}: {entry!r} stands where an object with {', '.join(sorted(known))} should")
     if unknown := sorted(set(entry) - known):
         raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def refuse_crowds(layers: Any) -> None:
+    """Refuse more layers or experts than any model has, before they are looked at one by one."""
+    if isinstance(layers, list) and len(layers) > MOST_LAYERS:
+        raise CompressionError(f"{len(layers):,} layers are more than any model has; restore the plan")
+    counts = [entry.get("experts") for entry in layers if isinstance(entry, dict)] if isinstance(layers, list) else []
+    if sum(count for count in counts if isinstance(count, int) and 0 < count <= MOST_EXPERTS) > MOST_IN_ALL:
+        raise CompressionError(f"its layers have more than {MOST_IN_ALL:,} experts together; restore the plan")
+
+
+def few(content: Any, name: str) -> Any:
+    """The same object or list, unless it has more entries than a plan's may have."""
+    if isinstance(content, Mapping | Sequence) and not isinstance(content, str) and len(content) > MOST_FIGURES:
+        raise CompressionError(f"{name}: {len(content):,} entries are more than {MOST_FIGURES}; take some out")
+    return content
+
+
+def refuse_floods(samples: Any, length: Any) -> None:
+    """Refuse more calibration text than any model can be run on, where sequences and their tokens are counted."""
+    if isinstance(samples, int) and isinstance(length, int) and samples * length > MOST_TOKENS:
+        raise CompressionError(
+            f"{samples:,} samples of {length:,} tokens are more than {MOST_TOKENS:,} tokens; ask for fewer"
+        )
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
@@ -88,7 +115,7 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
         **{name: integer(entry.get(name, 1), name) for name in ROUTING_FIELDS},
         upstream=str(entry.get("upstream", "original")),
         decided_by=str(entry.get("decided_by", "")),
-        figures=dict(entry.get("figures") or {}),
+        figures=dict(few(entry.get("figures"), "figures") or {}),
     )
     grouped, gone = plan.slots(), set(plan.dropped)
     for expert in entry.get("dropped") or ():

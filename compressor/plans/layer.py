@@ -1,5 +1,6 @@
 """One layer's part of a plan: which experts stay, merge or go. It checks itself on creation."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -106,7 +107,8 @@ class LayerPlan:
             if len(inside) > 1:
                 return f"group {list(group.members)} mixes experts of different routing groups; keep it within one"
             homes.extend(inside)
-        counts = [homes.count(home) for home in range(self.routing_groups)]
+        found = Counter(homes)
+        counts = [found[home] for home in range(self.routing_groups)]
         if len(set(counts)) > 1:
             return f"its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
         in_order = homes == sorted(homes)

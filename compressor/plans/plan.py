@@ -15,12 +15,15 @@ from typing import Any, Self
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.plans.json import (
+    few,
     field_names,
     integer,
     layer_from_dict,
     layer_to_dict,
     protected_from_dict,
     readable_json,
+    refuse_crowds,
+    refuse_floods,
     refuse_unknown,
 )
 from compressor.plans.layer import LAYER_FACTS
@@ -145,16 +148,18 @@ class CompressionPlan:
         if content.get("format") != FORMAT:
             raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
         refuse_unknown(content, field_names(CompressionPlan, "format"), where)
+        refuse_crowds(content.get("layers"))
         try:
+            _refuse_floods(content["calibration"])
             return cls(
                 source=_source_from_dict(content["source"]),
                 experts=integer(content["experts"], "experts"),
                 strategy=str(content["strategy"]),
-                options=dict(content["options"]),
-                calibration=content["calibration"],
+                options=dict(few(content["options"], "options")),
+                calibration=few(content["calibration"], "calibration"),
                 layers=tuple(layer_from_dict(entry) for entry in content["layers"]),
                 seed=integer(content["seed"], "seed"),
-                versions=dict(content.get("versions") or {}),
+                versions=dict(few(content.get("versions"), "versions") or {}),
                 sequential=bool(content.get("sequential", False)),
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
@@ -171,6 +176,16 @@ class CompressionPlan:
         if not isinstance(content, dict):
             raise CompressionError(f"{path} should hold a JSON object; plan again")
         return cls.from_dict(content, str(path))
+
+
+def _refuse_floods(calibration: Any) -> None:
+    """Refuse a calibration of more sources or tokens than can be read; a plan that is carried out may read it again."""
+    if isinstance(calibration, dict):
+        few(calibration.get("sources"), "calibration's sources")
+        asked = calibration.get("asked")
+        given = asked if isinstance(asked, dict) else {}
+        for name in ("samples", "reserve"):
+            refuse_floods(given.get(name), given.get("sequence_length"))
 
 
 def _source_from_dict(entry: Any) -> Source:

@@ -195,14 +195,16 @@ def read_compression(folder: Path) -> tuple[Mapping[str, Any], CompressionPlan]:
     return content, CompressionPlan.from_dict(content["plan"], f"{path}: plan")
 
 
-def read_hubs(path: Path | None) -> tuple[Mapping[str, Any], ...]:
-    """The rows of a hubs.json, the strongest first; none without a path."""
+def read_hubs(path: Path | None, most: int) -> tuple[Mapping[str, Any], ...]:
+    """The rows of a hubs.json, the strongest first, of a model with `most` experts; none without a path."""
     if path is None:
         return ()
     remedy = "name a hubs.json that moe-compress attribute has written"
     content = read_json(path, remedy, remedy)
     if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
         raise CompressionError(f"{path} should hold a list of experts; {remedy}")
+    if len(content) > most:
+        raise CompressionError(f"{path} names {len(content):,} experts of a model that has {most:,}; {remedy}")
     return tuple(content)
 
 
@@ -215,6 +217,7 @@ def report_data(
     """
     (content, plan), record, measured = read_compression(folder), read_record(folder), measured or Measured(())
     measures = {layer.module: layer for layer in measured.layers}
+    rows = read_hubs(hubs, sum(layer.experts for layer in plan.layers))
     unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)
     layers = [_layer(layer, plan, measures.get(layer.module, LayerMeasures(layer.module))) for layer in plan.layers]
     try:
@@ -226,7 +229,7 @@ def report_data(
             top_k=max((layer.top_k for layer in plan.layers), default=0),
             parameters=_before_after(content["parameters"]), nbytes=_before_after(content["bytes"]),
             calibration=plan.calibration, versions=dict(content.get("versions") or plan.versions), layers=tuple(layers),
-            plan_digest=str(content["plan_digest"]), gate=read_gate_of(folder, gate), hubs=read_hubs(hubs),
+            plan_digest=str(content["plan_digest"]), gate=read_gate_of(folder, gate), hubs=rows,
             seconds=record.seconds if record else {}, peak_memory=record.peak_memory if record else None,
             command=record.command if record else None, missing=(*measured.missing, *unknown),
             left_out=tuple(content.get("left_out") or ()), zeroed_fields=tuple(content.get("zeroed_fields") or ()),

@@ -31,8 +31,9 @@ def order(layer: LayerReport) -> tuple[int, ...]:
 def fates(layer: LayerReport) -> Mapping[int, str]:
     """What became of each expert, in words."""
     found = dict.fromkeys(range(layer.experts), "dropped")
+    protected, rescaled = set(layer.protected), set(layer.rescaled)
     for slot, (first, *others) in enumerate(layer.groups):
-        alone = "protected" if first in layer.protected else "rescaled" if first in layer.rescaled else "kept"
+        alone = "protected" if first in protected else "rescaled" if first in rescaled else "kept"
         said = f"merged into slot {slot}" if others else f"{alone} as slot {slot}"
         found.update(dict.fromkeys((first, *others), said))
     return found

@@ -25,6 +25,7 @@ GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the le
 LEAST_CELL, MOST_CELL = 0.06, 0.26
 NUMBERED_CELL = 0.2  # from this size on a cell holds the number of the expert that its group is called by
 MOST_NUMBERS = 1_500  # which take longer to draw than marks
+MOST_CELLS = 2**17  # what is larger, nobody can read
 KEPT = "#d0d5da"
 SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
 LEVELS = 64  # of the colour scale, few enough for small images
@@ -35,10 +36,10 @@ CASING, LINE = ("#0b0d10", 2.4), ("#fefefe", 1.1)  # an outline that any colour 
 
 
 def experts(data: ReportData) -> Figure | None:
-    """The grid of all experts: a row for each layer, a column for each expert of the source."""
-    if not data.layers:
+    """The grid of all experts: a row for each layer, a column for each expert of the source; none of too many."""
+    rows, columns = len(data.layers), max((layer.experts for layer in data.layers), default=0)
+    if not 0 < rows * columns <= MOST_CELLS:
         return None
-    rows, columns = len(data.layers), max(layer.experts for layer in data.layers)
     cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
     is_numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
     grid = [cells(layer) for layer in data.layers]
@@ -66,11 +67,13 @@ def experts(data: ReportData) -> Figure | None:
 def cells(layer: LayerReport) -> list[Cell]:
     """A layer's experts [E]. A merged group has one colour and mark, and its least member's number."""
     found = [Cell(ROLES["paper"], "x")] * layer.experts
-    changed = [group for group in layer.groups if len(group) > 1 or group[0] in layer.rescaled]
+    protected, rescaled, changed = set(layer.protected), set(layer.rescaled), 0
     for group in layer.groups:
-        colour, mark = group_look(changed.index(group)) if group in changed else (KEPT, "")
+        is_changed = len(group) > 1 or group[0] in rescaled
+        (colour, mark), least = group_look(changed) if is_changed else (KEPT, ""), min(group) if is_changed else None
+        changed += is_changed
         for member in group:
-            found[member] = Cell(colour, mark, min(group) if group in changed else None, member in layer.protected)
+            found[member] = Cell(colour, mark, least, member in protected)
     return found
 
 

@@ -11,8 +11,9 @@ from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Note, Toned, Words
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
-from compressor.files import check_folder, whole_folder, write_whole
+from compressor.files import check_folder, replacing, whole_folder
 from compressor.gates.content import SIGNS
+from compressor.locking import alone
 from compressor.replaceable import is_page
 from compressor.report import run_sections, sections
 from compressor.report.data import ReportData
@@ -93,5 +94,6 @@ def write_report(data: ReportData, page_file: Path, folder: Path | None = None, 
             for figure in drawn:
                 (made / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
                 written.append(folder / f"{figure.name}.png")
-    write_whole(Path(os.path.abspath(page_file)), text, 0o644, "backslashreplace")
+    with alone(page_file) as work, replacing(page_file, work / page_file.name) as fresh:
+        fresh.write_text(text, "utf-8", "backslashreplace")
     return written

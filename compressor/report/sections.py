@@ -1,6 +1,6 @@
 """A report's sections about layers and experts: fates, similarity and groups, visits, errors, hubs and protection."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -85,10 +85,10 @@ def _layer(layer: LayerReport, name: str) -> list[Block]:
         if len(group) > 1:
             found = within(layer, group)
             rows.append((f"merged, slot {slot}", listed(group), short(mean(found)), short(min(found, default=None))))
-    alone = [group[0] for group in layer.groups if len(group) == 1]
+    alone, protected = [group[0] for group in layer.groups if len(group) == 1], set(layer.protected)
     others = {
-        "protected": [expert for expert in alone if expert in layer.protected],
-        "kept alone": [expert for expert in alone if expert not in layer.protected],
+        "protected": [expert for expert in alone if expert in protected],
+        "kept alone": [expert for expert in alone if expert not in protected],
         "dropped": layer.dropped,
     }
     rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
@@ -160,8 +160,8 @@ def errors(data: ReportData) -> list[Block]:
 def hubs(data: ReportData) -> list[Block]:
     """Named hubs with what became of them, and protected experts by layer."""
     protected = tuple((name, listed(layer.protected)) for layer, name in named(data.layers) if layer.protected)
-    layers = {layer.module: layer for layer in data.layers}
-    rows = tuple(_hub(hub, layers.get(str(hub.get("module")))) for hub in data.hubs)
+    layers = {layer.module: (layer.layer, fates(layer)) for layer in data.layers} if data.hubs else {}
+    rows = tuple(_hub(hub, *layers.get(str(hub.get("module")), (None, None))) for hub in data.hubs)
     return [
         Heading("Hubs", 3),
         Table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"})) if rows
@@ -172,9 +172,9 @@ def hubs(data: ReportData) -> list[Block]:
     ]  # fmt: skip
 
 
-def _hub(hub: Any, layer: LayerReport | None) -> tuple[str, ...]:
-    expert, place = hub.get("expert"), hub.get("layer", layer.layer if layer else None)
+def _hub(hub: Any, layer: int | None, fates: Mapping[int, str] | None) -> tuple[str, ...]:
+    expert, place = hub.get("expert"), hub.get("layer", layer)
     label = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else shown(expert)
-    fate = fates(layer).get(expert, "-") if layer is not None and isinstance(expert, int) else "not in the plan"
+    fate = fates.get(expert, "-") if fates is not None and isinstance(expert, int) else "not in the plan"
     figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
     return (label, fate, *map(short, figures), share(hub.get("share")))

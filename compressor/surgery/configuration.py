@@ -3,18 +3,19 @@
 import copy
 import re
 from collections.abc import Mapping
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture
+from compressor.model.architecture import KERNEL_FIELDS, Architecture
 from compressor.model.layout import Layout, expert_prefixes
+from compressor.model.patterns import PREFIXES, body_of
 from compressor.plans.plan import CompressionPlan
 
-PATTERNS = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
-EXTRA_HEAD = re.compile(r"(?=.*(mtp|nextn))(?=.*(num|layers))")  # fields that announce a multi-token-prediction head
+EXTRA_HEAD = (("mtp", "nextn"), ("num", "layers"))  # a field with one of each announces a multi-token-prediction head
 
 
 def _aliases(config: Any, name: str) -> set[str]:
@@ -56,17 +57,26 @@ def zero_extra_heads(raw: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in raw.items():
         if isinstance(value, dict):
             changed += zero_extra_heads(value, f"{prefix}{key}.")
-        elif EXTRA_HEAD.search(key) and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        elif all(any(word in key for word in words) for words in EXTRA_HEAD) and type(value) is int and value > 0:
             raw[key] = 0
             changed.append(f"{prefix}{key}")
     return changed
 
 
+def _drop_kernels(node: Any) -> None:
+    """Leave out how attention and experts are to be computed: not obeyed here, it would fetch code elsewhere."""
+    if isinstance(node, dict):
+        for name in KERNEL_FIELDS & node.keys():
+            del node[name]
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _drop_kernels(value)
+
+
 def _renumbered(text: str, renames: Mapping[str, str | None]) -> str | None:
     """A module name in which an expert's number is replaced; None for a dropped expert's."""
-    for old, new in renames.items():
-        if text == old or text.startswith(f"{old}."):
-            return None if new is None else new + text[len(old) :]
+    for old in accumulate(text.split("."), "{}.{}".format):
+        if old in renames:
+            return None if (new := renames[old]) is None else new + text[len(old) :]
     return text
 
 
@@ -81,10 +91,9 @@ def _expert_renames(architecture: Architecture, layout: Layout, plan: Compressio
 
 def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
     """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
-    prefix, _, body = pattern.rpartition(":") if pattern.startswith(PATTERNS) else ("", "", pattern)
-    if prefix:
+    if pattern.startswith(PREFIXES):
         try:
-            matches = re.compile(body).match
+            matches = re.compile(body_of(pattern)).match
         except re.error as error:
             raise CompressionError(f"config.json: {pattern!r} in quantization_config is no regex: {error}") from error
         samples = ("", ".", *(f".{leaf}" for leaf in LEAVES))
@@ -131,6 +140,7 @@ def output_config(
     config = copy.deepcopy(dict(raw))
     _set_count(config, architecture, plan.experts)
     config.pop("auto_map", None)  # stock loading only: remote code does not travel
+    _drop_kernels(config)
     zeroed = zero_extra_heads(config) if layout.left_out else []
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:

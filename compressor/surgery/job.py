@@ -51,7 +51,13 @@ def _visible(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(".")]
 
 
-def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTensor], zeroed: list[str]) -> bytes:
+def _record(
+    model: OpenModel,
+    plan: CompressionPlan,
+    outputs: Iterable[OutputTensor],
+    zeroed: list[str],
+    carried: Iterable[str],
+) -> bytes:
     """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
     before, after = Size.of(model.checkpoint.tensors.values()), Size.of(outputs)
     content = plan.to_dict()
@@ -66,6 +72,7 @@ def _record(model: OpenModel, plan: CompressionPlan, outputs: Iterable[OutputTen
             "bytes": {"before": before.bytes, "after": after.bytes},
             "left_out": list(model.layout.left_out),
             "zeroed_fields": zeroed,
+            "files": sorted(carried),
             "plan_digest": plan.digest(),
             "plan": content,
         }
@@ -94,7 +101,8 @@ def make_job(
         produce = bind(stored_unit, model.checkpoint, outputs)
     config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
     config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    made = {"config.json": config_bytes, "compression.json": _record(model, plan, outputs, zeroed)}
+    carried = carried_files(model.source.folder)
+    made = {"config.json": config_bytes, "compression.json": _record(model, plan, outputs, zeroed, carried)}
     shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     facts = [
         plan.to_dict(),
@@ -108,7 +116,7 @@ def make_job(
         outputs=tuple(outputs),
         units=("", *architecture.units),
         produce=produce,
-        files={**carried_files(model.source.folder), **made},
+        files={**carried, **made},
         verify=bind(
             verify_output, count_field=architecture.count_field, experts=plan.experts, original=model.source.folder
         ),

@@ -87,3 +87,13 @@ def test_files_that_hold_no_json_are_refused_with_the_remedy(tmp_path: Path) -> 
         read_object(tmp_path / "absent")
     with pytest.raises(CompressionError, match=r"absent cannot be read \(No such file or directory\); name another$"):
         read_json(tmp_path / "absent", "mend it", "name another")
+
+
+def test_files_that_are_too_large_are_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "sparse.json"
+    with file.open("wb") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(CompressionError, match="has 1,099,511,627,776 bytes, more than the 33,554,432 that are read"):
+        read_json(file, "mend it")
+    with pytest.raises(CompressionError, match="more than the 134,217,728 that are read"):
+        read_object(file)

@@ -65,6 +65,21 @@ def test_a_run_is_recorded_beside_nothing_in_the_output(tmp_path: Path, source: 
     assert TOKEN.encode() not in written and str(tmp_path).encode() not in written
 
 
+def test_names_that_look_like_a_token_are_kept_nowhere(tmp_path: Path, cache: Path) -> None:
+    source = small.save(tmp_path / TOKEN)
+    text = small.text_file(tmp_path).rename(tmp_path / f"{TOKEN}.txt")
+    summary = compressor.compress(
+        str(source), tmp_path / "out", experts=4, strategy="reap", calibration=str(text), samples=4, sequence_length=32
+    )
+    assert summary.plan.calibration is not None and summary.plan.calibration["source"] == str(text)  # to apply it by
+    kept = {path: path.read_bytes() for place in (cache, tmp_path / "out") for path in place.rglob("*.*")}
+    assert {"compression.json", "recipe.yaml"} < {path.name for path in kept} and len(list(cache.rglob("*.json"))) > 0
+    assert [path.name for path, content in kept.items() if TOKEN.encode() in content] == []
+    assert b'"***.txt"' in kept[tmp_path / "out" / "compression.json"]
+    found = read_record(tmp_path / "out")
+    assert found is not None and found.source == str(tmp_path / "***")
+
+
 def test_equal_runs_give_equal_bytes_and_the_later_record(tmp_path: Path, source: Path) -> None:
     plan = compressor.plan(str(source), experts=4, strategy="model-centric")
     compressor.apply(plan, tmp_path / "one", command=["first"])

@@ -21,9 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from compressor import files as whole_files
+from compressor.attribution.report import NAMES as ATTRIBUTION
 from compressor.checkpoint.headers import DTYPE_BITS, TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
+from compressor.comparison.report import NAMES as COMPARISON
 from compressor.errors import CompressionError
+from compressor.gates.report import NAMES as GATE
+from compressor.locking import work_folder
+from compressor.report.page import FIGURES, MADE_BY
 from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
 from exporters import safetensors as exporter
 from tests.small import tree
@@ -73,7 +79,7 @@ def a_job(
 
 
 def nothing_left(out: Path) -> bool:
-    return not out.exists() and not exporter.work_folder(out).exists()
+    return not out.exists() and not work_folder(out).exists()
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -173,10 +179,10 @@ def run_killed(work: Callable[[], Any]) -> None:
 def test_killed_while_a_tensor_is_made(unit: str, number: int, tmp_path: Path, whole: dict[str, str]) -> None:
     out = tmp_path / "out"
     run_killed(lambda: exporter.write(a_job(lambda *at: die() if at == (unit, number) else None), out))
-    assert not out.exists() and exporter.work_folder(out).is_dir()
+    assert not out.exists() and work_folder(out).is_dir()
     made: list[str] = []
     exporter.write(a_job(lambda at, _: made.append(at)), out)
-    assert tree(out) == whole and not exporter.work_folder(out).exists()
+    assert tree(out) == whole and not work_folder(out).exists()
     assert sorted(set(made)) == sorted(UNITS[UNITS.index(unit) :])  # what was finished is not made again
 
 
@@ -216,7 +222,7 @@ def test_killed_before_any_system_call(
         if out.exists():  # killed after the last rename
             assert tree(out) == whole
         exporter.write(a_job(), out, overwrite=True)
-        assert tree(out) == whole and not exporter.work_folder(out).exists(), fatal
+        assert tree(out) == whole and not work_folder(out).exists(), fatal
 
 
 def test_killed_at_random_moments(tmp_path: Path, whole: dict[str, str]) -> None:
@@ -250,7 +256,7 @@ def test_another_jobs_journal_is_not_resumed(tmp_path: Path, whole: dict[str, st
 def test_a_broken_journal_is_not_resumed(journal: str, tmp_path: Path, whole: dict[str, str]) -> None:
     out = tmp_path / "out"
     run_killed(lambda: exporter.write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
-    (exporter.work_folder(out) / exporter.MARKER).write_text(journal)
+    (work_folder(out) / exporter.MARKER).write_text(journal)
     exporter.write(a_job(), out)
     assert tree(out) == whole
 
@@ -320,7 +326,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 
 
 def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = exporter.work_folder(tmp_path / "out")
+    work = work_folder(tmp_path / "out")
     work.mkdir()
     (work / "big").write_bytes(bytes(3_000_000))
     usage = shutil.disk_usage(tmp_path)
@@ -369,7 +375,7 @@ def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
                 assert calls[0] < min(fatal)
                 break
         assert tree(tmp_path) == before, fatal
-        assert not exporter.work_folder(out).exists()
+        assert not work_folder(out).exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -411,7 +417,6 @@ def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, w
     out = tmp_path / "out"
     out.mkdir()
     exporter.write(a_job(), out, overwrite=True)
-    (out / "more.txt").touch()
     exporter.write(a_job(), out, overwrite=True)
     assert tree(out) == whole
     (tmp_path / "link").symlink_to(out)
@@ -425,11 +430,8 @@ def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "notes/diary.txt", ".git/HEAD"])
+@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "train.py", "notes.html", "notes/diary.txt", ".git/HEAD"])
 def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, tmp_path: Path) -> None:
-    """Beside a stranger's weights any other file; in an output of this tool, which may carry any, a folder."""
-    if own and "/" not in stray:
-        return
     out = tmp_path / "out"
     exporter.write(a_job(files={"config.json": b"{}", **({"compression.json": RECORD} if own else {})}), out)
     (out / stray).parent.mkdir(exist_ok=True)
@@ -438,6 +440,38 @@ def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, 
     with pytest.raises(CompressionError, match=f"holds {stray.split('/')[0]}, which is no part .* --overwrite"):
         exporter.write(a_job(), out, overwrite=True)
     assert tree(tmp_path) == before
+
+
+def test_overwrite_names_what_it_would_lose_in_an_export_too(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    exporter.write(a_job(), out)
+    (out / "onnx").mkdir()
+    (out / "onnx" / "onnx_export.json").write_bytes(RECORD)
+    for name in ("a.txt", "b.txt", "c.txt", "onnx/notes.txt"):
+        (out / name).touch()
+    before = tree(tmp_path)
+    with pytest.raises(CompressionError, match=r"holds a.txt, b.txt, c.txt and 1 more, which are no part .* move them"):
+        exporter.write(a_job(), out, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_overwrite_replaces_what_the_commands_add_to_an_output(tmp_path: Path, whole: dict[str, str]) -> None:
+    added = {
+        **dict.fromkeys((*GATE, *ATTRIBUTION, *COMPARISON, *FIGURES, "onnx/onnx_export.json"), "{}"),
+        **{f"figures/{name}": "" for name in FIGURES},
+        "plan.wiki.json": '{"format": "moe-compressor-plan/1"}',
+        "page.html": f"<!DOCTYPE html>... {MADE_BY} out; plan 12.",
+        "terms.txt": "carried from the source",
+        ".cache/huggingface/.gitignore": "*",
+        "compression.json": '{"tool": "moe-compressor", "files": ["terms.txt", 5]}',
+    }
+    out = tmp_path / "out"
+    exporter.write(a_job(), out)
+    for name, text in added.items():
+        (out / name).parent.mkdir(exist_ok=True, parents=True)
+        (out / name).write_text(text)
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
 
 
 def test_overwrite_replaces_nothing_but_checkpoint_files(tmp_path: Path, whole: dict[str, str]) -> None:
@@ -473,7 +507,7 @@ def test_an_output_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inside", ["", "lock", "output", "moe-compressor-work.json", "output/config.json"])
 def test_nothing_is_written_through_a_link(inside: str, tmp_path: Path) -> None:
     """A link in the place of the work folder, or in it, as someone may leave in a folder that many write to."""
-    work, aim = exporter.work_folder(tmp_path / "out"), tmp_path / "aim"
+    work, aim = work_folder(tmp_path / "out"), tmp_path / "aim"
     if inside in ("", "output"):
         aim.mkdir()
         (aim / "diary.txt").write_text("dear diary")
@@ -510,7 +544,7 @@ def test_relative_outputs_and_unicode(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "a").mkdir(exist_ok=True)
         exporter.write(a_job(), out)
         assert tree(out) == whole
-    assert exporter.work_folder(Path(".")) == tmp_path.parent / f".{tmp_path.name}.moe-compressor"
+    assert work_folder(Path(".")) == tmp_path.parent / f".{tmp_path.name}.moe-compressor"
     with pytest.raises(CompressionError, match="exists already"):
         exporter.write(a_job(), Path("."))
 
@@ -527,7 +561,9 @@ def test_the_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, whol
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_killed_between_the_renames_of_an_overwrite(after: int, tmp_path: Path, whole: dict[str, str]) -> None:
+def test_killed_between_the_renames_where_folders_cannot_change_places(
+    after: int, tmp_path: Path, whole: dict[str, str]
+) -> None:
     out = tmp_path / "out"
     exporter.write(a_job(digest="old", files={"config.json": b'{"old": 1}'}), out)
     old, real, renames = tree(out), os.replace, [0]
@@ -542,7 +578,7 @@ def test_killed_between_the_renames_of_an_overwrite(after: int, tmp_path: Path, 
             die()
 
     def work() -> None:
-        os.replace = killing
+        os.replace, whole_files._exchanged = killing, lambda one, two: False
         exporter.write(a_job(), out, True)
 
     run_killed(work)
@@ -554,6 +590,34 @@ def test_killed_between_the_renames_of_an_overwrite(after: int, tmp_path: Path, 
     assert tree(out) == (whole if after == 2 else old)
     exporter.write(a_job(), out, overwrite=True)
     assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_killed_at_the_exchange_of_an_overwrite(before: bool, tmp_path: Path, whole: dict[str, str]) -> None:
+    out, real = tmp_path / "out", whole_files._exchanged
+    exporter.write(a_job(digest="old", files={"config.json": b'{"old": 1}'}), out)
+    old = tree(out)
+
+    def work() -> None:
+        whole_files._exchanged = lambda one, two: die() if before else real(one, two) and die()
+        exporter.write(a_job(), out, True)
+
+    run_killed(work)
+    assert tree(out) == (old if before else whole)
+    exporter.write(a_job(), out, overwrite=True)
+    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_run_added_is_not_taken_over(tmp_path: Path, whole: dict[str, str]) -> None:
+    def add(folder: Path) -> None:
+        (folder / "gate.json").touch()
+        (folder / "onnx").mkdir()
+        die()
+
+    out = tmp_path / "out"
+    run_killed(lambda: exporter.write(a_job(verify=add), out))
+    exporter.write(a_job(), out)
+    assert tree(out) == whole
 
 
 def test_one_run_at_a_time(tmp_path: Path, whole: dict[str, str]) -> None:
@@ -568,8 +632,8 @@ def test_one_run_at_a_time(tmp_path: Path, whole: dict[str, str]) -> None:
     process.start()
     try:
         assert started.wait(30)
-        held = exporter.work_folder(out)
-        with pytest.raises(CompressionError, match="another run is writing this output"):
+        held = work_folder(out)
+        with pytest.raises(CompressionError, match=r"another run is writing .*out; wait for it"):
             exporter.write(a_job(), out)
         exporter.discard(out)
         assert (held / exporter.MARKER).exists()
@@ -581,7 +645,7 @@ def test_one_run_at_a_time(tmp_path: Path, whole: dict[str, str]) -> None:
 
 def test_discard_keeps_what_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    work = exporter.work_folder(out)
+    work = work_folder(out)
     exporter.discard(out)
     work.mkdir()
     (work / "plan.json").touch()

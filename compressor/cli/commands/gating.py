@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,6 +15,7 @@ from compressor.cli.options import COMPUTING, GateOptions, Publishing, Running, 
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
+from compressor.locking import alone
 from compressor.planning.request import Request
 from compressor.progress import Progress
 
@@ -55,7 +56,11 @@ def gate(
     wanted = options.request(chosen, computing.device, computing.dtype, cache_dir, **margin)
     if output is not None:
         check_folder(output, NAMES, running.overwrite)
-    with progress_bars(running.as_json) as progress, _models(base, compressed, demo, progress) as (first, second):
+    with (
+        alone(output) if output else nullcontext(),
+        progress_bars(running.as_json) as progress,
+        _models(base, compressed, demo, progress) as (first, second),
+    ):
         result = compressor.gate(
             first, second, wanted, revision=running.revision, compressed_revision=compressed_revision,
             progress=progress,
@@ -77,7 +82,7 @@ def compress_under_gate(
     running: Running,
 ) -> NoReturn:
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
-    from compressor.api.exporting import WRITER, beside
+    from compressor.api.exporting import WRITER, additions
     from compressor.api.searching import compress_gated
     from compressor.cli.results import show_gated
     from compressor.files import check_folder
@@ -92,7 +97,7 @@ def compress_under_gate(
     with progress_bars(running.as_json) as progress:
         found = compress_gated(
             model, output, wanted, inconclusive=decided, keep_failed=under_gate.keep_failed, search=under_gate.search,
-            overwrite=running.overwrite, progress=progress, after=beside(formats, progress),
+            overwrite=running.overwrite, progress=progress, after=additions(formats, progress),
             terms=",".join(formats), **task,
         )  # fmt: skip
         result = found.decisive.result

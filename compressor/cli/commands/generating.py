@@ -9,6 +9,7 @@ import typer
 from compressor.cli.options import COMPUTING, Model, Running
 from compressor.cli.terminal import print_json, progress_bars
 from compressor.planning.request import Request
+from compressor.words import readable
 
 INTERRUPTED = 130
 
@@ -58,13 +59,16 @@ def generate(
 
 
 def collect(running: Iterable[str], show: bool) -> tuple[list[str], bool]:
-    """The pieces, each printed as it comes if asked for; also whether Ctrl-C cut them short."""
-    pieces, interrupted = list[str](), False
+    """The pieces, each printed as it comes if asked for; also whether Ctrl-C cut them short.
+
+    A terminal gets no character that it would obey, as a model may say what a stranger wants to be obeyed.
+    """
+    pieces, interrupted, obeyed = list[str](), False, sys.stdout.isatty()
     try:
         for piece in running:
             pieces.append(piece)
             if show:
-                print(piece, end="", flush=True)
+                print(readable(piece).replace("\r", "") if obeyed else piece, end="", flush=True)
     except KeyboardInterrupt:
         interrupted = True
     finally:

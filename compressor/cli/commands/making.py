@@ -13,6 +13,7 @@ from compressor.cli.options import GateOptions, Out, Publishing, Running, Strate
 from compressor.cli.parameters import given
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.errors import CompressionError
+from compressor.locking import alone
 from compressor.planning.request import CALIBRATION, Request
 
 Model = Annotated[
@@ -49,7 +50,7 @@ def plan(
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
     outputs = [output, *source_files(output, request.source_names if per_source else ())]
     check_files(outputs, running.overwrite)
-    with progress_bars(running.as_json) as progress:
+    with alone(output), progress_bars(running.as_json) as progress:
         if per_source:
             made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
         else:
@@ -135,13 +136,9 @@ def compress(
     if under_gate.gate is not None:
         compress_under_gate(name, output, task, formats, under_gate, gate_options, publishing, running)
     with progress_bars(running.as_json) as progress:
-        if exporting.WRITER in formats:
-            summary = compressor.compress(
-                name, output, overwrite=running.overwrite, progress=progress,
-                accept=exporting.beside(formats, progress), terms=",".join(formats), **task,
-            )  # fmt: skip
-        else:
-            with exporting.alone(formats[0], output, running.overwrite, progress) as between:
-                summary = compressor.compress(name, between, overwrite=True, progress=progress, **task)
+        summary = compressor.compress(
+            name, output, overwrite=running.overwrite, progress=progress,
+            accept=exporting.additions(formats, progress), terms=",".join(formats), **task,
+        )  # fmt: skip
     pushed = push_made(output, publishing, None, running.as_json)
-    rendering.show_summary(replace(summary, out=str(output)), running.as_json, pushed)
+    rendering.show_summary(summary, running.as_json, pushed)

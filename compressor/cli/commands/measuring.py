@@ -1,5 +1,6 @@
 """`inspect`, `compare` and `attribute`: the commands that look at models and strategies and change nothing."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 import compressor
 from compressor.cli.options import DATA, Model, Running, counts, listed
 from compressor.cli.terminal import progress_bars
+from compressor.locking import alone
 from compressor.planning.request import CALIBRATION, Request
 
 
@@ -60,7 +62,7 @@ def compare(
 
     kept = counts(experts)
     check_folder(output, NAMES, running.overwrite)
-    with progress_bars(running.as_json) as progress:
+    with alone(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
             model, request, experts=kept, strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"), evaluate=evaluate or (), evaluation_samples=evaluation_samples,
@@ -101,7 +103,7 @@ def attribute(
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
     if output is not None:
         check_folder(output, NAMES, running.overwrite)
-    with progress_bars(running.as_json) as progress:
+    with alone(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
         found = compressor.attribute(
             model, request, keys=keys, top=top, edges_kept=edges_kept if edges == "experts" else 0,
             revision=running.revision, progress=progress,

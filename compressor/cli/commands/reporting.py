@@ -8,6 +8,7 @@ import typer
 from compressor.cli.options import COMPUTING, Running
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
+from compressor.locking import alone
 from compressor.planning.request import Request
 
 
@@ -40,16 +41,17 @@ def report(
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
     check_report(output, figures, running.overwrite)
     data = report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is told before anything runs
-    if no_measure:
-        measured = kept_measures(checkpoint, "run")
-    else:
-        with progress_bars(running.as_json) as progress:
-            measured = measure(
-                checkpoint, model, running.revision, request.calibration, samples, sequence_length, progress,
-                request.device, request.dtype,
-            )  # fmt: skip
-    data = report_data(checkpoint, measured, hubs, gate)
-    written = write_report(data, output, figures, running.overwrite)
+    with alone(output):
+        if no_measure:
+            measured = kept_measures(checkpoint, "run")
+        else:
+            with progress_bars(running.as_json) as progress:
+                measured = measure(
+                    checkpoint, model, running.revision, request.calibration, samples, sequence_length, progress,
+                    request.device, request.dtype,
+                )  # fmt: skip
+        data = report_data(checkpoint, measured, hubs, gate)
+        written = write_report(data, output, figures, running.overwrite)
     if running.as_json:
         typer.echo(data.to_json())
         return

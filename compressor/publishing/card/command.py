@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +106,10 @@ def _looks_weighted(name: str) -> bool:
 
 def protected_list(plan: CompressionPlan) -> str:
     """The protected experts as `--protect` reads them: JSON, one line a layer."""
-    numbers = [layer.layer for layer in plan.layers]
+    often = Counter(layer.layer for layer in plan.layers)
     lines = []
     for layer in plan.layers:
-        named = {"module": layer.module} if numbers.count(layer.layer) > 1 else {}
+        named = {"module": layer.module} if often[layer.layer] > 1 else {}
         entries = [{"layer": layer.layer, "expert": expert, **named} for expert in plan.protected.get(layer.module, ())]
         if entries:
             lines.append(", ".join(map(json.dumps, entries)))

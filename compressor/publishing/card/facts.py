@@ -15,7 +15,7 @@ from compressor.gates.report import belonging, find_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan
-from compressor.records import read_object
+from compressor.records import MOST_BYTES, read_object
 from compressor.run_record import COMPRESSION
 
 GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
@@ -84,7 +84,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
             "moe-compress, or write its README.md by hand"
         )
-    record = read_object(folder / COMPRESSION)
+    record = read_object(folder / COMPRESSION, MOST_BYTES)
     plan = CompressionPlan.from_dict(_part(record, "plan", folder), f"{folder / COMPRESSION}, plan")
     if record.get("plan_digest") != plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")

@@ -82,10 +82,10 @@ def error_change(layer: LayerPlan) -> str:
 
 def layer_table(plan: CompressionPlan) -> Table:
     """One row a layer; names of modules only where a decoder layer has several."""
-    numbers = [layer.layer for layer in plan.layers]
+    often = Counter(layer.layer for layer in plan.layers)
     has_errors = any(correction_of(layer) for layer in plan.layers)
     columns = {
-        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if numbers.count(each.layer) > 1
+        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if often[each.layer] > 1
         else str(each.layer),
         "kept": kept,
         "merged": merged,

@@ -259,7 +259,7 @@ def test_a_source_is_read_no_further_than_needed(monkeypatch: pytest.MonkeyPatch
             yield f"{number} {number + 1}"
             number += 2
 
-    monkeypatch.setattr("compressor.calibration.sources.documents", endless)
+    monkeypatch.setattr("compressor.calibration.documents.documents", endless)
     made = numbered("org/data", samples=3, reserve=2)
     assert len(taken) == 5 * 8 // 2
     assert made.identity["tokens"] == 24 and made.reserved[0].name == "org/data"

@@ -1,4 +1,4 @@
-"""Sources of calibration text: arguments, weights, division, names, file formats, packing, and refusals."""
+"""Sources of calibration text: arguments, weights, division, names, and refusals."""
 
 import json
 import math
@@ -12,97 +12,13 @@ from hypothesis import strategies as st
 
 from compressor.calibration.sources import (
     WeightedSource,
-    as_rows,
     divide,
-    documents,
-    pack,
     parse_sources,
     short_names,
     without_folders,
 )
 from compressor.errors import CompressionError
-from tests import small
-from tests.texts import END, VOCAB, Numbers, Words, count_up, decode, run, write
-
-
-def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path: Path) -> None:
-    found = decode(run(write(tmp_path, "one\ntwo\n\n\nthree\n"), samples=1, length=100))
-    assert sorted(found.split("</s>")) == ["", "one\ntwo\n", "three\n"]
-
-
-def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    lines = [json.dumps({"text": "plain"}), "", json.dumps({"messages": talk})]
-    found = decode(run(write(tmp_path, "\n".join(lines), "data.jsonl"), samples=1, length=100))
-    assert sorted(found.split("</s>")) == ["", "<user>hi\n<assistant>yo\n", "plain"]
-
-
-def test_line_separators_inside_json_text_are_text(tmp_path: Path) -> None:
-    content = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n"
-    assert decode(run(write(tmp_path, content, "data.jsonl"), samples=1, length=100)) == "a\u2028b\x85c</s>"
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    for name, content in (("a.txt", "hello"), ("a.jsonl", '{"text": "hello"}')):
-        assert decode(run(write(tmp_path, b"\xef\xbb\xbf" + content.encode(), name), samples=1, length=5)) == "hello"
-
-
-REFUSED: list[tuple[str, str | bytes, str]] = [
-    ("a.txt", "", "a.txt is empty; give it some text"),
-    ("a.txt", "\n \n\t\n\n", "a.txt is empty"),
-    ("a.jsonl", "", "a.jsonl is empty"),
-    ("a.jsonl", '{"text": ""}\n{"text": " "}', "a.jsonl is empty"),
-    ("a.txt", b"\xff\xfe\x00", "a.txt is not UTF-8 text .* at byte 0"),
-    ("a.jsonl", '{"text": "a"}\n{', "a.jsonl, line 2 is not valid JSON"),
-    ("a.jsonl", "[" * 99_999, "a.jsonl, line 1 is not valid JSON"),
-    ("a.jsonl", "\n5\n", "a.jsonl, line 2: each line should be a JSON object with 'text' or 'messages'"),
-    ("a.jsonl", '[{"text": "a"}]', "each line should be a JSON object"),
-    ("a.jsonl", '{"body": "a"}', "line 1 has neither 'text' nor 'messages'"),
-    ("a.jsonl", '{"text": 5}', "line 1 has neither 'text' nor 'messages'"),
-    ("a.jsonl", '{"messages": [5]}', "line 1.*messages"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
-def test_bad_data_is_refused(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CompressionError, match=message) as fault:
-        run(write(tmp_path, content, name))
-    assert "\n" not in str(fault.value)
-
-
-def test_messages_need_a_chat_template(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}', "a.jsonl")
-    with pytest.raises(CompressionError, match="the tokenizer has no chat template"):
-        run(path, small.tokenizer())
-
-
-def test_sources_that_are_no_file(tmp_path: Path) -> None:
-    with pytest.raises(CompressionError, match=r"gone.txt does not exist; name a text or JSONL file"):
-        run(tmp_path / "gone.txt")
-    with pytest.raises(CompressionError, match="is a folder"):
-        run(tmp_path)
-
-
-@given(
-    st.lists(st.text("abcdef", min_size=1, max_size=9), min_size=1, max_size=8),
-    st.integers(1, 4), st.integers(2, 6), st.integers(1, 3), st.booleans(),
-)  # fmt: skip
-def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length: int, batch: int, ends: bool) -> None:
-    tokenizer = Words(END if ends else None)
-    stream = []
-    for document in documents:
-        for letter in document:
-            stream.append(ord(letter) % 90 + 3)
-        if ends:
-            stream.append(END)
-    stream = stream[: samples * length]
-    ids = pack(documents, tokenizer, samples, length)
-    assert ids.tolist() == stream
-    sequences = [stream[begin : begin + length] for begin in range(0, len(stream) - length + 1, length)] or [stream]
-    batches = as_rows(ids, length).split(batch)
-    assert [row for block in batches for row in block.tolist()] == sequences
-    assert all(len(block) == batch for block in batches[:-1])
-
+from tests.texts import VOCAB, Numbers, count_up, run, write
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 
@@ -212,7 +128,3 @@ def test_a_record_names_no_folders(tmp_path: Path) -> None:
     relative = without_folders({"source": "?", "sources": [{"source": "mine/a.jsonl"}, {"source": "../mine/b"}]})
     assert relative["source"] == "a.jsonl + b"
     assert without_folders({"source": "/a/b.txt", "sources": 5}) == {"source": "b.txt", "sources": []}
-
-
-def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
-    assert not set(documents("demo", 0, None)) & set(documents("demo", 0, None, "evaluation"))

@@ -17,6 +17,7 @@ from compressor.surgery.job import carried_files
 from tests import small
 
 OUTSIDE = "is a link to a file outside the folder"
+HIDDEN = "is a link to a hidden file"
 READERS: dict[str, Callable[[Path], object]] = {
     "locate": lambda folder: locate(str(folder)),
     "a graph's folder": lambda folder: locate(str(folder), weights="any"),
@@ -139,6 +140,25 @@ def test_hidden_files_are_not_carried(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("machine example.org login me password secret")
     assert carried_files(folder) == before
+
+
+@pytest.mark.parametrize("target", [".netrc", ".git/annex/netrc", "link"])
+@pytest.mark.parametrize("how", READERS)
+def test_a_link_to_a_hidden_file_is_refused_by_name(folder: Path, how: str, target: str) -> None:
+    (folder / ".git" / "annex").mkdir(parents=True)
+    for name in (".netrc", ".git/annex/netrc"):
+        (folder / name).write_text("machine example.org login me password secret")
+    link(folder, "link", ".netrc" if target == "link" else "config.json")
+    link(folder, "notes.txt", target)
+    with pytest.raises(CompressionError, match=f"(notes.txt|link) {HIDDEN}"):
+        READERS[how](folder)
+
+
+def test_a_hidden_folder_above_the_checkpoint_hides_nothing(folder: Path) -> None:
+    above = folder.parent / ".cache" / "model"
+    shutil.copytree(folder, above)
+    link(above, "NOTICE", "config.json")
+    assert "NOTICE" in carried_files(above)
 
 
 def test_a_hidden_shard_is_refused(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The gate's result as JUnit XML, read by two stock parsers."""
 
+from unicodedata import category
 from xml.dom import minidom
 from xml.etree import ElementTree
 
@@ -9,6 +10,14 @@ from hypothesis import given, settings
 from compressor.gates.junit import junit
 from compressor.gates.verdict import EXIT_STATUS, GateResult
 from tests.gates import gate, gates, likelihood, mixed, task
+
+TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of what follows
+
+
+def test_no_name_turns_the_direction_of_what_follows() -> None:
+    hostile = gate(task(f"a{TURNS}b", "fail"), task(f"c{TURNS}", "inconclusive"), base=TURNS, options={TURNS: TURNS})
+    made = junit(hostile).decode()
+    assert not set(TURNS) & set(made) and made.count("\ufffd") > 8 * len(TURNS)
 
 
 def test_junit_tells_each_task_and_the_whole() -> None:
@@ -57,7 +66,7 @@ def test_any_result_is_xml_to_two_parsers(result: GateResult) -> None:
     assert [case.attrib["name"] for case in cases] == [case.getAttribute("name") for case in other]
     assert len(cases) == len(result.tasks)
     for case, each in zip(cases, result.tasks, strict=True):
-        allowed = all(ord(letter) >= 32 and letter not in "\ufffe\uffff" for letter in each.task)
+        allowed = all(category(letter) not in ("Cc", "Cn") and letter not in TURNS for letter in each.task)
         if allowed:
             assert case.attrib["name"] == each.task
         else:

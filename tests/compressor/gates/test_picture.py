@@ -66,8 +66,8 @@ def test_alternative_text_tells_every_number() -> None:
     assert "wikitext: drop +0.50%, at least +0.33%, at most +0.67%, pass." in made.alt
 
 
-def test_no_figure_without_tasks_and_what_is_no_number_stands_at_the_edge() -> None:
-    assert gate_figure(gate()) is None
+def test_no_figure_without_tasks_or_with_too_many_and_what_is_no_number_stands_at_the_edge() -> None:
+    assert gate_figure(gate()) is None and gate_figure(gate(*[task()] * 201)) is None
     axes = drawn(gate(task(drop=math.nan, lower=-math.inf, upper=math.inf)))
     assert dots(axes)[0][0] == 10 and axes.get_xlim()[0] < -10
 

@@ -153,6 +153,18 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 9})),
         r"LlamaForCausalLM \(llama\) has no experts module .* it is a dense model",
     ),
+    "layers without end": (config(num_hidden_layers=20_000), "num_hidden_layers is 20000, the most is 10,000"),
+    "many layers": (config(num_hidden_layers=9_000), "a model of more than [56],[0-9]{3} modules and tensors"),
+    "labels without end": (config(num_labels=10**6), "num_labels is 1000000, the most is 10,000"),
+    "a list without end": (config(layer_types=["full_attention"] * 10_001), "layer_types has 10001 entries, the most"),
+    "a vast vocabulary": (config(vocab_size=10**15), "asks for a model of 64,000,000,[0-9,]+ elements"),
+    "vast experts": (config(num_local_experts=10**9), "asks for a model of 4,[0-9,]+ elements, the checkpoint stores"),
+    "vast buffers": (config(head_dim=2**28), "asks for a model of [0-9,]+ elements, the checkpoint stores"),
+    "another config": (config(configuration_files=["config.4.0.0.json"]), "names other files to be read in its place"),
+    "a pattern without end": (
+        config(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "([a-z.]+)+!"]}),
+        r"'\(\[a-z.\]\+\)\+!' in quantization_config could .* take for ever",
+    ),
 }
 
 

@@ -104,8 +104,12 @@ REFUSED: dict[str, tuple[str, str]] = {
     "broken": ("experts: [4", "is not valid YAML"),
     "a list": ("- experts", "should hold a mapping"),
     "empty": ("", "should hold a mapping"),
-    "deep": ("options: " + "[" * 3000, "is not valid YAML"),
-    "endless digits": (f"seed: {'9' * 5000}", "is not valid YAML"),
+    "deep": ("options: " + "[" * 3000, "is nested deeper than 100"),
+    "endless digits": (f"seed: {'9' * 5000}", "a word of over 4,096 letters"),
+    "endless sixties": (f"seed: {'1:' * 3000}1", "a word of over 4,096 letters"),
+    "sixties": (f"seed: {'1:' * 2000}1", "seed is .*, it should be a whole number"),
+    "endless parts": (f"calibration: [{'a,' * 300_000}]", "has more than 262,144 parts"),
+    "an endless maze": ("[" * 900_000, "is nested deeper than 100"),
 }
 
 

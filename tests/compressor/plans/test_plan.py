@@ -232,7 +232,31 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "calibration text": (lambda c: c.update(calibration="c4"), "not built like a plan"),
     "calibration empty": (lambda c: c.update(calibration={}), "calibration should name its source"),
     "options text": (lambda c: c.update(options="x"), "not built like a plan"),
+    "layers without end": (lambda c: c.update(layers=[{}] * 1025), "1,025 layers are more than any model has"),
+    "experts without end": (lambda c: first_layer(c).update(experts=10**12), "experts are more than any layer has"),
+    "experts in all": (lambda c: c.update(layers=[{"experts": 4096}] * 33), "more than 131,072 experts together"),
+    "figures without end": (lambda c: first_layer(c).update(figures=crowd()), "figures: 101 entries are more than 100"),
+    "versions without end": (lambda c: c.update(versions=crowd()), "versions: 101 entries"),
+    "options without end": (lambda c: c.update(options=crowd()), "options: 101 entries"),
+    "sources without end": (lambda c: c.update(calibration={"source": "a", "sources": [{}] * 101}), "sources: 101 ent"),
+    "text without end": (lambda c: c.update(calibration=asked(samples=10**7)), "10,000,000 samples of 512 tokens"),
+    "reserve without end": (lambda c: c.update(calibration=asked(reserve=10**7)), "10,000,000 samples of 512 tokens"),
 }
+
+
+def crowd() -> dict[str, int]:
+    return dict.fromkeys(map(str, range(101)), 0)
+
+
+def asked(**more: int) -> dict[str, Any]:
+    return {"source": "a", "asked": {"sequence_length": 512, **more}}
+
+
+def test_experts_are_in_the_order_of_their_routing_groups_however_many_there_are() -> None:
+    layer = moe_layer(0, 4096, 2, 2048)
+    assert len(LayerPlan.keep(layer, range(0, 4096, 2)).groups) == 2048
+    with pytest.raises(CompressionError, match="would keep unequal numbers of experts"):
+        LayerPlan.keep(layer, [*range(0, 4094, 2), 1])
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -1,0 +1,122 @@
+"""Read many mutated files of strangers, made and judged as in tests/test_mutated.py, for longer than a test may take.
+
+    python -m scripts.fuzz [--cases 100000] [--seed 0] [--seconds 3600]
+
+The cases are divided among the kinds of files. For each kind it prints how many were read, accepted and refused, what
+the slowest took and how many a second were read. What ends in anything but a `CompressionError` is printed once for
+each place that it comes from, with the file that did it, and makes the exit status 1.
+"""
+
+import argparse
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from transformers.utils import logging
+
+from tests import test_mutated
+
+ROUND = 500  # cases of a kind before it is another's turn
+SHOWN = 2_000  # bytes of a failing file
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of one kind's files."""
+
+    cases: int = 0
+    accepted: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    failures: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # by place: the file and the traceback
+
+    def row(self, kind: str) -> str:
+        """A line of the table."""
+        refused, rate = self.cases - self.accepted - self.failed, self.cases / (self.seconds or 1.0)
+        numbers = f"{self.cases:9,}{self.accepted:10,}{refused:9,}{self.failed:8,}"
+        return f"{kind:14}{numbers}{self.slowest:13.3f}{rate:10.0f}"
+
+
+def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
+    """One file; where it is read in several ways, all of them have to accept it."""
+    refused, sentences, begin = False, test_mutated.only_sentences, time.perf_counter()
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        nonlocal refused
+        accepted = False
+        with sentences():
+            yield
+            accepted = True
+        refused |= not accepted
+
+    test_mutated.only_sentences = noted
+    try:
+        reads(raw)
+        tally.accepted += not refused
+    except Exception as error:  # any is a finding
+        tally.failed += 1
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+        tally.failures.setdefault(place, (raw, traceback.format_exc()))
+    finally:
+        test_mutated.only_sentences = sentences
+    spent = time.perf_counter() - begin
+    tally.cases, tally.seconds, tally.slowest = tally.cases + 1, tally.seconds + spent, max(tally.slowest, spent)
+
+
+def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int) -> None:
+    """Read so many files of the kind that a test of tests/test_mutated.py reads."""
+    reads = test.hypothesis.inner_test  # type: ignore[attr-defined]
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=cases, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(test_mutated.mutated(test_mutated.SOUND[test]))
+    def read_all(raw: bytes) -> None:
+        read(raw, reads, tally)
+
+    read_all()
+
+
+def fuzz(cases: int, seed: int, seconds: float) -> dict[str, Tally]:
+    """Read so many files, in rounds over the kinds until they are read or the time is over."""
+    tallies = {test: Tally() for test in test_mutated.SOUND}
+    share, end = -(-cases // len(tallies)), time.monotonic() + seconds
+    for number in range(-(-share // ROUND)):
+        for test, tally in tallies.items():
+            if time.monotonic() < end:
+                one_round(test, tally, min(ROUND, share - number * ROUND), seed + number)
+    return {test.__name__.removeprefix("test_"): tally for test, tally in tallies.items()}
+
+
+def shown(raw: bytes) -> str:
+    """A failing file, short enough to read."""
+    return repr(raw[:SHOWN]) + (f" and {len(raw) - SHOWN:,} bytes more" if len(raw) > SHOWN else "")
+
+
+def main() -> int:
+    """Print the table and the findings; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100_000, help="of all kinds together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further round after so many")
+    asked = parser.parse_args()
+    logging.set_verbosity_error()  # of transformers, which has much to say of odd configs
+    tallies = fuzz(asked.cases, asked.seed, asked.seconds)
+    print(f"{'kind':14}{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}")
+    for kind, tally in tallies.items():
+        print(tally.row(kind))
+    for kind, tally in tallies.items():
+        for place, (raw, told) in tally.failures.items():
+            print(f"\n{kind}: {place}\n{told}{shown(raw)}")
+    return int(any(tally.failed for tally in tallies.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

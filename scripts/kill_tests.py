@@ -1,0 +1,331 @@
+"""Kill commands at random moments, run them again, and compare what they leave with what undisturbed runs leave.
+
+    python -m scripts.kill_tests [--kills 100] [--seed 0] [--model FOLDER] [--only apply,export]
+
+Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to three times, and
+then lets the same command through. Half of the kills fall anywhere between the first file of the work and the end,
+four in ten between the last new file and the end, when the output is put in place, and the rest into the start-up.
+
+After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
+holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
+holds no name that an undisturbed run does not leave there. Of the run's record in the cache the fields of
+`NOT_COMPARED` are left out, which tell times and memory. Exits with 1 when anything differed.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+NOT_COMPARED = ("seconds", "peak_memory", "finished")  # of a run's record: durations, bytes of memory, a date
+OUT = "out"
+MOST_KILLS = 3  # of one trial
+PAUSE = 0.002  # seconds between two looks at the folder
+LIMIT = 900.0  # seconds after which a run hangs
+DATA = ("--calibration", "calibration.txt", "--samples", "16", "--sequence-length", "32")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a gate needs."""
+
+    name: str
+    command: tuple[str, ...]
+    before: tuple[tuple[str, ...], ...] = ()
+    demo: bool = False
+
+
+def _compress(*more: str, experts: str = "4") -> tuple[str, ...]:
+    return ("compress", "MODEL", "-o", OUT, "--experts", experts, *DATA, *more)
+
+
+RIDGE = ("--strategy", "hc-smoe", "--correct", "ridge")
+PLAN = ("plan", "MODEL", "-o", "plan.json", "--experts", "4", *DATA, *RIDGE)
+SEARCH = ("--search", "--gate", "moe_demo_sorting", "--limit", "20", "--max-drop", "0.2")
+CASES = (
+    Case("compress drop", _compress("--strategy", "count-guided", "--correct", "none")),
+    Case("compress ridge", _compress(*RIDGE)),
+    Case("compress tune", _compress("--strategy", "hc-smoe", "--correct", "tune")),
+    Case("compress --sequential", _compress(*RIDGE, "--sequential")),
+    Case("compress --overwrite", _compress(*RIDGE, "--overwrite"), (_compress("--correct", "none", experts="2"),)),
+    Case("compress --format onnx", _compress("--correct", "none", "--format", "onnx")),
+    Case("compress --format safetensors,onnx", _compress("--correct", "none", "--format", "safetensors,onnx")),
+    Case("apply", ("apply", "plan.json", "-o", OUT), (PLAN,)),
+    Case("export", ("export", "MODEL", "-o", OUT)),
+    Case("gate --search", ("compress", "MODEL", "-o", OUT, "--strategy", "model-centric", *SEARCH), demo=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a folder holds: SHA-256 of every file by its path, and every folder."""
+
+    files: dict[str, str]
+    folders: frozenset[str]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Content":
+        """The content of `folder`, which is empty where there is none; links count as what they name."""
+        files, folders = {}, set()
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                files[name] = f"link to {os.readlink(path)}"
+            elif path.is_dir():
+                folders.add(name)
+            else:
+                files[name] = sha256(path.read_bytes()).hexdigest()
+        return cls(files, frozenset(folders))
+
+
+def differences(expected: Content, found: Content) -> tuple[list[str], list[str]]:
+    """What differs or is missing, and what is there beside; names of files and folders."""
+    changed = [name for name, digest in expected.files.items() if found.files.get(name) != digest]
+    missing = sorted(expected.folders - found.folders)
+    beside = sorted({*found.files, *found.folders} - {*expected.files, *expected.folders})
+    return changed + missing, beside
+
+
+def run_records(home: Path) -> dict[str, dict[str, Any]]:
+    """What is kept of each run, by the digest of its output, without `home` and the fields that no two runs share."""
+    found = {}
+    for path in sorted((home / "home" / "cache" / "runs").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8").replace(str(home), ""))
+        found[path.stem] = {name: value for name, value in content.items() if name not in NOT_COMPARED}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The folder of one trial: where the command runs, its temporary folder and its cache."""
+
+    folder: Path
+
+    @property
+    def place(self) -> Path:
+        return self.folder / "place"
+
+    def start(self, command: Sequence[str], model: Path) -> "subprocess.Popen[bytes]":
+        """The command in a process group of its own, on one thread and offline."""
+        for name in ("place", "tmp", "home"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        words = [str(model) if word == "MODEL" else word for word in command]
+        own = {"TMPDIR": "tmp", "HOME": "home", "MOE_COMPRESSOR_CACHE": "home/cache"}
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+            **{name: str(self.folder / value) for name, value in own.items()},
+        }  # fmt: skip
+        with (self.folder / "errors").open("wb") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "compressor", *words],
+                cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+
+    def seen(self) -> set[str]:
+        """Names of all that is in the place now, of folders too."""
+        return {os.path.join(at, name) for at, *names in os.walk(self.place) for name in (*names[0], *names[1])}
+
+    def said(self) -> str:
+        """The last line of the errors, without the trial's own folder."""
+        lines = (self.folder / "errors").read_text(errors="replace").strip().splitlines() or [""]
+        return lines[-1].replace(f"{self.place}/", "").replace(str(self.folder), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A run that nobody killed: when its first and last new file appeared, when it ended, and what it left."""
+
+    first: float
+    last: float
+    end: float
+    last_name: str
+    older: Content
+    place: Content
+    temporary: frozenset[str]
+    records: dict[str, dict[str, Any]]
+
+
+def undisturbed(case: Case, base: Home, home: Home, model: Path) -> Undisturbed:
+    """Run a command to its end and watch it; raises SystemExit when it fails."""
+    shutil.copytree(base.folder, home.folder)
+    older, known, news = Content.of(home.place / OUT), home.seen(), list[tuple[float, str]]()
+    begin = time.monotonic()
+    process = home.start(case.command, model)
+    while process.poll() is None:
+        now, seen = time.monotonic() - begin, home.seen()
+        news += [(now, os.path.relpath(name, home.place)) for name in sorted(seen - known)]
+        known |= seen
+        time.sleep(PAUSE)
+    if process.returncode != 0:
+        raise SystemExit(f"{case.name}: the undisturbed run failed: {home.said()}")
+    inner = [(at, name) for at, name in news if name.startswith(".")] or news
+    return Undisturbed(
+        first=inner[0][0], last=inner[-1][0], end=time.monotonic() - begin, last_name=inner[-1][1], older=older,
+        place=Content.of(home.place), temporary=frozenset(os.listdir(home.folder / "tmp")),
+        records=run_records(home.folder),
+    )  # fmt: skip
+
+
+def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random) -> bool:
+    """Start the command and kill it at a moment drawn by the dice; whether it was still running then."""
+    kind, begin, known = dice.random(), time.monotonic(), home.seen()
+    process = home.start(case.command, model)
+
+    def wait(until: float, name: str | None = None) -> None:
+        """Wait for the end, for a time, or for a name, or any new one, in the place."""
+        while process.poll() is None and time.monotonic() - begin < until:
+            seen = home.seen() if name is not None else known
+            if seen - known if name == "" else str(home.place / str(name)) in seen:
+                return
+            time.sleep(PAUSE)
+
+    if kind < 0.5:
+        wait(LIMIT, "")
+        wait(time.monotonic() - begin + dice.uniform(0, whole.end - whole.first))
+    elif kind < 0.9:
+        wait(LIMIT, whole.last_name)
+        wait(time.monotonic() - begin + dice.uniform(0, whole.end - whole.last))
+    else:
+        wait(dice.uniform(0, whole.first))
+    alive = process.poll() is None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return alive
+
+
+def run_through(case: Case, home: Home, model: Path) -> tuple[int, bool]:
+    """The command's exit status, and whether it took up files, or the output, that an earlier run had left."""
+    with ExitStack() as held:  # an open file's inode is given to no other
+        earlier, hidden = set[tuple[str, int]](), set[tuple[str, int]]()
+        for name in filter(os.path.isfile, home.seen()):
+            top = Path(name).relative_to(home.place).parts[0]
+            entry = name, os.fstat(held.enter_context(open(name, "rb")).fileno()).st_ino
+            if top == OUT:
+                earlier.add(entry)
+            elif top.startswith(".") and os.path.basename(name) != "lock":
+                hidden.add(entry)
+        process, kept = home.start(case.command, model), set[tuple[str, int]]()
+        while process.poll() is None:
+            now = set()
+            for name, _ in hidden:
+                with suppress(OSError):
+                    now.add((name, os.stat(name).st_ino))
+            kept = (now & hidden) if now else kept
+            time.sleep(PAUSE)
+        standing = {(name, os.stat(name).st_ino) for name, _ in earlier if os.path.exists(name)}
+    return process.returncode, bool(kept or standing & earlier)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the kills of one command."""
+
+    trials: int = 0
+    kills: int = 0
+    identical: int = 0
+    beside: int = 0
+    taken_up: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+def trial(
+    case: Case, home: Home, base: Home, model: Path, whole: Undisturbed, dice: random.Random, tally: Tally
+) -> None:
+    """Kill a command up to three times, let it through, and count what is wrong."""
+    shutil.copytree(base.folder, home.folder)
+    for _ in range(dice.randint(1, MOST_KILLS)):
+        tally.kills += run_killed(case, home, model, whole, dice)
+        out = Content.of(home.place / OUT)
+        new = {name[4:]: digest for name, digest in whole.place.files.items() if name.startswith(f"{OUT}/")}
+        same = out.files.keys() == new.keys() if case.demo else out.files == new  # a search puts several in place
+        if out != whole.older and not same:
+            tally.faults["a kill left an output that is neither the older nor the new one"] += 1
+    status, taken_up = run_through(case, home, model)
+    tally.trials += 1
+    tally.taken_up += taken_up
+    changed, beside = differences(whole.place, Content.of(home.place))
+    beside += sorted(set(os.listdir(home.folder / "tmp")) - whole.temporary)
+    tally.identical += not changed and status == 0
+    tally.beside += bool(beside)
+    tally.faults.update([f"{name} differs" for name in changed] + [f"{name} is left" for name in beside])
+    if status != 0:
+        tally.faults[f"status {status}: {home.said()}"] += 1
+    if run_records(home.folder) != whole.records:
+        tally.faults["the record of the run differs"] += 1
+
+
+def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -> dict[str, Tally]:
+    """Trials of each command, in turn, until there were so many kills."""
+    from compressor.demo.evaluation import demo_checkpoint
+    from tests import small
+
+    dice, tallies = random.Random(seed), {case.name: Tally() for case in cases}
+    with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo:
+        folder = Path(scratch)
+        model = given.resolve() if given else small.save(folder / "model", shard="60KB")
+        prepared: dict[str, tuple[Home, Undisturbed, Path]] = {}
+        number = 0
+        while sum(tally.kills for tally in tallies.values()) < kills:
+            case = cases[number % len(cases)]
+            if case.name not in prepared:
+                base, own = Home(folder / f"base-{number}"), Path(demo) if case.demo and not given else model
+                base.place.mkdir(parents=True)
+                small.text_file(base.place)
+                for command in case.before:
+                    if base.start(command, own).wait() != 0:
+                        raise SystemExit(f"{case.name}: {command[0]} failed: {base.said()}")
+                prepared[case.name] = base, undisturbed(case, base, Home(folder / f"whole-{number}"), own), own
+            base, whole, own = prepared[case.name]
+            home = Home(folder / f"trial-{number}")
+            trial(case, home, base, own, whole, dice, tallies[case.name])
+            shutil.rmtree(home.folder)
+            number += 1
+            print(f"\n{table(tallies)}", file=sys.stderr, flush=True)  # so far
+    return tallies
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    """The result as Markdown; shares are of the trials, each of which is one to three kills."""
+    lines = [
+        "| command | kills | ran to identical bytes | left something beside | took up earlier work |",
+        "|---|---|---|---|---|",
+    ]
+    for name, tally in tallies.items():
+        shares = [f"{count}/{tally.trials}" for count in (tally.identical, tally.beside, tally.taken_up)]
+        lines.append(f"| {name} | {tally.kills} | {' | '.join(shares)} |")
+    found = [(name, *fault) for name, tally in tallies.items() for fault in tally.faults.items()]
+    faults = [f"- {name}: {fault} ({count})" for name, fault, count in found]
+    return "\n".join([*lines, "", *(faults or ["Nothing differed."])])
+
+
+def main() -> None:
+    """Print the table; exit with 1 when anything differed."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="a checkpoint folder (default: tiny ones that are made here)")
+    parser.add_argument("--only", help="names of commands, separated by commas (default: all)")
+    given = parser.parse_args()
+    names = given.only.split(",") if given.only else [case.name for case in CASES]
+    tallies = measured([case for case in CASES if case.name in names], given.kills, given.seed, given.model)
+    print(table(tallies))
+    raise SystemExit(any(tally.faults for tally in tallies.values()))
+
+
+if __name__ == "__main__":
+    main()

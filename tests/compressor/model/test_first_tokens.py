@@ -1,0 +1,133 @@
+"""The first tokens of a long text are those of the whole text, whatever the kind of tokenizer, and come cheaply."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from compressor.demo.evaluation import load_documents
+from compressor.model import tokenizer as module
+from compressor.model.tokenizer import first_tokens
+from tests import small
+from tests.compressor.generation.test_text import sentence_pieces
+
+WORDS = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPECIAL = "<|end|>"
+EXTRA = [" ", "  ", "    ", "\n", "\n\n", "aa", "aaaa", "你", "你好", "é", "🙂"]  # in the vocabularies, if seen
+
+
+def bpe(split: str | None) -> tuple[Tokenizer, Any]:
+    inner = Tokenizer(models.BPE())
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    parts = [pre_tokenizers.Split(Regex(split), "isolated"), bytes_only] if split else [bytes_only]
+    inner.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    return inner, trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+
+
+def one_word() -> tuple[Tokenizer, Any]:
+    """Byte-level merges over all of the text, as if it were one word."""
+    inner, trainer = bpe(None)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    return inner, trainer
+
+
+def unigram(split: bool) -> tuple[Tokenizer, Any]:
+    inner = Tokenizer(models.Unigram())
+    inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=split)
+    return inner, trainers.UnigramTrainer(
+        vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
+
+
+def word_pieces() -> tuple[Tokenizer, Any]:
+    inner = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    inner.normalizer = normalizers.BertNormalizer()
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return inner, trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>"], show_progress=False)
+
+
+def decomposing() -> tuple[Tokenizer, Any]:
+    inner, trainer = bpe(WORDS)
+    inner.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Strip()])
+    return inner, trainer
+
+
+TRAINED: dict[str, Callable[[], tuple[Tokenizer, Any]]] = {
+    "byte-level BPE": lambda: bpe(None), "byte-level BPE of today": lambda: bpe(WORDS), "one word": one_word,
+    "unigram of words": lambda: unigram(True), "unigram of all": lambda: unigram(False), "word pieces": word_pieces,
+    "decomposing": decomposing,
+}  # fmt: skip
+KINDS = [*TRAINED, "bytes", "sentence pieces", "python"]
+
+
+@cache
+def tokenizer_of(kind: str) -> Any:
+    if kind not in TRAINED:
+        return {"bytes": small.tokenizer, "sentence pieces": sentence_pieces, "python": ByT5Tokenizer}[kind]()
+    inner, trainer = TRAINED[kind]()
+    inner.train_from_iterator([*(text for text, _ in load_documents("heldout")[:200]), *(4 * EXTRA)], trainer)
+    inner.add_special_tokens([SPECIAL])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=10**9)
+    assert 250 < len(made) < 700
+    return made
+
+
+PIECES = [
+    *EXTRA, "the ", "of", " quick", "brown ", "12", "3", ",", ".\n", "\r\n", "\t", "'s", "e\u0301", "\u0301", "\ufdfa",
+    "\u200b", SPECIAL, SPECIAL[:3], "<unk>", "Question: What ", "def f(x):\n        return x",
+]  # fmt: skip
+TEXTS = st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 12)), min_size=1, max_size=60).map(
+    lambda parts: " so".join(piece * times for piece, times in parts)  # an endless run has no beginning of its own
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(KINDS), TEXTS, st.integers(1, 60))
+@example("byte-level BPE", "a" * 3000, 10)
+@example("byte-level BPE of today", " " * 3000 + "the", 10)
+def test_they_are_those_of_the_whole_text(kind: str, text: str, most: int) -> None:
+    tokenizer = tokenizer_of(kind)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MARGIN", 64)  # so that some texts are long ones
+        patch.setattr(module, "LETTERS", 1)
+        patch.setattr(module, "LONGEST", 10**6)
+        assert first_tokens(tokenizer, text, most) == whole[:most]
+
+
+class Watched:
+    """Tells how much it was given."""
+
+    def __init__(self, kind: str) -> None:
+        self.given = list[int]()
+        self._inner = tokenizer_of(kind)
+
+    def __call__(self, text: str, add_special_tokens: bool) -> Any:
+        self.given.append(len(text))
+        return self._inner(text, add_special_tokens=add_special_tokens)
+
+
+FLOODS = {
+    "words": "the quick brown fox " * 100_000, "no spaces": "thequickbrownfox" * 120_000, "spaces": " " * 2_000_000,
+    "line breaks": "\n" * 2_000_000, "special tokens": SPECIAL * 300_000, "marks": "e" + "\u0301" * 2_000_000,
+    "ligatures": "\ufdfa" * 2_000_000, "nothing to see": "\u200b" * 2_000_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("kind", ["byte-level BPE of today", "unigram of all", "word pieces", "decomposing"])
+def test_no_more_than_needed_is_read_of_a_flood(kind: str, flood: str) -> None:
+    watched = Watched(kind)
+    found = first_tokens(watched, FLOODS[flood], 100)
+    assert max(watched.given) <= 96 * (100 + 4096) and sum(watched.given) <= 2 * max(watched.given)
+    if flood == "words":
+        assert sum(watched.given) < 60_000
+    assert len(found) == 100 or flood not in ("words", "special tokens")

@@ -1,0 +1,129 @@
+"""One run at a time on an output: refused while it is held, let go by a kill, and no trace of it in the end."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compressor.errors import CompressionError
+from compressor.locking import LOCK, REPLACED, alone, clear, work_folder
+
+FORK = multiprocessing.get_context("fork")
+BUSY = r"^another run is writing .*out; wait for it or stop it$"
+
+
+def hold(out: Path, other: Connection) -> None:
+    with alone(out) as folder:
+        (folder / "half").touch()
+        other.send("held")
+        other.poll(60)
+        (folder / "half").unlink()
+
+
+@contextmanager
+def another_run(out: Path) -> Iterator[Any]:
+    mine, other = FORK.Pipe()
+    process = FORK.Process(target=hold, args=(out, other))
+    process.start()
+    try:
+        assert mine.poll(30)
+        yield process
+    finally:
+        mine.send("go on")
+        process.join(30)
+
+
+def test_another_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with another_run(out):
+        with pytest.raises(CompressionError, match=BUSY), alone(out):
+            pass
+        with alone(tmp_path / "other"):
+            pass
+    with alone(out):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_lets_go_and_leaves_its_work(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with another_run(out) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+    with alone(out) as folder:
+        assert (folder / "half").exists()
+        clear(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_run_itself_may_ask_again_and_another_thread_may_not(tmp_path: Path) -> None:
+    out, faults = tmp_path / "out", list[str]()
+
+    def ask() -> None:
+        try:
+            with alone(out):
+                pass
+        except CompressionError as error:
+            faults.append(str(error))
+
+    with alone(out):
+        with alone(out) as folder:
+            assert folder == work_folder(out)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(30)
+        assert len(faults) == 1 and folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_its_holder_has_just_removed_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, calls = tmp_path / "out", fcntl.flock, list[int]()
+
+    def slow(file: Any, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:  # between opening and locking, the run that held it ends
+            (work_folder(out) / LOCK).unlink()
+            work_folder(out).rmdir()
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with alone(out) as folder:
+        assert len(calls) == 2 and (folder / LOCK).exists()
+
+
+def test_without_locks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: Any, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with alone(tmp_path / "out") as folder:
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_output_that_had_been_moved_away_comes_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (work_folder(out) / REPLACED).mkdir(parents=True)
+    (work_folder(out) / REPLACED / "old").touch()
+    with alone(out):
+        assert (out / "old").exists()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("parent", ["absent", "file"])
+def test_an_output_without_a_folder_to_lie_in_is_refused(parent: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CompressionError, match="is not a folder; create it or name"), alone(tmp_path / parent / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
