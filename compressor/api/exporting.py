@@ -1,5 +1,6 @@
 """Formats beside safetensors: exporters that are installed, the built-in ONNX one and those of third parties alike."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -104,6 +105,7 @@ def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], No
 
     def become(folder: Path) -> None:
         other = folder.with_name(others[0])
+        shutil.rmtree(other, ignore_errors=True)  # of a run that was killed
         export_checkpoint(others[0], folder, other, {}, False, progress)
         load_exporter(WRITER).become(folder, other)
 
