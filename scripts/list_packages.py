@@ -33,6 +33,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "gates": (5, "may it ship"),
     "attribution": (5, "what steers the routers"),
     "surgery": (5, "from a plan and tensors to smaller tensors"),
+    "pathways": (5, "which experts a token visits, changed after the fact"),
     "grouping": (6, "the mathematics that strategies share"),
     "correction": (6, "refitting what is left"),
     "planning": (7, "from a request to a plan"),
