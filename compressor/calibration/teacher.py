@@ -75,13 +75,13 @@ class _Keeping(LayerVisitor):
 
 
 def divergence(original: Distributions, logits: Tensor) -> Tensor:
-    """KL(original || other) in nats, summed over all positions of a batch; `logits` [B, L, V] are the other's."""
+    """KL(original || other) in nats at every position of a batch, [B, L]; `logits` [B, L, V] are the other's."""
     device = logits.device
     tokens, logs, others = (value.to(device) for value in (original.tokens, original.logs, original.others))
     scores = logits.float()
     ours = scores.gather(-1, tokens.long()) - scores.logsumexp(-1, keepdim=True)
     rest = _log_rest(ours)
-    return (logs.exp() * (logs - ours)).sum() + (others.exp() * (others - rest)).sum()
+    return (logs.exp() * (logs - ours)).sum(-1) + others.exp() * (others - rest)
 
 
 def _log_rest(logs: Tensor) -> Tensor:
