@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -33,13 +33,27 @@ class Bake:
     sequences: int = 400
     length: int = 256
 
+    @classmethod
+    def from_plan(cls, asked: Mapping[str, Any]) -> "Bake":
+        """What a plan asks for; raises `CompressionError` for a field of another kind."""
+        given = {entry.name: asked.get(entry.name, entry.default) for entry in fields(cls)}
+        for entry in fields(cls):
+            if type(given[entry.name]) is not type(entry.default):
+                raise CompressionError(f"the bake's {entry.name} is {given[entry.name]!r}; restore it or plan again")
+        return cls(**given)
+
+    def to_dict(self, original: OpenModel, text: Calibration) -> dict[str, Any]:
+        """What a plan says of it: how, in which dtype, and on what text."""
+        dtype = str(original.partial.dtype).removeprefix("torch.")
+        return {**asdict(self), "dtype": dtype, "calibration": text.identity}
+
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise CompressionError(f"there is no bake {self.method!r}; known are {', '.join(METHODS)}")
-        for name, least in (("rounds", 1), ("sequences", self.rounds), ("length", 2)):
-            if getattr(self, name) < least:
+        for name, least, most in (("rounds", 1, 1000), ("sequences", self.rounds, 10**6), ("length", 2, 10**6)):
+            if not least <= (value := getattr(self, name)) <= most:
                 option = "sequence-length" if name == "length" else name
-                raise CompressionError(f"--{option} {getattr(self, name)} is too few to bake with; give at least {least}")
+                raise CompressionError(f"--{option} {value} is out of range for a bake; give {least} to {most:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +61,7 @@ class RoutersBaked:
     """Stored router tensors by name, as they are to be written, and what a plan says of them."""
 
     tensors: Mapping[str, Tensor]
-    result: dict[str, Any] = field(default_factory=dict)
-    changed: bool = False
+    result: Mapping[str, Any]
 
 
 def bake_text(
@@ -125,7 +138,7 @@ def bake_routers(
         progress,
     )  # fmt: skip
     tensors = {names[key]: weight for key, weight in made.weights.items()}
-    return RoutersBaked(tensors, _result(made), any(step.gain for step in made.steps))
+    return RoutersBaked(tensors, _result(made))
 
 
 def _first(numbers: Sequence[int], batches: Sequence[Tensor], sequences: int) -> list[int]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -68,7 +67,7 @@ def router_weight(layer: MoeLayer) -> str:
 
 @contextmanager
 def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor | None]) -> Iterator[None]:
-    """While the block runs, `show` gets the product of every call of the layer's router, and may return other logits."""
+    """While the block runs, `show` gets the product of each call of the layer's router, and may return other logits."""
     router = model.get_submodule(layer.router)
     widths = {layer.experts + tensor.extra for tensor in layer.tensors if tensor.key == router_weight(layer)}
     own = router.forward

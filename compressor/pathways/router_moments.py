@@ -28,7 +28,8 @@ class Moments:
     def empty(cls, width: int, rows: int) -> "Moments":
         """Of no token yet, in float64."""
         sizes = ((width, width), (width, rows), (rows, rows))
-        return cls(*(torch.zeros(size, dtype=torch.float64) for size in sizes))
+        inputs, both, gradients = (torch.zeros(size, dtype=torch.float64) for size in sizes)
+        return cls(inputs, both, gradients)
 
     def add(self, x: Tensor, g: Tensor) -> None:
         """Take in some tokens' inputs [T, H] and gradients [T, E]."""
@@ -44,7 +45,8 @@ class Moments:
         factored curvature). a and b are `ridge` times the mean of each diagonal.
         """
         inner = torch.linalg.solve(_ridged(self.inputs, ridge), self.both)
-        return -torch.linalg.solve(_ridged(self.gradients, ridge), inner.T)
+        change: Tensor = torch.linalg.solve(_ridged(self.gradients, ridge), inner.T)
+        return -change
 
     def mean_square(self, change: Tensor) -> float:
         """Of what a change [E, H] of the weight adds to a logit."""
