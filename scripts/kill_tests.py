@@ -9,11 +9,10 @@ four in ten between the last new file and the end, when the output is put in pla
 After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
 holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
 holds no name that an undisturbed run does not leave there. Of the run's record in the cache the fields of
-`NOT_COMPARED` are left out, which tell times and memory. Exits with 1 when anything differed.
+`left_behind.NOT_COMPARED` are left out, which tell times and memory. Exits with 1 when anything differed.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -26,11 +25,11 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-NOT_COMPARED = ("seconds", "peak_memory", "finished")  # of a run's record: durations, bytes of memory, a date
+from scripts.left_behind import Content, differences, run_records
+
 OUT = "out"
 MOST_KILLS = 3  # of one trial
 PAUSE = 0.002  # seconds between two looks at the folder
@@ -67,45 +66,6 @@ CASES = (
     Case("export", ("export", "MODEL", "-o", OUT)),
     Case("gate --search", ("compress", "MODEL", "-o", OUT, "--strategy", "model-centric", *SEARCH), demo=True),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a folder holds: SHA-256 of every file by its path, and every folder."""
-
-    files: dict[str, str]
-    folders: frozenset[str]
-
-    @classmethod
-    def of(cls, folder: Path) -> "Content":
-        """The content of `folder`, which is empty where there is none; links count as what they name."""
-        files, folders = {}, set()
-        for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if path.is_symlink():
-                files[name] = f"link to {os.readlink(path)}"
-            elif path.is_dir():
-                folders.add(name)
-            else:
-                files[name] = sha256(path.read_bytes()).hexdigest()
-        return cls(files, frozenset(folders))
-
-
-def differences(expected: Content, found: Content) -> tuple[list[str], list[str]]:
-    """What differs or is missing, and what is there beside; names of files and folders."""
-    changed = [name for name, digest in expected.files.items() if found.files.get(name) != digest]
-    missing = sorted(expected.folders - found.folders)
-    beside = sorted({*found.files, *found.folders} - {*expected.files, *expected.folders})
-    return changed + missing, beside
-
-
-def run_records(home: Path) -> dict[str, dict[str, Any]]:
-    """What is kept of each run, by the digest of its output, without `home` and the fields that no two runs share."""
-    found = {}
-    for path in sorted((home / "home" / "cache" / "runs").glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8").replace(str(home), ""))
-        found[path.stem] = {name: value for name, value in content.items() if name not in NOT_COMPARED}
-    return found
 
 
 @dataclass(frozen=True, slots=True)

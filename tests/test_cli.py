@@ -21,6 +21,7 @@ import compressor
 from compressor.api import compressing
 from compressor.cli import main as cli
 from compressor.locking import work_folder
+from compressor.run_record import read_record
 from exporters import safetensors as exporter
 from tests import small, zoo
 from tests.command_line import Result, Run, names, refused, run_killed
@@ -135,8 +136,12 @@ def test_odd_names(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path)
 def test_a_command_that_was_stopped_once_its_output_was_in_place_ends_well_when_repeated(
     more: tuple[str, ...], run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
+    keep = compressing._record
+
+    def stop(*args: Any) -> None:
+        if (out := Path(args[1].out)).parent == tmp_path and out.exists():
+            raise KeyboardInterrupt
+        keep(*args)  # before the output is put in place
 
     plan = tmp_path / "plan.json"
     assert run("plan", model, "-o", plan, "--experts", 4, *data, *more).status == 0
@@ -145,6 +150,8 @@ def test_a_command_that_was_stopped_once_its_output_was_in_place_ends_well_when_
         with monkeypatch.context() as patch:
             patch.setattr(compressing, "_record", stop)
             assert run(*command, "-o", out).status == 130
+        record = read_record(out)
+        assert record is not None and record.seconds and record.command is not None and record.command[1] == command[0]
         before, times = tree(out), {path: path.stat().st_mtime_ns for path in out.iterdir()}
         (tmp_path / f".{out.name}.moe-compressor").mkdir()  # as a kill right after the rename leaves it
         (tmp_path / f".{out.name}.moe-compressor" / "moe-compressor-work.json").write_text("{}")

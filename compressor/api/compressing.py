@@ -56,6 +56,7 @@ class _Place:
     max_shard_bytes: int | None
     accept: Callable[[Path], None] | None = None
     key: str | None = None  # of the request, by which an output that is in place is known again
+    command: Sequence[str] | None = None  # for the record of the run
 
 
 def plan(
@@ -103,7 +104,7 @@ def apply(
     `command` is the command line that asked for it, for the record of the run.
     """
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
-    place, noted = _Place(Path(out), overwrite, max_shard_bytes), Noted()
+    place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
     with open_run(source, revision, (loaded.correction or loaded.bake or {}).get("dtype", "auto"), progress=progress) as run:
         check_carried(run.model.source.folder)
@@ -115,7 +116,7 @@ def apply(
             if (found := _in_place(run, place)) is not None:  # another run of it has just ended
                 return found
             made = _carry_out(run, loaded, place, noted)
-    _record(run.model, made, command, noted)
+    _record(run.model, made, place, noted)
     return made
 
 
@@ -140,7 +141,8 @@ def compress(
     needs `terms`, which tell what it does.
     `command` is the command line that asked for it, for the record of the run.
     """
-    asked, place, noted = Request.of(request, wanted), _Place(Path(out), overwrite, max_shard_bytes, accept), Noted()
+    asked, noted = Request.of(request, wanted), Noted()
+    place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
             wish = settle(run.model, asked)
@@ -159,7 +161,7 @@ def compress(
                     wish = replace(wish, strategy=noted.planning(wish.strategy))
                 made, calibration = plan_or_resume(run, asked, wish)
             done = _carry_out(run, made, place, noted, calibration)
-    _record(run.model, done, command, noted)
+    _record(run.model, done, place, noted)
     return done
 
 
@@ -231,6 +233,8 @@ def _carry_out(
         made.verify(folder)
         if place.accept is not None:
             place.accept(folder)
+        here = replace(place, out=folder)  # a run that is killed once the output is in place has its record, too
+        _record(model, _summary(run, here, plan, Size.of(made.outputs), zeroed), here, noted)
         if place.key is not None:
             note_request(folder, place.key)
 
@@ -260,9 +264,10 @@ def _summary(run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed
     )
 
 
-def _record(model: OpenModel, summary: Summary, command: Sequence[str] | None, noted: Noted) -> None:
+def _record(model: OpenModel, summary: Summary, place: _Place, noted: Noted) -> None:
     """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
-    source, calibration, words = model.source, summary.plan.calibration, None if command is None else tuple(command)
+    source, calibration = model.source, summary.plan.calibration
+    words = None if place.command is None else tuple(place.command)
     known = RunRecord(source.name, source.revision, calibration, summary.seconds, summary.peak_memory, words)
     out = Path(summary.out)
     record_run(out, known)

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from scripts.kill_tests import CASES, NOT_COMPARED, Content, Tally, differences, run_records, table
+from scripts.kill_tests import CASES, Tally, table
+from scripts.left_behind import NOT_COMPARED, Content, differences, run_records
 
 
 def test_a_folder_is_compared_byte_for_byte_with_what_is_hidden(tmp_path: Path) -> None:
