@@ -106,7 +106,8 @@ def apply(
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
     place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
-    with open_run(source, revision, (loaded.correction or loaded.bake or {}).get("dtype", "auto"), progress=progress) as run:
+    dtype = (loaded.correction or loaded.bake or {}).get("dtype", "auto")
+    with open_run(source, revision, dtype, progress=progress) as run:
         check_carried(run.model.source.folder)
         facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
         place = replace(place, key=request_key(loaded.to_dict(), versions(), max_shard_bytes, *facts))

@@ -71,20 +71,18 @@ def bake_text(
     count = max(bake.sequences, math.ceil(passed / bake.length)) + HELDOUT
     return calibrate(
         sources, load_tokenizer(model.source.folder), samples=count, length=bake.length, seed=seed,
-        vocab=model.vocabulary, batch_size=_rows(model, bake.length), heldout=HELDOUT / count,
+        vocab=model.vocabulary, batch_size=_rows(bake, model), heldout=HELDOUT / count,
     )  # fmt: skip
 
 
-def repeated_text(identity: Mapping[str, Any], model: OpenModel) -> Calibration:
+def repeated_text(bake: Bake, identity: Mapping[str, Any], model: OpenModel) -> Calibration:
     """The text that a plan's bake names; raises `CompressionError` unless the same tokens come out."""
-    tokenizer = load_tokenizer(model.source.folder)
-    length = identity.get("sequence_length")
-    return recalibrate(identity, tokenizer, model.vocabulary, _rows(model, length if isinstance(length, int) else 1))
+    return recalibrate(identity, load_tokenizer(model.source.folder), model.vocabulary, _rows(bake, model))
 
 
-def _rows(model: OpenModel, length: int) -> int:
-    """Sequences of a batch whose logits stay small."""
-    return min(BATCH, max(1, LOGITS // (length * model.vocabulary)))
+def _rows(bake: Bake, model: OpenModel) -> int:
+    """Sequences of a batch: few enough for its logits to stay small, and for every round to have one."""
+    return min(BATCH, bake.sequences // bake.rounds, max(1, LOGITS // (bake.length * model.vocabulary)))
 
 
 def check_pair(smaller: OpenModel, original: OpenModel) -> None:

@@ -7,7 +7,7 @@ is changed where it likes that best.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from compressor.pathways.router_moments import Moments, RouterGradients
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
-STEPS = (0.025, 0.05, 0.1, 0.2, 0.4)  # root mean square of the change of a logit
+STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)  # root mean square of the change of a logit, over that of the logits
 NEAR = (0.5, 1.0, 2.0)  # of the step taken before, those tried in later rounds
+LARGEST = 2.0  # a step that is the best and the longest of those tried is doubled up to here
 
 Weights = Mapping[str, Tensor]  # routers' weights [E, H] in the dtype that they are stored in, by state-dict key
 
@@ -119,18 +120,14 @@ def bake_weights(
     before = now = judged(model, heldout, [weights])[0]
     steps, taken = list[Step](), None
     for text in fit:
-        moments = _moments(model, weights, text)
-        tried = list(_tried(taken))
-        trials = [_moved(weights, moments, ridge, step) for ridge, step in tried]
-        found = judged(model, heldout, trials)
-        best = min(range(len(found)), key=lambda place: float(found[place].mean()))
-        gain = now - found[best]
+        trial = _best(model, weights, _moments(model, weights, text), heldout, taken)
+        gain = now - trial.found
         error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
         if float(gain.mean()) > error:  # more than the search's own luck
-            taken, weights, now = tried[best], trials[best], found[best]
-            steps.append(Step(*taken, float(gain.mean()), error))
+            taken, weights, now = trial.step, trial.weights, trial.found
+            steps.append(Step(trial.ridge, trial.step, float(gain.mean()), error))
         else:
-            taken = (tried[best][0], tried[best][1] / 2)
+            taken = trial.step / 2
             steps.append(Step())
         progress.advance("round")
     return Baked(weights, float(before.mean()), float(now.mean()), tuple(steps))
@@ -145,16 +142,49 @@ def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moment
     return gradients.found
 
 
-def _tried(taken: tuple[float, float] | None) -> Iterator[tuple[float, float]]:
-    """Ridges and steps of a round: a wide search first, a narrow one around what was taken before."""
-    for ridge in RIDGES:
-        yield from ((ridge, step) for step in (STEPS if taken is None else [near * taken[1] for near in NEAR]))
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    ridge: float
+    step: float
+    weights: Weights
+    found: Tensor  # the divergence of every held-out sequence
+
+
+def _best(
+    model: OpenModel, weights: Weights, moments: Mapping[str, Moments], heldout: Text, taken: float | None
+) -> _Trial:
+    """The line search of a round: a wide one at first, then one around the step that was taken before."""
+    steps = STEPS if taken is None else tuple(near * taken for near in NEAR)
+    best = min(_trials(model, weights, moments, heldout, RIDGES, steps), key=_mean)
+    while best.step == max(steps) and 2 * best.step <= LARGEST:
+        steps = (2 * best.step,)
+        best = min(best, *_trials(model, weights, moments, heldout, (best.ridge,), steps), key=_mean)
+    return best
+
+
+def _mean(trial: _Trial) -> float:
+    return float(trial.found.mean())
+
+
+def _trials(
+    model: OpenModel,
+    weights: Weights,
+    moments: Mapping[str, Moments],
+    heldout: Text,
+    ridges: Sequence[float],
+    steps: Sequence[float],
+) -> list[_Trial]:
+    tried = [(ridge, step) for ridge in ridges for step in steps]
+    moved = [_moved(weights, moments, *each) for each in tried]
+    found = judged(model, heldout, moved)
+    return [_Trial(*each, after, own) for each, after, own in zip(tried, moved, found, strict=True)]
 
 
 def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step: float) -> Weights:
-    """The weights after a step: the root mean square of the change of all routers' logits together is `step`."""
+    """The weights after a step: how much the logits of all routers change, over what they are (root mean squares)."""
     changes = {key: own.direction(ridge) for key, own in moments.items()}
-    square = sum(moments[key].mean_square(change) for key, change in changes.items()) / max(1, len(changes))
-    scale = step / math.sqrt(square) if square > 0 else 0.0
+    square = sum(moments[key].mean_square(change) for key, change in changes.items())
+    own_square = sum(own.mean_square(weights[key].double()) for key, own in moments.items())
+    scale = step * math.sqrt(own_square / square) if square > 0 else 0.0
     moved = {key: (weights[key].double() + scale * change).to(weights[key].dtype) for key, change in changes.items()}
     return {**weights, **moved}

@@ -17,15 +17,16 @@ from compressor.run_record import COMPRESSION
 def bake_finished(
     folder: Path, original: OpenModel, asked: Mapping[str, Any], place: Path, progress: Progress
 ) -> dict[str, Any]:
-    """Bake into the routers of the checkpoint in `folder` what a plan asks for; returns the plan's entry with the result.
+    """Bake into the routers of the checkpoint in `folder` what a plan asks for; returns its entry with the result.
 
     `place` keeps the new routers until the folder is complete, so that an interrupted run does not repeat the work.
     """
     if (baked := kept(place)) is None:
         partial = original.partial
         smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
-        text = repeated_text(asked["calibration"], original)
-        baked = bake_routers(smaller, original, Bake.from_plan(asked), text, progress)
+        bake = Bake.from_plan(asked)
+        text = repeated_text(bake, asked["calibration"], original)
+        baked = bake_routers(smaller, original, bake, text, progress)
         keep(place, baked)
     put_into(folder, baked.tensors)
     record = read_object(folder / COMPRESSION)

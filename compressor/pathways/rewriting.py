@@ -31,7 +31,8 @@ def kept(path: Path) -> RoutersBaked | None:
     if not path.is_file():
         return None
     with safe_open(path, "pt") as file:
-        return RoutersBaked({name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()[RESULT]))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        return RoutersBaked(tensors, json.loads(file.metadata()[RESULT]))
 
 
 def put_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
