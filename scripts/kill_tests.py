@@ -8,8 +8,8 @@ four in ten between the last new file and the end, when the output is put in pla
 
 After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
 holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
-holds no name that an undisturbed run does not leave there. Of the run's record in the cache the fields of
-`left_behind.NOT_COMPARED` are left out, which tell times and memory. Exits with 1 when anything differed.
+holds no name that an undisturbed run does not leave there. Of the run's record in the cache, and of
+gate.json, what tells times and memory is left out (`left_behind.NOT_COMPARED`). Exits with 1 when anything differed.
 """
 
 import argparse

@@ -34,6 +34,17 @@ def test_only_times_and_memory_of_a_record_are_left_out(tmp_path: Path) -> None:
     assert one == two == {"digest": {"source": "a", "text": "/place"}} and one != three
 
 
+def test_only_times_of_a_gate_are_left_out(tmp_path: Path) -> None:
+    for name, seconds, verdict in (("one", 1.0, "pass"), ("two", 2.0, "pass"), ("three", 1.0, "fail")):
+        (tmp_path / name).mkdir()
+        identity = {"weights": [["model.safetensors", 10, int(seconds)]], "files": {}}
+        gate = {"verdict": verdict, "seconds": {"base": seconds}, "reused_base": seconds > 1}
+        gate |= {"base_identity": identity, "compressed_identity": identity}
+        (tmp_path / name / "gate.json").write_text(json.dumps(gate))
+    one, two, three = (Content.of(tmp_path / name) for name in ("one", "two", "three"))
+    assert differences(one, two) == ([], []) and differences(one, three) == (["gate.json"], [])
+
+
 def test_the_table_names_every_fault() -> None:
     tallies = {case.name: Tally(2, 3, 2, 0, 1) for case in CASES}
     assert table(tallies).endswith("Nothing differed.")
