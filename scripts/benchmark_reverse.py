@@ -1,6 +1,6 @@
 """Time of the streamed reverse pass over that of stock autograd with the whole model in memory, on the same batches.
 
-    python -m scripts.benchmark_reverse [--layers 8] [--hidden 512] [--experts 16] [--sequences 8] [--length 256] [--runs 3]
+    python -m scripts.benchmark_reverse [--layers 8] [--hidden 512] [--experts 16] [--sequences 8] [--length 256]
 
 A Mixtral of random weights is made in a temporary folder. Both ways give the gradients of every layer's parameters.
 Reading the layers is timed apart, and the ratio is printed with and without it; so is the peak of memory over the
