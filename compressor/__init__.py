@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compressor.api.baking import calibrate_router
     from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
     from compressor.api.measuring import attribute, compare, gate, inspect
     from compressor.errors import CompressionError
@@ -15,6 +16,7 @@ __all__ = [
     "Summary",
     "apply",
     "attribute",
+    "calibrate_router",
     "compare",
     "compress",
     "gate",
@@ -27,6 +29,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     "CompressionError": "errors",
     "Request": "planning.request",
     **dict.fromkeys(("Summary", "apply", "compress", "plan", "plan_per_source"), "api.compressing"),
+    "calibrate_router": "api.baking",
     **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
 }
 

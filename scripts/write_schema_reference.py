@@ -18,6 +18,7 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("`source`", "plan", "source"),
     ("`calibration`", "plan", "calibration"),
     ("`correction`", "plan", "correction"),
+    ("`bake`", "plan", "bake"),
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),
     ("compression.json", "compression", None),

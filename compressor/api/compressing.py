@@ -14,6 +14,7 @@ from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
+from compressor.pathways.finished import bake_finished
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
 from compressor.planning.make import correct
 from compressor.planning.recipe import RECIPE, recipe_of
@@ -105,7 +106,8 @@ def apply(
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
     place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
-    with open_run(source, revision, (loaded.correction or {}).get("dtype", "auto"), progress=progress) as run:
+    dtype = (loaded.correction or loaded.bake or {}).get("dtype", "auto")
+    with open_run(source, revision, dtype, progress=progress) as run:
         check_carried(run.model.source.folder)
         facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
         place = replace(place, key=request_key(loaded.to_dict(), versions(), max_shard_bytes, *facts))
@@ -221,8 +223,14 @@ def _carry_out(
         with clock.phase("correct"):
             plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
     made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
+    recipe = recipe_of(plan, model.source.label)
 
     def verify(folder: Path) -> None:
+        nonlocal plan
+        if plan.bake is not None and run.folder is not None:
+            with clock.phase("bake"):
+                done = bake_finished(folder, model, plan.bake, run.folder / f"bake-{made.digest[:16]}", run.progress)
+            plan = replace(plan, bake=done)
         made.verify(folder)
         if place.accept is not None:
             place.accept(folder)
@@ -231,7 +239,7 @@ def _carry_out(
         if place.key is not None:
             note_request(folder, place.key)
 
-    job = replace(made, verify=verify, files={**made.files, RECIPE: recipe_of(plan, model.source.label)})
+    job = replace(made, verify=verify, files={**made.files, RECIPE: recipe})
     with clock.phase("write"):
         run.progress.start("write", len(job.units))
         load_exporter("safetensors").write(

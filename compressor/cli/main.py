@@ -9,7 +9,17 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli.commands import exporting, gating, generating, making, measuring, publishing, reporting, showing
+from compressor.cli.commands import (
+    calibrating,
+    exporting,
+    gating,
+    generating,
+    making,
+    measuring,
+    publishing,
+    reporting,
+    showing,
+)
 from compressor.cli.parameters import spread
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
@@ -109,6 +119,7 @@ for command in (
     making.plan,
     making.apply,
     making.compress,
+    calibrating.calibrate_router,
     measuring.compare,
     measuring.attribute,
     gating.gate,

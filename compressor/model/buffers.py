@@ -1,7 +1,7 @@
 """Tensors that may lie on disk, and the arguments of a router: listed, and which dimension of one counts tokens."""
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,22 @@ class Spill:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.held: dict[int, int] = {}  # bytes in memory, by batch
+        self.held: dict[Hashable, int] = {}  # bytes in memory, by what waits: a batch, or a batch's call of a layer
+        self.total = 0
 
-    def keep(self, batch: int, value: Any) -> None:
-        """Count what a batch waits with, if it is a floating-point tensor, and move what is too much, in place."""
+    def keep(self, place: Hashable, value: Any) -> None:
+        """Count what waits at a place, if it is a floating-point tensor, and move what is too much, in place."""
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == "cpu":
-            self.held[batch] = value.nbytes
-            if value.numel() and sum(self.held.values()) > self.budget:
-                self.held[batch] = 0
+            self.forget(place)
+            if value.numel() and self.total + value.nbytes > self.budget:
                 self._to_file(value)
+            else:
+                self.held[place] = value.nbytes
+                self.total += value.nbytes
+
+    def forget(self, place: Hashable) -> None:
+        """Nothing waits there any more."""
+        self.total -= self.held.pop(place, 0)
 
     @staticmethod
     def _to_file(value: torch.Tensor) -> None:

@@ -158,6 +158,7 @@ class PartialModel:
                 raise CompressionError(
                     f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"
                 )
+            getattr(*parent_and_name(self.model, source)).requires_grad_(False)  # only what is asked for has gradients
             if key != source:
                 set_tensor(self.model, key, getattr(*parent_and_name(self.model, source)))
             self._loaded |= {key, source}

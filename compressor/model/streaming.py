@@ -70,6 +70,8 @@ class LayerStream:
     wanted: Collection[str]
     finishing: Collection[int] = ()
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
+    padding: Sequence[torch.Tensor] = ()  # attention masks [B, L] of the batches, if there are any
+    gradients: bool = False  # whether the stock code around the layers runs with gradients
 
     def __post_init__(self) -> None:
         if self.finishing and set(self.wanted) < set(self.units):
@@ -112,7 +114,7 @@ class _Lockstep:
 
     def layers(self) -> Iterator[str]:
         """Load, pass, yield and release one layer after another, then finish the batches that are to be finished."""
-        places = [self._resume(number, tokens) for number, tokens in enumerate(self.stream.batches)]
+        places = [self._resume(number, number) for number in range(len(self.stream.batches))]
         _release_embedding(self.partial)
         while places and (unit := places[0]) is not None:
             if any(place != unit for place in places):
@@ -152,7 +154,7 @@ class _Lockstep:
         self.running = number
         for visitor in self.visitors:
             visitor.entering(number)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.stream.gradients):
             return self.runs[number].switch(*values)
 
     def _replay(self, numbers: Iterable[int]) -> None:
@@ -164,9 +166,11 @@ class _Lockstep:
         for visitor in self.visitors:
             visitor.finished(number, output)
 
-    def _run(self, tokens: torch.Tensor) -> Any:
+    def _run(self, number: int) -> Any:
         """What a batch's greenlet does: the stock forward."""
-        return self.model(input_ids=tokens.to(self.partial.device), use_cache=False)
+        stream, device = self.stream, self.partial.device
+        more = {"attention_mask": stream.padding[number].to(device)} if stream.padding else {}
+        return self.model(input_ids=stream.batches[number].to(device), use_cache=False, **more)
 
     def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""

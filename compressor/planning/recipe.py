@@ -54,7 +54,8 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         **_data(plan.calibration),
         "seed": plan.seed,
         "correct": correction["method"],
-        "dtype": correction.get("dtype"),
+        "bake": (plan.bake or {}).get("method"),
+        "dtype": correction.get("dtype", (plan.bake or {}).get("dtype")),
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)

@@ -20,6 +20,7 @@ KEEP, STRATEGY, CALIBRATION = "What to keep", "Strategy", "Calibration"
 CORRECTION, GATE, PUBLISHING, RUNNING = "Correction", "Gate", "Publishing", "Running"
 PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, PUBLISHING, RUNNING)  # of the help, in this order
 DEFAULT_LENGTH = 512
+BAKES = ("none", "router")
 
 
 def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
@@ -61,6 +62,9 @@ class Request:
     correct: str | None = described(
         None, CORRECTION, "Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."
     )
+    bake: str | None = described(
+        None, CORRECTION, "Then move the routers toward the original on text: none or router (default: none)."
+    )
     device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
@@ -70,6 +74,8 @@ class Request:
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
+        if self.bake is not None and self.bake not in BAKES:
+            raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(BAKES)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)
@@ -130,6 +136,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.sequence_length,
         request.seed,
         request.correct,
+        request.bake,
         request.sequential,
         request.protect if request.protects_what_data_shows else _content(request.protect),
         str(model.partial.device),

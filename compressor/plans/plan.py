@@ -64,6 +64,7 @@ class CompressionPlan:
     sequential: bool = False  # each layer was planned on what the compressed earlier ones put out
     correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
+    bake: Mapping[str, Any] | None = None  # how the routers are moved in the end, on what text, and what came of it
 
     def __post_init__(self) -> None:
         if self.correction is not None and self.calibration is None:
@@ -74,6 +75,8 @@ class CompressionPlan:
         for name in ("method", "dtype"):
             if not isinstance(asked[name], str):
                 raise CompressionError(f"the correction's {name} should be text, it is {asked[name]!r}; restore it")
+        if self.bake is not None and not isinstance(self.bake.get("calibration"), Mapping):
+            raise CompressionError("the bake should name its calibration; restore it, or write null for the bake")
         names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
             if names[layer.module] > 1:
@@ -121,6 +124,7 @@ class CompressionPlan:
             "calibration": None if self.calibration is None else dict(self.calibration),
             "sequential": self.sequential,
             "correction": None if self.correction is None else dict(self.correction),
+            **({} if self.bake is None else {"bake": dict(self.bake)}),
             "versions": dict(self.versions),
             "experts": self.experts,
             **({"protected": protected} if protected else {}),
@@ -140,6 +144,9 @@ class CompressionPlan:
         if self.correction is not None:
             data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
             decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
+        if self.bake is not None:
+            facts = {name: value for name, value in self.bake.items() if name not in ("calibration", "result")}
+            decisive["bake"] = {**facts, "sha256": self.bake["calibration"].get("sha256")}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     @classmethod
@@ -163,6 +170,7 @@ class CompressionPlan:
                 sequential=bool(content.get("sequential", False)),
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
+                bake=None if content.get("bake") is None else dict(content["bake"]),
             )
         except KeyError as error:
             raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error

@@ -1,0 +1,34 @@
+"""What is printed of a bake into the routers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from compressor.cli.terminal import tell
+from compressor.document.blocks import Block, Table, Text
+
+if TYPE_CHECKING:  # what bakes is loaded only to do so
+    from compressor.api.baking import BakeSummary
+
+COLUMNS = ("round", "ridge", "step", "gain", "± standard error")
+
+
+def show_bake(summary: "BakeSummary", as_json: bool) -> None:
+    """What every round took, and where the result was written."""
+    content = {**asdict(summary), "steps": list(summary.steps), "changed": summary.changed}
+    told = bake_blocks(summary.before, summary.after, summary.steps)
+    tell(as_json, content, [*told, Text(f"Written to {summary.out}")])
+
+
+def bake_blocks(before: float, after: float, steps: Sequence[Mapping[str, float]]) -> tuple[Block, ...]:
+    """A row for each round; divergences and gains are of held-out text, in nats per token."""
+    rows = tuple(
+        (str(number), f"{step['ridge']:g}", f"{step['step']:g}", f"{step['gain']:.4f}", f"{step['error']:.4f}")
+        if step["step"]
+        else (str(number), "-", "none", "-", "-")
+        for number, step in enumerate(steps, start=1)
+    )
+    what = f"The routers were moved: {before:.4f} to {after:.4f} nats per token from the original on held-out text"
+    if not any(step["step"] for step in steps):
+        what = f"The routers stay as they are ({before:.4f} nats per token from the original on held-out text)"
+    return Table("Rounds", COLUMNS, rows, frozenset(COLUMNS)), Text(f"{what}.")

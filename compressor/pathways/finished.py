@@ -1,0 +1,36 @@
+"""The bake of a finished checkpoint: what moves its routers toward the original, kept until it is in place."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compressor.checkpoint.source import locate
+from compressor.model.opened import OpenModel, open_model
+from compressor.pathways.bake import Bake, bake_routers, repeated_text
+from compressor.pathways.rewriting import keep, kept, put_into
+from compressor.plans.json import readable_json
+from compressor.progress import Progress
+from compressor.records import read_object
+from compressor.run_record import COMPRESSION
+
+
+def bake_finished(
+    folder: Path, original: OpenModel, asked: Mapping[str, Any], place: Path, progress: Progress
+) -> dict[str, Any]:
+    """Bake into the routers of the checkpoint in `folder` what a plan asks for; returns its entry with the result.
+
+    `place` keeps the new routers until the folder is complete, so that an interrupted run does not repeat the work.
+    """
+    if (baked := kept(place)) is None:
+        partial = original.partial
+        smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
+        bake = Bake.from_plan(asked)
+        text = repeated_text(bake, asked["calibration"], original)
+        baked = bake_routers(smaller, original, bake, text, progress)
+        keep(place, baked)
+    put_into(folder, baked.tensors)
+    record = read_object(folder / COMPRESSION)
+    done = {**asked, "result": dict(baked.result)}
+    record["plan"]["bake"] = {**record["plan"]["bake"], "result": dict(baked.result)}
+    (folder / COMPRESSION).write_text(readable_json(record), encoding="utf-8")
+    return done

@@ -1,0 +1,108 @@
+"""Time of the streamed reverse pass over that of stock autograd with the whole model in memory, on the same batches.
+
+    python -m scripts.benchmark_reverse [--layers 8] [--hidden 512] [--experts 16] [--sequences 8] [--length 256]
+
+A Mixtral of random weights is made in a temporary folder. Both ways give the gradients of every layer's parameters.
+Reading the layers is timed apart, and the ratio is printed with and without it; so is the peak of memory over the
+largest layer. Alternating runs, medians.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from compressor.checkpoint.source import locate
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.reverse import ReversePass, ReverseVisitor
+from scripts.benchmark_correction import layer_bytes, measured
+
+
+class Everything(ReverseVisitor):
+    """Asks for the gradients of all parameters of a layer, and looks at them before the layer goes."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self.whole, self.norms = model.partial.model, dict[str, float]()
+
+    def loaded(self, unit: str) -> None:
+        self.whole.get_submodule(unit).requires_grad_(True)
+
+    def done(self, unit: str) -> None:
+        for name, parameter in self.whole.get_submodule(unit).named_parameters():
+            if parameter.grad is not None:
+                self.norms[f"{unit}.{name}"] = float(parameter.grad.norm())
+
+
+def loss(output: Any) -> Tensor:
+    """Of a batch: the mean log probability of the first token id, which hangs on everything."""
+    found: Tensor = output.logits.float().log_softmax(-1)[..., 0].mean()
+    return found
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def in_memory(stock: Any, batches: list[Tensor]) -> dict[str, float]:
+    stock.zero_grad()
+    for batch in batches:
+        loss(stock(input_ids=batch, use_cache=False)).backward()  # type: ignore[no-untyped-call]
+    layers = stock.model.layers.named_parameters()
+    return {f"model.layers.{name}": float(value.grad.norm()) for name, value in layers if value.grad is not None}
+
+
+def reading(model: OpenModel) -> None:
+    for unit in (*model.architecture.units, *model.architecture.units):  # once forward, once back
+        model.partial.load(model.partial.keys_under(unit))
+        for parameter in model.partial.model.get_submodule(unit).parameters():
+            parameter.sum()  # touches every page of what may be mapped
+        model.partial.release(unit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sizes = {"layers": 8, "hidden": 512, "experts": 16, "sequences": 8, "length": 256, "runs": 3}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    config = MixtralConfig(
+        vocab_size=1024, hidden_size=asked.hidden, intermediate_size=2 * asked.hidden,
+        num_hidden_layers=asked.layers, num_attention_heads=8, num_key_value_heads=4, head_dim=asked.hidden // 8,
+        num_local_experts=asked.experts, num_experts_per_tok=2,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        torch.manual_seed(0)
+        stock = MixtralForCausalLM(config).eval()
+        stock.save_pretrained(place)
+        model = open_model(locate(str(Path(place))), "float32", "cpu")
+        batches = list(torch.randint(0, 1024, (asked.sequences, asked.length)).split(1))
+        seen = Everything(model)
+        run = ReversePass(model.partial, batches, model.architecture.units)
+        expected = in_memory(stock, batches)
+        _, peak, _ = measured(lambda: run.run(lambda batch, output: loss(output), seen))
+        worst = max(abs(seen.norms[name] / value - 1) for name, value in expected.items() if value)
+        times = [
+            (
+                seconds(lambda: in_memory(stock, batches)),
+                seconds(lambda: run.run(lambda batch, output: loss(output), seen)),
+                seconds(lambda: reading(model)),
+            )
+            for _ in range(asked.runs)
+        ]
+    memory, streamed, read = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"largest relative difference of a gradient's norm: {worst:.1e}")
+    print(f"streamed over in memory: {streamed / memory:.2f}; reading excluded: {(streamed - read) / memory:.2f}")
+    print(f"peak memory of the streamed pass over the largest layer: {peak / layer_bytes(model):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The reverse pass: every layer's gradients are those of autograd on the whole stock model in memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.buffers import Spill
+from compressor.model.loading import set_tensor
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.reverse import ReversePass, ReverseVisitor
+from tests import zoo
+from tests.compressor.model.test_streaming import loaded, loaded_units
+from tests.opened import batches, opened
+
+REFUSED = {  # more than one hidden state goes from layer to layer, or to the head
+    "zaya": r"model\.layers\.1 is given more of earlier layers than their hidden states",
+    "mistral_large4": r"model\.language_model\.layers\.2 is given more of earlier layers",  # their keys and values
+    "inkling2": "its output hangs on more than the last layer's hidden states",
+    "diffusion_gemma": r"model\.encoder\.language_model\.layers\.0\.\S+ shares its weights with another layer",
+}
+EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+
+
+def loss(batch: int, output: Any) -> Tensor:
+    """Anything that hangs on all positions, and on the batch."""
+    scores = output.logits.float().log_softmax(-1)
+    return (batch + 1) * (scores[..., 0] - scores[..., 1].square()).sum()
+
+
+class Gathering(ReverseVisitor):
+    """Keeps the gradients of all parameters of every layer, and how much was loaded on the way back."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self.model, self.whole = model, model.partial.model
+        self.found: dict[str, Tensor | None] = {}
+        self.most = 0
+
+    def loaded(self, unit: str) -> None:
+        self.whole.get_submodule(unit).requires_grad_(True)
+
+    def replaying(self, unit: str, batch: int) -> None:
+        self.most = max(self.most, len(loaded_units(self.model)))
+
+    def done(self, unit: str) -> None:
+        for name, parameter in self.whole.get_submodule(unit).named_parameters():
+            self.found[f"{unit}.{name}"] = parameter.grad
+
+
+def check_equal(
+    stock: Any, model: OpenModel, parts: Sequence[Tensor], padding: Sequence[Tensor] = (), **options: Any
+) -> None:
+    gathering = Gathering(model)
+    losses = ReversePass(model.partial, parts, model.architecture.units, padding, **options).run(loss, gathering)
+    assert loaded(model.partial) == set() and gathering.most == 1
+    stock.requires_grad_(True)
+    for number, tokens in enumerate(parts):
+        more = {"attention_mask": padding[number]} if padding else {}
+        value = loss(number, stock(input_ids=tokens, use_cache=False, **more))
+        value.backward()  # type: ignore[no-untyped-call]
+        assert losses[number] == pytest.approx(float(value.detach()), rel=1e-5)
+    whole = dict(stock.named_parameters())
+    assert {name.split(".layers.")[0] for name in gathering.found}
+    for name, gradient in gathering.found.items():
+        expected = whole[name].grad
+        if expected is None or gradient is None:  # of an expert without a token, say
+            assert all(value is None or not value.any() for value in (expected, gradient)), name
+        else:
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()), msg=name)
+    assert any(value is not None and value.any() for value in gathering.found.values())
+
+
+@EVERY
+def test_gradients_are_those_of_autograd_on_the_whole_model(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    if name in REFUSED:
+        with pytest.raises(CompressionError, match=f"^{type(stock).__name__}: {REFUSED[name]}.*layer by layer"):
+            ReversePass(model.partial, batches(stock), model.architecture.units).run(loss, Gathering(model))
+        assert loaded(model.partial) == set()
+    else:
+        check_equal(stock, model, batches(stock, (2, 1)))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4"])
+def test_padded_batches_whose_calls_wait_in_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spilled: list[int] = []
+    original = Spill._to_file
+
+    def to_file(value: Tensor) -> None:
+        spilled.append(value.numel())
+        original(value)
+
+    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock, (2, 1, 1))
+    padding = [torch.ones_like(part) for part in parts]
+    padding[0][0, :5] = 0
+    check_equal(stock, model, parts, padding, activation_budget=0)
+    assert len(spilled) >= len(parts) * 2 * len(model.architecture.units)  # each call, and each gradient on its way
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_in_bfloat16(name: str, tmp_path: Path) -> None:
+    zoo.save(name, tmp_path)
+    stock = getattr(transformers, zoo.family(name).model_class).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    check_equal(stock, open_model(locate(str(tmp_path)), "bfloat16", "cpu"), batches(stock, (2,)))
+
+
+def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    layer = model.architecture.layers[0]
+
+    class Changing(Gathering):
+        def loaded(self, unit: str) -> None:
+            if unit == layer.unit:  # what is loaded may be the checkpoint's own file, mapped: replaced, never written
+                key = f"{layer.router}.weight"
+                set_tensor(self.whole, key, 0.5 * self.whole.get_parameter(key))
+            super().loaded(unit)
+
+    changing, parts = Changing(model), batches(stock)
+    losses = ReversePass(model.partial, parts, model.architecture.units).run(loss, changing)
+    with torch.no_grad():
+        stock.get_parameter(f"{layer.router}.weight").mul_(0.5)
+    stock.requires_grad_(True)
+    expected = [loss(number, stock(input_ids=tokens, use_cache=False)) for number, tokens in enumerate(parts)]
+    sum(expected, torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+    assert losses == pytest.approx([float(value.detach()) for value in expected], rel=1e-5)
+    for name, gradient in changing.found.items():
+        torch.testing.assert_close(gradient, stock.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_loss_without_a_gradient_gives_none(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    gathering = Gathering(model)
+    run = ReversePass(model.partial, batches(stock), model.architecture.units)
+    assert run.run(lambda batch, output: torch.tensor(float(batch)), gathering) == [0.0, 1.0]
+    assert all(value is None or not value.any() for value in gathering.found.values())
