@@ -9,7 +9,17 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli.commands import exporting, gating, generating, making, measuring, publishing, reporting, showing
+from compressor.cli.commands import (
+    exporting,
+    gating,
+    generating,
+    making,
+    measuring,
+    publishing,
+    referencing,
+    reporting,
+    showing,
+)
 from compressor.cli.parameters import spread
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
@@ -112,6 +122,7 @@ for command in (
     measuring.compare,
     measuring.attribute,
     gating.gate,
+    referencing.reference,
     exporting.export,
     generating.generate,
     reporting.report,

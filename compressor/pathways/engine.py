@@ -231,7 +231,7 @@ def _handing_on(model: nn.Module, kept: Mapping[str, Any]) -> Iterator[None]:
     """Decoder layers that put out what was kept of them, instead of what they are given."""
     modules = {unit: model.get_submodule(unit) for unit in kept}
     for unit, module in modules.items():
-        module.forward = partial(_handed, kept[unit])  # type: ignore[method-assign]
+        module.forward = partial(_handed, kept[unit])
     try:
         yield
     finally:

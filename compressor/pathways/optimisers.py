@@ -161,8 +161,8 @@ def neighbours_loss(
     model: PathwayModel, own: Tensor, place: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
 ) -> float:
     """The weighted loss of the neighbours, -log p(answer | prompt), under the pathway `own` moved by `place` [L, E]."""
-    losses = [float(_neighbour_loss(model, own, place, neighbour)) for neighbour in neighbours]
-    return sum(weight * loss for weight, loss in zip(weights.tolist(), losses, strict=True))
+    losses = torch.stack([_neighbour_loss(model, own, place, neighbour) for neighbour in neighbours])
+    return float((weights.to(losses) * losses).sum())
 
 
 def _neighbour_loss(model: PathwayModel, own: Tensor, place: Tensor, neighbour: Neighbour) -> Tensor:

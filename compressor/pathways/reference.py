@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -77,9 +76,9 @@ class ReferenceSet:
         query = _unit(embedding[None])
         same = sum(item.prompt == but for item in self.items)
         if radius is not None:
-            distances, places = self._nearest.radius_neighbors(query.numpy(), radius, sort_results=True)
+            places = self._nearest.radius_neighbors(query.numpy(), radius, sort_results=True)[1]
         else:
-            distances, places = self._nearest.kneighbors(query.numpy(), min(count + same, len(self.items)))
+            places = self._nearest.kneighbors(query.numpy(), min(count + same, len(self.items)))[1]
         found = [int(place) for place in places[0] if self.items[int(place)].prompt != but]
         found = found if radius is not None else found[:count]
         return found, query[0], self._unit[found]
@@ -103,7 +102,8 @@ class ReferenceSet:
 
 def _unit(vectors: Tensor) -> Tensor:
     """[n, D] of length one each; one of no length stays."""
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    found: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    return found
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

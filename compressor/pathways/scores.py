@@ -1,4 +1,7 @@
-"""How a router makes weights of logits, learnt from what it gives its experts, and the way back. T tokens, E experts."""
+"""How a router makes weights of logits, learnt from what it gives its experts, and the way back.
+
+T tokens, E experts.
+"""
 
 from typing import Literal, get_args
 

@@ -20,9 +20,16 @@ def task_items(options: EvaluationOptions) -> list[Item]:
     for task in resolve_tasks(options):
         for name, part in task.parts.items():
             if getattr(part, "OUTPUT_TYPE", None) != CHOICE:
-                raise CompressionError(f"task {name!r} is not multiple choice, so no answer of it is right; name another")
-            with quiet_lm_eval(), faults_told(
-                f"the items of task {name!r} could not be read", "shorten them", "see whether lm-eval alone can do it"
+                raise CompressionError(
+                    f"task {name!r} is not multiple choice, so no answer of it is right; name another"
+                )
+            with (
+                quiet_lm_eval(),
+                faults_told(
+                    f"the items of task {name!r} could not be read",
+                    "shorten them",
+                    "see whether lm-eval alone can do it",
+                ),
             ):
                 found += _items(name, part, options)
     return found
