@@ -110,6 +110,11 @@ class PathwayModel:
                 stack.callback(handle.remove)
             logits = self._forward(tokens).detach()
         self.work += len(self.opened.architecture.units) * tokens.numel()
+        if not bool(logits.isfinite().all()):
+            raise CompressionError(
+                f"{self.opened.source.label} gives logits that are not finite, so its answers mean nothing; check its "
+                "weights, or pass --dtype float32 if they are sound"
+            )
         seen.refuse_other_calls(self.layers)
         if not self.scores:
             self.scores = tuple(find_score(seen.logits[x.name], *seen.choices[x.name]) for x in self.layers)

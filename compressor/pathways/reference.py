@@ -37,8 +37,7 @@ class ReferenceFacts:
     scores: tuple[Score, ...]  # how each one's router makes weights of logits
     embedding: str  # "own", or the name of a model of sentence-transformers
     asked: int  # items that the model was asked, right or wrong
-    format: Literal["moe-compressor-reference"] = "moe-compressor-reference"
-    version: Literal[1] = 1
+    format: Literal["moe-compressor-reference/1"] = "moe-compressor-reference/1"
 
 
 @dataclass(frozen=True)
