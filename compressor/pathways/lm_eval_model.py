@@ -20,6 +20,7 @@ from lm_eval.api.registry import register_model
 from compressor.errors import CompressionError
 from compressor.pathways.answering import open_answering
 from compressor.pathways.optimisers import PathwayOptions
+from compressor.records import read_as
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class PathwayLM(LM):
     def __init__(self, pretrained: str, reference: str, **more: Any) -> None:
         super().__init__()
         names = {entry.name for entry in fields(PathwayOptions)}
-        options = PathwayOptions(**{name: more.pop(name) for name in list(more) if name in names})
+        options = read_as(PathwayOptions, {name: more.pop(name) for name in list(more) if name in names}, "model_args")
         settings = {name: value for name, value in more.items() if name not in IGNORED and value is not None}
         unknown = sorted(settings.keys() - {"embedding", "device", "dtype", "revision"})
         if unknown:
