@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from compressor.api.baking import calibrate_router
     from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
     from compressor.api.measuring import attribute, compare, gate, inspect
+    from compressor.api.referencing import ReferenceSummary, reference
     from compressor.errors import CompressionError
     from compressor.planning.request import Request
 
 __all__ = [
     "CompressionError",
+    "ReferenceSummary",
     "Request",
     "Summary",
     "apply",
@@ -23,6 +25,7 @@ __all__ = [
     "inspect",
     "plan",
     "plan_per_source",
+    "reference",
 ]
 
 _HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
@@ -31,6 +34,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     **dict.fromkeys(("Summary", "apply", "compress", "plan", "plan_per_source"), "api.compressing"),
     "calibrate_router": "api.baking",
     **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
+    **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),
 }
 
 

@@ -32,6 +32,8 @@ from compressor.generation.generate import read_facts
 from compressor.model.architecture import build_meta, discover, load_config
 from compressor.model.bounds import most_parts
 from compressor.model.loading import PartialModel
+from compressor.pathways.reference import NAMES as REFERENCE
+from compressor.pathways.reference import read_reference, write_reference
 from compressor.planning.protecting import read_protected
 from compressor.planning.recipe import recipe_of
 from compressor.plans.document import plan_blocks
@@ -42,6 +44,7 @@ from compressor.report.figures import figures
 from compressor.report.page import page
 from compressor.report.sections import hubs as hub_blocks
 from tests import gates, zoo
+from tests.compressor.pathways.test_reference import made as made_reference
 from tests.compressor.plans.test_plan import moe_layer
 
 DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what the file says
@@ -158,6 +161,15 @@ def plan() -> dict[str, Any]:
     )  # fmt: skip
     found: dict[str, Any] = json.loads(made.to_json())
     return found
+
+
+@cache
+def reference() -> list[dict[str, Any]]:
+    """reference.json, and the lines of items.jsonl."""
+    with tempfile.TemporaryDirectory() as place:
+        facts, _, items = write_reference(made_reference(), Path(place) / "reference", False)
+        lines = items.read_text(encoding="utf-8").splitlines()
+        return [json.loads(facts.read_text(encoding="utf-8")), *map(json.loads, lines)]
 
 
 @cache
@@ -284,9 +296,36 @@ def test_compression(raw: bytes) -> None:
         ReportData.from_json(data.to_json())
 
 
+def whole_reference(folder: Path, facts: bytes, items: bytes) -> None:
+    """Read a reference set with these files beside sound tensors."""
+    write_reference(made_reference(), folder / "set", False)
+    (folder / "set" / REFERENCE[0]).write_bytes(facts)
+    (folder / "set" / REFERENCE[2]).write_bytes(items)
+    found = read_reference(folder / "set")
+    found.neighbours(found.embeddings[0], 2, but=found.items[1].prompt)
+    write_reference(found, folder / "again", False)
+
+
+@FAST
+@given(mutated(lambda: reference()[0]))
+def test_reference(raw: bytes) -> None:
+    items = b"\n".join(json.dumps(item).encode() for item in reference()[1:])
+    with folder_with() as folder, only_sentences():
+        whole_reference(folder, raw, items)
+
+
+@FAST
+@given(mutated(lambda: reference()[1]))
+def test_item(raw: bytes) -> None:
+    facts, *items = (json.dumps(part).encode() for part in reference())
+    with folder_with() as folder, only_sentences():
+        whole_reference(folder, facts, b"\n".join([raw, *items[1:]]))
+
+
 SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
     test_config: config, test_header: header, test_index: index, test_plan: plan, test_hubs: lambda: HUBS,
-    test_gate: gate, test_compression: compression,
+    test_gate: gate, test_compression: compression, test_reference: lambda: reference()[0],
+    test_item: lambda: reference()[1],
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from compressor.cli.commands import (
     making,
     measuring,
     publishing,
+    referencing,
     reporting,
     showing,
 )
@@ -123,6 +124,7 @@ for command in (
     measuring.compare,
     measuring.attribute,
     gating.gate,
+    referencing.reference,
     exporting.export,
     generating.generate,
     reporting.report,

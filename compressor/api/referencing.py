@@ -1,0 +1,68 @@
+"""The Python API of reference sets: `reference` asks a model items and keeps those that it answers right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.evaluation.tasks import EvaluationOptions
+from compressor.files import check_folder
+from compressor.locking import alone
+from compressor.model.opened import open_model
+from compressor.pathways.building import Asked, build_reference
+from compressor.pathways.embedding import OWN
+from compressor.pathways.items import Item, read_items
+from compressor.pathways.reference import NAMES, ReferenceFacts, write_reference
+from compressor.pathways.task_items import task_items
+from compressor.progress import Progress, Silent
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSummary:
+    """What a reference set holds, and where it was written."""
+
+    facts: ReferenceFacts
+    kept: int  # items that the model answers right
+    asked: tuple[Asked, ...]  # for each task
+    files: tuple[Path, ...]
+
+
+def reference(
+    model: str,
+    output: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    data: str | Path | None = None,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+    embedding: str = OWN,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ReferenceSummary:
+    """Write the items that a model answers right, with embeddings and pathways, into the folder `output`.
+
+    Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
+    `data` with `prompt`, `answer` and, of multiple choice, `choices`. The whole model is read into memory. Raises
+    `CompressionError` where no item is answered right, or the model's late layers cannot be run by themselves.
+    """
+    folder = Path(output)
+    if bool(tasks) == (data is not None):
+        raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
+    options = EvaluationOptions(
+        tuple(tasks) or ("data",), limit, Path(include_path) if include_path is not None else None, dtype=dtype
+    )
+    check_folder(folder, NAMES, overwrite)
+    with alone(folder):
+        items = _items(options, None if data is None else Path(data))
+        opened = open_model(locate(model, revision, progress), dtype, device)
+        made, asked = build_reference(opened, items, embedding, progress or Silent())
+        files = write_reference(made, folder, overwrite)
+    return ReferenceSummary(made.facts, len(made.items), asked, tuple(files))
+
+
+def _items(options: EvaluationOptions, data: Path | None) -> list[Item]:
+    return task_items(options) if data is None else read_items(data)[: options.limit]

@@ -1,0 +1,113 @@
+"""C3PO at test time: each question is answered once more on an optimised pathway, found by its neighbours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.opened import open_model
+from compressor.model.tokenizer import load_tokenizer
+from compressor.pathways.building import positions
+from compressor.pathways.embedding import OWN, Embedder, embedder
+from compressor.pathways.engine import PathwayModel, Plain, is_greedy, likelihoods
+from compressor.pathways.items import Item, rows_of
+from compressor.pathways.optimisers import Neighbour, PathwayOptions, needs_runs, optimised
+from compressor.pathways.reference import ReferenceSet, read_reference
+from compressor.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model thinks of one continuation of a prompt."""
+
+    likelihood: float  # in nats, of the whole continuation
+    greedy: bool  # whether each of its tokens is the likeliest
+    plain: float  # the likelihood on the model's own pathway
+
+
+@dataclass(slots=True)
+class Answering:
+    """A loaded model with a reference set of its own. `plain_work` is what plain forwards alone would have cost."""
+
+    model: PathwayModel
+    tokenizer: Any
+    reference: ReferenceSet
+    options: PathwayOptions
+    embed: Embedder
+    plain_work: int = 0
+    _most: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._most = positions(self.model.opened.config)
+
+    @property
+    def cost(self) -> float:
+        """Decoder layers times tokens that were computed, as a multiple of plain forwards of the questions."""
+        return self.model.work / self.plain_work if self.plain_work else 1.0
+
+    def answer(self, prompt: str, continuations: Sequence[str]) -> list[Answer]:
+        """What the model thinks of each continuation on the optimised pathway of the prompt."""
+        item = Item(prompt, continuations[0], tuple(continuations))
+        rows = rows_of(item, self.tokenizer, self.model.opened.vocabulary, self._most)
+        plain = self.model.run(rows)
+        self.plain_work += self.model.plain_work(plain)
+        with torch.no_grad():
+            logits = self.model.again(plain, self._shift(item, plain))
+        found, before = (likelihoods(each, rows).tolist() for each in (logits, plain.logits))
+        greedy = [is_greedy(logits[place : place + 1], row) for place, row in enumerate(rows)]
+        return [Answer(*each) for each in zip(found, greedy, before, strict=True)]
+
+    def _shift(self, item: Item, plain: Plain) -> Tensor:
+        late, options = self.model.late, self.options
+        embedding = self.embed(item, plain.rows[0])
+        places, query, points = self.reference.neighbours(
+            embedding, options.neighbours, options.radius, but=item.prompt
+        )
+        near = [Neighbour(self.reference.pathways[at, -late:], self._neighbour(at)) for at in places]
+        with torch.enable_grad():
+            return optimised(self.model, plain.pathway[-late:], near, query, points, options)
+
+    def _neighbour(self, place: int) -> Plain | None:
+        if not needs_runs(self.options):
+            return None
+        item = self.reference.items[place]
+        alone = Item(item.prompt, item.answer)
+        return self.model.run(rows_of(alone, self.tokenizer, self.model.opened.vocabulary, self._most))
+
+
+def open_answering(
+    model: str,
+    reference: str | Path,
+    options: PathwayOptions,
+    *,
+    embedding: str = OWN,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Answering:
+    """Load a model and its reference set.
+
+    Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
+    another model than `embedding`: a file shall not choose what is downloaded.
+    """
+    found = read_reference(Path(reference))
+    if options.optimizer == "oracle":
+        raise CompressionError("the oracle is told the answers, so it judges no model; name mode, kernel or ngd")
+    if found.facts.embedding != embedding:
+        raise CompressionError(
+            f"the prompts of the reference set are embedded by {found.facts.embedding!r}, not {embedding!r}; pass "
+            f"embedding={found.facts.embedding} if you trust that model, or make the reference set again"
+        )
+    opened = open_model(locate(model, revision, progress), dtype, device)
+    tokenizer = load_tokenizer(opened.source.folder)
+    found.check(opened, tokenizer)
+    late = min(options.layers, len(opened.architecture.layers))
+    loaded = PathwayModel(opened, late, options.tokens, found.facts.scores)
+    loaded.load()
+    return Answering(loaded, tokenizer, found, options, embedder(embedding, loaded))

@@ -1,0 +1,248 @@
+"""A stock model in memory, with routers whose logits are moved: a plain forward, then its late layers alone once more.
+
+B rows, S tokens, M positions that may be moved, L late MoE layers, E experts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from compressor.errors import CompressionError, faults_told
+from compressor.model.architecture import MoeLayer, head_of
+from compressor.model.opened import OpenModel
+from compressor.pathways.items import Row
+from compressor.pathways.router_logits import Product, watched
+from compressor.pathways.scores import Score, find_score, weights_of
+
+Tokens = Literal["last", "scored"]  # which are moved: a prompt's last one, or all that an answer's tokens hang on
+AGREE = 0.02  # of the largest logit, by which recomputed logits may differ on a machine that adds in any order
+REMEDIES = ("take shorter items, or --device cpu", "see whether stock transformers alone can run it")
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A plain forward of some rows, and what recomputing its late layers takes."""
+
+    rows: tuple[Row, ...]
+    tokens: Tensor  # [B, S]
+    kept: Mapping[str, Any]  # what each early decoder layer puts out
+    moved: Tensor  # [M] positions among all B * S
+    own: tuple[Tensor, ...]  # of each late layer the router's logits there, [M, E]
+    pathway: Tensor  # [all MoE layers, E] of the last prompt token of the first row, float32 on the CPU
+    logits: Tensor  # [B, S, V]
+
+
+@dataclass(slots=True)
+class PathwayModel:
+    """A model whose last `late` MoE layers can be run again with other router logits; `load` reads its weights.
+
+    `work` counts decoder layers times tokens, twice as much for a way back.
+    """
+
+    opened: OpenModel
+    late: int
+    moves: Tokens = "last"
+    scores: tuple[Score, ...] = ()  # by which each MoE layer's router makes weights of logits; found on the first rows
+    work: int = 0
+    _checked: bool = field(default=False, repr=False)
+
+    @property
+    def model(self) -> Any:
+        return self.opened.partial.model
+
+    @property
+    def layers(self) -> tuple[MoeLayer, ...]:
+        """All MoE layers."""
+        return self.opened.architecture.layers
+
+    @property
+    def late_layers(self) -> tuple[MoeLayer, ...]:
+        """The MoE layers whose logits can be moved."""
+        return self.layers[-self.late :]
+
+    @property
+    def late_scores(self) -> tuple[Score, ...]:
+        return self.scores[-self.late :]
+
+    @property
+    def early_units(self) -> tuple[str, ...]:
+        """The decoder layers before the first late one."""
+        units = self.opened.architecture.units
+        return units[: units.index(self.late_layers[0].unit)]
+
+    def load(self) -> None:
+        """Read all weights; raises `CompressionError` for a model that expects no next token."""
+        if head_of(self.model) is None:
+            raise CompressionError(f"{type(self.model).__name__} has no language-model head, so it answers no item")
+        with faults_told(f"{self.opened.source.label} cannot be loaded", *REMEDIES):
+            self.opened.partial.load(self.opened.partial.keys_under(""))
+
+    def plain_work(self, plain: Plain) -> int:
+        """What one plain forward of these rows costs."""
+        return len(self.opened.architecture.units) * plain.tokens.numel()
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[Row]) -> Plain:
+        """Run the stock model on rows of one prompt, padded on the right, which no token before looks at.
+
+        Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
+        """
+        tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row.tokens)] = torch.tensor(row.tokens)
+        seen, kept = _Seen(tokens.numel()), dict[str, Any]()
+        with ExitStack() as stack:
+            for layer in self.layers:
+                stack.enter_context(watched(self.model, layer, partial(seen.keep, layer.name)))
+                if not self.scores:
+                    handle = self.model.get_submodule(layer.name).register_forward_pre_hook(
+                        partial(seen.keep_choice, layer.name), with_kwargs=True
+                    )
+                    stack.callback(handle.remove)
+            for unit in self.early_units:
+                handle = self.model.get_submodule(unit).register_forward_hook(partial(_keep_output, kept, unit))
+                stack.callback(handle.remove)
+            logits = self._forward(tokens).detach()
+        self.work += len(self.opened.architecture.units) * tokens.numel()
+        if not bool(logits.isfinite().all()):
+            raise CompressionError(
+                f"{self.opened.source.label} gives logits that are not finite, so its answers mean nothing; check its "
+                "weights, or pass --dtype float32 if they are sound"
+            )
+        seen.refuse_other_calls(self.layers)
+        if not self.scores:
+            self.scores = tuple(find_score(seen.logits[x.name], *seen.choices[x.name]) for x in self.layers)
+        moved = self._positions(rows, tokens.shape[1])
+        last = rows[0].start - 1
+        own = tuple(seen.logits[layer.name][moved] for layer in self.late_layers)
+        pathway = torch.stack([
+            weights_of(seen.logits[layer.name][last], score).cpu()
+            for layer, score in zip(self.layers, self.scores, strict=True)
+        ])  # fmt: skip
+        plain = Plain(tuple(rows), tokens, kept, moved, own, pathway, logits)
+        self._check(plain)
+        return plain
+
+    def again(self, plain: Plain, shift: Tensor) -> Tensor:
+        """Logits [B, S, V] with `shift` [L, E] added to the plain logits of the late routers at the moved positions.
+
+        The routers are set to that whatever the layers before now put out. Gradients go back to a `shift` that asks for
+        them. A shift of nothing gives the plain logits bit for bit.
+        """
+        with ExitStack() as stack:
+            for number, layer in enumerate(self.late_layers):
+                target = plain.own[number] + shift[number].to(plain.own[number])
+                stack.enter_context(watched(self.model, layer, partial(_set_rows, plain.moved, target)))
+            stack.enter_context(_handing_on(self.model, plain.kept))
+            logits = self._forward(plain.tokens)
+        layers = len(self.opened.architecture.units) - len(self.early_units)
+        self.work += layers * plain.tokens.numel() * (3 if logits.requires_grad else 1)
+        return logits
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        with faults_told(f"{self.opened.source.label} cannot be run on an item", *REMEDIES):
+            output = self.model(input_ids=tokens.to(self.opened.partial.device), use_cache=False)
+        logits: Tensor = output.logits
+        return logits
+
+    def _positions(self, rows: Sequence[Row], length: int) -> Tensor:
+        found = [
+            place * length + position
+            for place, row in enumerate(rows)
+            for position in range(row.start - 1, row.start if self.moves == "last" else len(row.tokens) - 1)
+        ]
+        return torch.tensor(found, device=self.opened.partial.device)
+
+    @torch.no_grad()
+    def _check(self, plain: Plain) -> None:
+        """Once, on the first rows: the late layers give what they gave, or the architecture is refused."""
+        if self._checked:
+            return
+        before, work = plain.logits, self.work
+        what = f"the late layers of {type(self.model).__name__} cannot be run again without the earlier ones"
+        try:
+            found = self.again(plain, torch.zeros(len(plain.own), plain.own[0].shape[-1]))
+        except CompressionError as error:
+            raise CompressionError(f"{what}; pathways of this architecture cannot be optimised") from error
+        if not float((found - before).abs().max()) <= AGREE * float(before.abs().max()):
+            raise CompressionError(f"{what}; pathways of this architecture cannot be optimised")
+        self._checked, self.work = True, work
+
+
+def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
+    found = []
+    for place, row in enumerate(rows):
+        expected = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
+        answer = torch.tensor(row.tokens[row.start :], device=logits.device)
+        found.append(expected.gather(1, answer[:, None]).sum())
+    return torch.stack(found)
+
+
+def is_greedy(logits: Tensor, row: Row) -> bool:
+    """Whether each token of the answer of the first row is the likeliest one, from logits [B, S, V]."""
+    likeliest = logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1)
+    return likeliest.tolist() == list(row.tokens[row.start :])
+
+
+class _Seen:
+    """What routers and experts were given, by layer."""
+
+    def __init__(self, positions: int) -> None:
+        self.positions = positions
+        self.logits: dict[str, Tensor] = {}  # [T, E]
+        self.choices: dict[str, tuple[Tensor, Tensor]] = {}  # chosen experts and their weights, [T, k] each
+        self.calls: dict[str, int] = {}
+
+    def keep(self, layer: str, product: Product) -> None:
+        self.logits[layer] = product.logits.detach().reshape(-1, product.logits.shape[-1]).clone()
+        self.calls[layer] = self.calls.get(layer, 0) + 1
+
+    def keep_choice(self, layer: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        _, chosen, given = [*args, *kwargs.values()][:3]
+        self.choices[layer] = (chosen.detach().clone(), given.detach().clone())
+
+    def refuse_other_calls(self, layers: Sequence[MoeLayer]) -> None:
+        """Refuse a router that does not see every token just once."""
+        for layer in layers:
+            if self.calls.get(layer.name) != 1 or len(self.logits[layer.name]) != self.positions:
+                raise CompressionError(
+                    f"{layer.router} does not see every token once, so its tokens have no pathway; pathways of this "
+                    "architecture cannot be optimised"
+                )
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _keep_output(kept: dict[str, Any], unit: str, module: nn.Module, args: Any, output: Any) -> None:
+    kept[unit] = tree_map(_copy, output)  # which a later layer may write into
+
+
+def _set_rows(moved: Tensor, target: Tensor, product: Product) -> Tensor:
+    flat = product.logits.reshape(-1, product.logits.shape[-1])
+    return flat.index_copy(0, moved, target.to(flat)).reshape(product.logits.shape)
+
+
+@contextmanager
+def _handing_on(model: nn.Module, kept: Mapping[str, Any]) -> Iterator[None]:
+    """Decoder layers that put out what was kept of them, instead of what they are given."""
+    modules = {unit: model.get_submodule(unit) for unit in kept}
+    for unit, module in modules.items():
+        module.forward = partial(_handed, kept[unit])
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            module.__dict__.pop("forward", None)
+
+
+def _handed(kept: Any, *args: Any, **kwargs: Any) -> Any:
+    return tree_map(_copy, kept)

@@ -1,0 +1,153 @@
+"""A reference set: items that a model answers right, each with its embedding and its pathway, as a folder on disk.
+
+n items, D numbers of an embedding, L MoE layers, E experts (and any rows beyond them that a router scores).
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compressor.checkpoint.headers import read_header
+from compressor.errors import CompressionError
+from compressor.files import whole_folder
+from compressor.model.opened import OpenModel
+from compressor.pathways.items import Item, item_lines, read_items
+from compressor.pathways.scores import Score
+from compressor.records import RESTORE, plain_json, read_as, read_json
+
+NAMES = ("reference.json", "reference.safetensors", "items.jsonl")
+PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tÉß 漢字 {}"  # tokenised, it tells tokenizers apart
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFacts:
+    """What a reference set is of."""
+
+    model: str
+    fingerprint: str
+    tokenizer: str  # digest of its vocabulary and of how it splits text
+    experts: int
+    layers: tuple[str, ...]  # names of the MoE layers
+    scores: tuple[Score, ...]  # how each one's router makes weights of logits
+    embedding: str  # "own", or the name of a model of sentence-transformers
+    asked: int  # items that the model was asked, right or wrong
+    format: Literal["moe-compressor-reference/1"] = "moe-compressor-reference/1"
+
+
+@dataclass(frozen=True)
+class ReferenceSet:
+    """Items that the model answers right, with what neighbours are found by and what is learnt of them."""
+
+    facts: ReferenceFacts
+    items: tuple[Item, ...]
+    embeddings: Tensor  # [n, D] float32
+    pathways: Tensor  # [n, L, E] float32, the weights over all experts at the last prompt token
+
+    @cached_property
+    def _unit(self) -> Tensor:
+        return _unit(self.embeddings)
+
+    @cached_property
+    def _nearest(self) -> Any:
+        from sklearn.neighbors import NearestNeighbors
+
+        return NearestNeighbors().fit(self._unit.numpy())
+
+    def neighbours(
+        self, embedding: Tensor, count: int, radius: float | None = None, but: str | None = None
+    ) -> tuple[list[int], Tensor, Tensor]:
+        """The nearest items, nearest first: their places, and the embeddings of the query [D] and of them [k, D].
+
+        Embeddings are brought to length one, so that distances go from 0 to 2. With a `radius` all items within it
+        are neighbours, which may be none. Items whose prompt is `but` are left out: they would give an answer away.
+        """
+        if embedding.shape != self.embeddings.shape[1:]:
+            raise CompressionError(
+                f"the item's embedding has {len(embedding)} numbers, those of the reference set {len(self._unit[0])}; "
+                f"embed with {self.facts.embedding}"
+            )
+        query = _unit(embedding[None])
+        same = sum(item.prompt == but for item in self.items)
+        if radius is not None:
+            places = self._nearest.radius_neighbors(query.numpy(), radius, sort_results=True)[1]
+        else:
+            places = self._nearest.kneighbors(query.numpy(), min(count + same, len(self.items)))[1]
+        found = [int(place) for place in places[0] if self.items[int(place)].prompt != but]
+        found = found if radius is not None else found[:count]
+        return found, query[0], self._unit[found]
+
+    def check(self, model: OpenModel, tokenizer: Any) -> None:
+        """Refuse a model or a tokenizer that the set was not made with."""
+        facts, layers = self.facts, tuple(layer.name for layer in model.architecture.layers)
+        remedy = f"make one with `moe-compress reference {model.source.label}`"
+        if facts.experts != model.architecture.experts:
+            what = f"of a model with {facts.experts} experts a layer, {model.source.label} has "
+            raise CompressionError(f"the reference set is {what}{model.architecture.experts}; {remedy}")
+        if facts.fingerprint != model.fingerprint or facts.layers != layers:
+            raise CompressionError(
+                f"the reference set is of another model ({facts.model}) than {model.source.label}; {remedy}"
+            )
+        if facts.tokenizer != tokenizer_digest(tokenizer):
+            raise CompressionError(
+                f"the reference set was made with another tokenizer than that of {model.source.label}; {remedy}"
+            )
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """[n, D] of length one each; one of no length stays."""
+    found: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    return found
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of a tokenizer's vocabulary and of what it makes of a text."""
+    facts = [sorted(tokenizer.get_vocab().items()), list(tokenizer.encode(PROBE))]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def write_reference(made: ReferenceSet, folder: Path, overwrite: bool) -> list[Path]:
+    """Write the set into a new folder, all of it or, when anything fails, nothing."""
+    with whole_folder(folder, NAMES, overwrite) as place:
+        content = json.dumps(plain_json(made.facts), indent=2, ensure_ascii=False)
+        (place / NAMES[0]).write_text(content + "\n", encoding="utf-8")
+        tensors = {"embeddings": made.embeddings.contiguous(), "pathways": made.pathways.contiguous()}
+        save_file(tensors, place / NAMES[1])
+        (place / NAMES[2]).write_text(item_lines(made.items), encoding="utf-8")
+    return [folder / name for name in NAMES]
+
+
+def read_reference(folder: Path) -> ReferenceSet:
+    """Read a reference set back; raises `CompressionError` naming the file that is no part of one."""
+    if not (folder / NAMES[0]).is_file():
+        raise CompressionError(f"{folder} holds no {NAMES[0]}; name a folder that `moe-compress reference` has written")
+    where = str(folder / NAMES[0])
+    facts = read_as(ReferenceFacts, read_json(folder / NAMES[0], RESTORE, RESTORE), where)
+    if facts.experts < 1 or not facts.layers or len(facts.scores) != len(facts.layers):
+        raise CompressionError(f"{where} names no layers with experts and scores; {RESTORE}")
+    for name in NAMES[1:]:
+        if not (folder / name).is_file():
+            raise CompressionError(f"{folder} holds no {name}; make the reference set again")
+    items = tuple(read_items(folder / NAMES[2]))
+    embeddings, pathways = _tensors(folder / NAMES[1], len(items), len(facts.layers), facts.experts)
+    return ReferenceSet(facts, items, embeddings, pathways)
+
+
+def _tensors(path: Path, items: int, layers: int, experts: int) -> tuple[Tensor, Tensor]:
+    header = read_header(path)
+    shapes = {name: info.shape for name, info in header.items() if info.dtype == "F32"}
+    embeddings, pathways = shapes.get("embeddings", ()), shapes.get("pathways", ())
+    fits = len(embeddings) == 2 and embeddings[0] == items and embeddings[1] > 0
+    fits &= len(pathways) == 3 and pathways[:2] == (items, layers) and pathways[2] >= experts
+    if not fits or len(header) != 2:
+        raise CompressionError(f"{path} does not fit the files beside it; make the reference set again")
+    found = load_file(path)
+    weights = found["pathways"]
+    if not all(bool(value.isfinite().all()) for value in found.values()) or bool((weights < 0).any()):
+        raise CompressionError(f"{path} holds numbers that are no embeddings or weights; make the reference set again")
+    return found["embeddings"], weights

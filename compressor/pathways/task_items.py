@@ -1,0 +1,63 @@
+"""The items of lm-eval's multiple-choice tasks, with the contexts and choices that lm-eval itself asks a model with."""
+
+from itertools import groupby
+from typing import Any
+
+from compressor.errors import CompressionError, faults_told
+from compressor.evaluation.quiet import quiet_lm_eval
+from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
+from compressor.pathways.items import Item
+
+CHOICE = "multiple_choice"
+
+
+def task_items(options: EvaluationOptions) -> list[Item]:
+    """The items of all tasks, in their order.
+
+    Raises `CompressionError` for a task that is not multiple choice, or asks each choice with a context of its own.
+    """
+    found = list[Item]()
+    for task in resolve_tasks(options):
+        for name, part in task.parts.items():
+            if getattr(part, "OUTPUT_TYPE", None) != CHOICE:
+                raise CompressionError(
+                    f"task {name!r} is not multiple choice, so no answer of it is right; name another"
+                )
+            with (
+                quiet_lm_eval(),
+                faults_told(
+                    f"the items of task {name!r} could not be read",
+                    "shorten them",
+                    "see whether lm-eval alone can do it",
+                ),
+            ):
+                found += _items(name, part, options)
+    return found
+
+
+def _items(name: str, task: Any, options: EvaluationOptions) -> list[Item]:
+    """One part's items, few-shot examples drawn as an evaluation draws them."""
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=options.seed)
+    task.build_all_requests(limit=options.limit, rank=0, world_size=1)
+    docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
+    return [
+        _item(name, task, docs[number], list(requests))
+        for number, requests in groupby(task.instances, key=lambda request: request.doc_id)
+    ]
+
+
+def _item(name: str, task: Any, doc: Any, requests: list[Any]) -> Item:
+    choices = task.doc_to_choice(doc)
+    gold = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+    if isinstance(gold, str) and gold in choices:
+        gold = choices.index(gold)
+    contexts, continuations = zip(*(request.args for request in requests[: len(choices)]), strict=True)
+    if len(set(contexts)) > 1:
+        raise CompressionError(
+            f"task {name!r} asks each choice with a context of its own, so its items have no prompt; name another task"
+        )
+    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(continuations):
+        raise CompressionError(f"task {name!r} has an item without one right choice; name another task")
+    return Item(contexts[0], continuations[gold], continuations, name)

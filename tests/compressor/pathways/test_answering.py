@@ -1,0 +1,148 @@
+"""Questions answered on optimised pathways, and the same through lm-eval."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import tasks
+
+import compressor
+from compressor.errors import CompressionError
+from compressor.pathways import lm_eval_model
+from compressor.pathways.answering import open_answering
+from compressor.pathways.items import Item, item_lines, rows_of
+from compressor.pathways.optimisers import PathwayOptions
+from tests import small
+from tests.evaluations import own_tasks
+
+PROMPT, CHOICES = "What is blue", (" sky", " sea!", " grass")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random model and a reference set of what it likes best."""
+    folder = tmp_path_factory.mktemp("c3po")
+    small.save(folder / "model")
+    items = [
+        Item(f"{text} {n}", answer, (" a", " b")) for n, text in enumerate(["one", "to"]) for answer in (" a", " b")
+    ]
+    (folder / "asked.jsonl").write_text(item_lines([*items, *(Item(f"{PROMPT}", x, CHOICES) for x in CHOICES)]))
+    compressor.reference(str(folder / "model"), folder / "reference", data=folder / "asked.jsonl", device="cpu")
+    return folder
+
+
+def answered(place: Path, **options: Any) -> tuple[list[float], list[float], float]:
+    opened = open_answering(str(place / "model"), place / "reference", PathwayOptions(**options), device="cpu")
+    found = opened.answer(PROMPT, CHOICES)
+    return [answer.likelihood for answer in found], [answer.plain for answer in found], opened.cost
+
+
+@pytest.mark.parametrize("optimizer", ["mode", "kernel", "ngd"])
+def test_answers_change_with_the_pathway_and_plain_ones_are_the_stock_models(optimizer: Any, place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found, plain, _ = answered(place, optimizer=optimizer)
+    stock = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    for likelihood, row in zip(plain, rows_of(Item(PROMPT, CHOICES[0], CHOICES), small.tokenizer(), 300), strict=True):
+        with torch.no_grad():
+            logs = stock(torch.tensor([row.tokens])).logits[0].log_softmax(-1)
+        expected = sum(float(logs[at - 1, row.tokens[at]]) for at in range(row.start, len(row.tokens)))
+        assert likelihood == pytest.approx(expected, abs=1e-3)
+    assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) > 1e-4
+
+
+def test_the_very_question_is_no_neighbour(place: Path) -> None:
+    """Which the only right answer to it would be."""
+    opened = open_answering(
+        str(place / "model"), place / "reference", PathwayOptions("mode", neighbours=9), device="cpu"
+    )
+    assert PROMPT in {item.prompt for item in opened.reference.items}
+    near = opened.reference.neighbours(torch.ones(32), 9, but=PROMPT)[0]
+    assert near and all(opened.reference.items[at].prompt != PROMPT for at in near)
+
+
+def test_without_a_neighbour_within_reach_answers_stay(place: Path) -> None:
+    found, plain, cost = answered(place, radius=1e-6)
+    assert found == plain and cost == 2  # the late layers, which are all, once more
+
+
+def test_cost_is_told_in_plain_forwards(place: Path) -> None:
+    assert answered(place, optimizer="mode", layers=1)[2] == 1.5  # one of two layers once more
+    assert answered(place, optimizer="ngd", layers=1)[2] > answered(place, optimizer="kernel", layers=1)[2] > 1.5
+
+
+def test_what_does_not_belong_together_is_refused(place: Path, tmp_path: Path) -> None:
+    model, reference = str(place / "model"), place / "reference"
+    with pytest.raises(CompressionError, match="the oracle is told the answers"):
+        open_answering(model, reference, PathwayOptions("oracle"))
+    with pytest.raises(CompressionError, match="are embedded by 'own', not 'some/model'"):
+        open_answering(model, reference, PathwayOptions(), embedding="some/model")
+    small.save(tmp_path / "smaller", num_local_experts=4)
+    with pytest.raises(CompressionError, match="is of a model with 8 experts a layer, smaller has 4"):
+        open_answering(str(tmp_path / "smaller"), reference, PathwayOptions())
+    small.save(tmp_path / "other")
+    small.edit_tensors(tmp_path / "other", lambda tensors: [value.mul_(2) for value in tensors.values()])
+    with pytest.raises(CompressionError, match=r"is of another model \(model\) than other"):
+        open_answering(str(tmp_path / "other"), reference, PathwayOptions())
+    with pytest.raises(CompressionError, match=r"holds no reference\.json"):
+        open_answering(model, place, PathwayOptions())
+
+
+def arguments(place: Path, *more: str) -> str:
+    return ",".join([f"pretrained={place / 'model'}", f"reference={place / 'reference'}", *more])
+
+
+def evaluated(place: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
+    """What lm-eval's own command line writes; its thousands of tasks are not read."""
+    words = ("--model", "moe-c3po", "--model_args", arguments(place, *more), "--tasks", "sums", "--limit", "3",
+             "--device", "cpu", "--include_path", str(own_tasks(folder)), "--output_path", str(folder / "results.json"))  # fmt: skip # noqa: E501
+    every = tasks.TaskManager.__init__
+    few = lambda self, *given, **named: every(self, *given, **named | {"include_defaults": False})  # noqa: E731
+    monkeypatch.setattr(tasks.TaskManager, "__init__", few)
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
+    lm_eval_model.main()
+    (written,) = folder.glob("results*.json")
+    return json.loads(written.read_text())
+
+
+def test_lm_eval_runs_the_model_by_its_name(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = evaluated(place, tmp_path, monkeypatch, "optimizer=kernel", "share=1", "neighbours=2", "layers=1")
+    options = PathwayOptions("kernel", share=1.0, neighbours=2, layers=1)
+    opened = open_answering(str(place / "model"), place / "reference", options)
+    right = 0
+    for n in range(3):
+        answers = opened.answer(f"{n} and {n}:", (f" {2 * n}", f" {2 * n + 1}"))
+        right += answers[0].likelihood > answers[1].likelihood
+    assert found["results"]["sums"]["acc,none"] == pytest.approx(right / 3)
+
+
+def test_a_fault_within_lm_eval_is_one_sentence(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        evaluated(place, tmp_path, monkeypatch, "optimizer=oracle")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Error: the oracle is told the answers")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("optimizer=adam", "model_args.optimizer should be one of mode, kernel, ngd, oracle"),
+        ("neighbours=few", "model_args.neighbours should be a whole number"),
+        ("peft=x", "moe-c3po takes no 'peft'"),
+    ],
+)
+def test_model_arguments_that_cannot_be_meant_are_refused(more: str, message: str, place: Path) -> None:
+    with pytest.raises(CompressionError, match=message):
+        lm_eval_model.PathwayLM.create_from_arg_string(arguments(place, more), {"batch_size": 1, "device": "cpu"})
+
+
+def test_other_tasks_than_multiple_choice_are_refused(place: Path) -> None:
+    model = lm_eval_model.PathwayLM.create_from_arg_string(arguments(place), {"batch_size": 1, "device": "cpu"})
+    for ask in (model.loglikelihood_rolling, model.generate_until):
+        with pytest.raises(CompressionError, match="answers multiple choice alone"):
+            ask([])

@@ -1,0 +1,149 @@
+"""Late layers run again: the stock forward bit for bit, and with moved logits what a changed router gives."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import discover
+from compressor.pathways.engine import PathwayModel, Plain, Tokens, is_greedy, likelihoods
+from compressor.pathways.items import Row
+from tests import zoo
+
+REFUSED = {
+    "mistral_large4": "cannot be run again without the earlier ones",  # keys and values go from layer to layer
+    "ernie4_5_vl_moe": r"vision_moe.gate does not see every token once",
+    "diffusion_gemma": "does not see every token once",  # the encoder's tokens, too
+    "openai_privacy_filter": "has no language-model head",
+}
+LENGTH, START = 12, 9
+
+
+def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> PathwayModel:
+    """A zoo model in memory, as it was built."""
+    model = zoo.build(name, seed)
+    model.requires_grad_(False)
+    model.config.architectures = [type(model).__name__]  # as a checkpoint's config names it
+    place = SimpleNamespace(model=model, device=torch.device("cpu"), keys_under=lambda _: [], load=lambda _: None)
+    opened: Any = SimpleNamespace(
+        partial=place, architecture=discover(model.config), source=SimpleNamespace(label=name)
+    )
+    made = PathwayModel(opened, late, moves)
+    made.load()
+    return made
+
+
+def rows(model: PathwayModel, seed: int = 3) -> tuple[Row, ...]:
+    """A prompt with two answers, of which one is shorter."""
+    prompt, one, other = torch.split(zoo.tokens(model.model, 1, LENGTH + 1, seed)[0], [START, LENGTH - START, 1])
+    return tuple(Row((*prompt.tolist(), *answer.tolist()), START) for answer in (one, other))
+
+
+def shift(model: PathwayModel, plain: Plain, size: float) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return size * torch.randn(len(plain.own), plain.own[0].shape[-1], generator=generator)
+
+
+@pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in REFUSED])
+def test_late_layers_give_the_stock_logits_bit_for_bit(name: str) -> None:
+    model = engine(name)
+    plain = model.run(rows(model))
+    stock = model.model(input_ids=plain.tokens, use_cache=False).logits
+    assert torch.equal(plain.logits, stock)
+    unmoved = torch.zeros(1, plain.own[0].shape[-1])
+    assert torch.equal(model.again(plain, unmoved), stock)
+    moved = model.again(plain, shift(model, plain, 3.0))
+    before = slice(0, START - 1)  # the last prompt token; experts that are given fewer tokens may round otherwise
+    torch.testing.assert_close(moved[:, before], stock[:, before], rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.model(input_ids=plain.tokens, use_cache=False).logits, stock)  # nothing stays behind
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_whose_late_layers_need_more_are_refused(name: str) -> None:
+    def ask() -> None:
+        model = engine(name)
+        model.run(rows(model))
+
+    with pytest.raises(CompressionError, match=REFUSED[name]) as error:
+        ask()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("moves", ["last", "scored"])
+@pytest.mark.parametrize("late", [1, 2])
+def test_moved_logits_are_those_of_a_router_that_puts_them_out(late: int, moves: Tokens) -> None:
+    """Against the whole stock model with routers written out here."""
+    model = engine("mixtral", late, moves)
+    plain = model.run(rows(model))
+    added = shift(model, plain, 2.0)
+    found = model.again(plain, added)
+    width, lengths = plain.tokens.shape[1], [len(row.tokens) for row in plain.rows]
+    spans = [range(START - 1, START if moves == "last" else length - 1) for length in lengths]
+    moved = [place * width + position for place, span in enumerate(spans) for position in span]
+    gates = [layer.mlp.gate for layer in model.model.model.layers][-late:]
+    own: list[Tensor] = []
+    handles = [gate.register_forward_hook(lambda module, args, output: own.append(output[0])) for gate in gates]
+    model.model(input_ids=plain.tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+
+    def routed(gate: Any, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fresh = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+        fresh[moved] = logits[moved]
+        values, chosen = fresh.softmax(-1).topk(gate.top_k)
+        return fresh, values / values.sum(-1, keepdim=True), chosen
+
+    for number, gate in enumerate(gates):
+        wanted = own[number] + added[number]
+        gate.forward = lambda hidden, gate=gate, wanted=wanted: routed(gate, wanted, hidden)
+    assert torch.equal(found, model.model(input_ids=plain.tokens, use_cache=False).logits)
+    assert not torch.equal(found, plain.logits)
+
+
+def test_likelihoods_and_greed_are_those_of_the_logits() -> None:
+    model = engine("olmoe")
+    plain = model.run(rows(model))
+    expected = []
+    for place, row in enumerate(plain.rows):
+        own = model.model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].log_softmax(-1)
+        expected.append(sum(float(own[at - 1, row.tokens[at]]) for at in range(row.start, len(row.tokens))))
+    assert likelihoods(plain.logits, plain.rows).tolist() == pytest.approx(expected, abs=1e-4)
+    assert not is_greedy(plain.logits, plain.rows[0])
+    tokens = list(plain.rows[0].tokens[:START])
+    for _ in range(2):
+        tokens.append(int(model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    greedy = Row(tuple(tokens), START)
+    assert is_greedy(model.run([greedy]).logits, greedy)
+
+
+def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:
+    for name, score in (("mixtral", "softmax"), ("deepseek_v3", "sigmoid"), ("deepseek_v4", "sqrt-softplus")):
+        model = engine(name)
+        plain = model.run(rows(model))
+        assert set(model.scores) == {score}
+        chosen = dict[str, Tensor]()
+        for layer in model.layers:
+            model.model.get_submodule(layer.name).register_forward_pre_hook(
+                lambda module, args, layer=layer: chosen.update({layer.name: torch.stack([args[1], args[2]])})
+            )
+        model.model(input_ids=plain.tokens, use_cache=False)
+        for pathway, layer in zip(plain.pathway, model.layers, strict=True):
+            experts, weights = chosen[layer.name][:, START - 1]
+            ratio = pathway[experts.long()] / weights
+            torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)
+
+
+def test_work_counts_layers_and_tokens() -> None:
+    model = engine("qwen3_moe-sparse_step", late=1)
+    plain = model.run(rows(model))
+    tokens, units = plain.tokens.numel(), len(model.opened.architecture.units)
+    assert model.work == units * tokens == model.plain_work(plain)
+    unmoved = torch.zeros(1, plain.own[0].shape[-1])
+    model.again(plain, unmoved)
+    late = units - len(model.early_units)
+    assert 0 < late < units and model.work == (units + late) * tokens
+    model.again(plain, unmoved.requires_grad_())
+    assert model.work == (units + 4 * late) * tokens

@@ -1,0 +1,147 @@
+"""Reference sets on disk: there and back, neighbours, and what does not belong together."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from compressor.errors import CompressionError
+from compressor.pathways.items import Item
+from compressor.pathways.reference import (
+    NAMES,
+    ReferenceFacts,
+    ReferenceSet,
+    read_reference,
+    tokenizer_digest,
+    write_reference,
+)
+from tests import small
+
+ITEMS = tuple(Item(f"prompt {number}", "yes", ("yes", "no"), "task") for number in range(4))
+EMBEDDINGS = torch.tensor([[2.0, 0.0], [1.0, 0.1], [0.0, 3.0], [-1.0, 0.0]])
+
+
+def made() -> ReferenceSet:
+    facts = ReferenceFacts(
+        "model", "f" * 64, tokenizer_digest(small.tokenizer()), 8, ("layers.0", "layers.1"), ("softmax", "sigmoid"),
+        "own", 6,
+    )  # fmt: skip
+    pathways = torch.rand(4, 2, 8, generator=torch.Generator().manual_seed(0))
+    return ReferenceSet(facts, ITEMS, EMBEDDINGS, pathways)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_reference(made(), tmp_path / "reference", False)
+    return tmp_path / "reference"
+
+
+def test_a_set_is_read_as_it_was_written(folder: Path, tmp_path: Path) -> None:
+    found, original = read_reference(folder), made()
+    assert found.facts == original.facts and found.items == original.items
+    assert torch.equal(found.embeddings, original.embeddings) and torch.equal(found.pathways, original.pathways)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
+    write_reference(found, tmp_path / "again", False)
+    assert small.tree(tmp_path / "again") == small.tree(folder)
+
+
+def test_only_a_reference_set_is_replaced(folder: Path, tmp_path: Path) -> None:
+    before = small.tree(folder)
+    with pytest.raises(CompressionError, match="exists already"):
+        write_reference(made(), folder, False)
+    assert small.tree(folder) == before
+    write_reference(made(), folder, True)
+    (folder / "mine.txt").write_text("kept")
+    with pytest.raises(CompressionError, match="holds mine.txt"):
+        write_reference(made(), folder, True)
+    assert (folder / "mine.txt").read_text() == "kept"
+
+
+def test_neighbours_are_the_nearest_by_angle() -> None:
+    query = torch.tensor([5.0, 0.0])
+    places, unit, near = made().neighbours(query, 2)
+    assert places == [0, 1] and unit.tolist() == [1, 0]
+    torch.testing.assert_close(near, EMBEDDINGS[:2] / EMBEDDINGS[:2].norm(dim=1, keepdim=True))
+    assert made().neighbours(query, 9)[0] == [0, 1, 2, 3]
+    assert made().neighbours(query, 2, but="prompt 0")[0] == [1, 2]
+    assert made().neighbours(query, 1, radius=0.5)[0] == [0, 1]
+    assert made().neighbours(query, 1, radius=0.5, but="prompt 1")[0] == [0]
+    places, _, near = made().neighbours(torch.tensor([-1.0, -1.0]), 1, radius=0.1)
+    assert places == [] and near.shape == (0, 2)
+    with pytest.raises(CompressionError, match="embedding has 3 numbers, those of the reference set 2"):
+        made().neighbours(torch.ones(3), 1)
+
+
+def fact(name: str, value: Any) -> Callable[[Path], Any]:
+    return lambda folder: small.edit_json(folder / NAMES[0], lambda content: content.update({name: value}))
+
+
+def tensors(**changed: Any) -> Callable[[Path], Any]:
+    kept = {"embeddings": EMBEDDINGS, "pathways": made().pathways}
+    return lambda folder: save_file({**kept, **changed}, folder / NAMES[1])
+
+
+def cut(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no set": (lambda folder: (folder / NAMES[0]).unlink(), "holds no reference.json; name a folder that"),
+    "no tensors": (lambda folder: (folder / NAMES[1]).unlink(), "holds no reference.safetensors"),
+    "no items": (lambda folder: (folder / NAMES[2]).unlink(), "holds no items.jsonl"),
+    "cut json": (cut(NAMES[0]), "is not valid JSON"),
+    "cut tensors": (cut(NAMES[1]), "is truncated"),
+    "cut items": (cut(NAMES[2]), "line 4 is not valid JSON"),
+    "an item too many": (
+        lambda folder: (folder / NAMES[2]).open("a").write(json.dumps({"prompt": "a", "answer": "b"})),
+        "does not fit the files beside it",
+    ),
+    "another report": (fact("format", "moe-compressor-gate"), "format should be one of moe-compressor-reference/1"),
+    "no experts": (fact("experts", 0), "names no layers with experts"),
+    "more experts": (fact("experts", 9), "does not fit the files beside it"),
+    "other layers": (fact("layers", ["a"]), "names no layers with experts and scores"),
+    "an unknown score": (fact("scores", ["softmax", "relu"]), r"scores\[1\] should be one of softmax"),
+    "floods": (fact("experts", 10**400), "a number in it is too large"),
+    "another shape": (tensors(pathways=torch.rand(4, 1, 8)), "does not fit the files beside it"),
+    "another dtype": (tensors(pathways=torch.rand(4, 2, 8).half()), "does not fit the files beside it"),
+    "another tensor": (tensors(more=torch.rand(1)), "does not fit the files beside it"),
+    "NaN": (tensors(embeddings=torch.full((4, 2), torch.nan)), "holds numbers that are no embeddings or weights"),
+    "negative": (tensors(pathways=-torch.ones(4, 2, 8)), "holds numbers that are no embeddings or weights"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_reference_set_is_told(name: str, folder: Path) -> None:
+    damage, message = BAD[name]
+    damage(folder)
+    with pytest.raises(CompressionError, match=message) as error:
+        read_reference(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_another_model_tokenizer_or_number_of_experts_is_refused() -> None:
+    layers = [SimpleNamespace(name=name) for name in ("layers.0", "layers.1")]
+    architecture = SimpleNamespace(layers=layers, experts=8)
+    opened: Any = SimpleNamespace(
+        architecture=architecture, fingerprint="f" * 64, source=SimpleNamespace(label="other")
+    )
+    made().check(opened, small.tokenizer())
+    for change, message in (
+        ({"experts": 16}, "is of a model with 16 experts a layer, other has 8; make one with"),
+        ({"fingerprint": "e" * 64}, r"is of another model \(model\) than other"),
+        ({"layers": ("layers.0", "layers.7")}, "is of another model"),
+        ({"tokenizer": "e" * 64}, "was made with another tokenizer than that of other"),
+    ):
+        other = replace(made(), facts=replace(made().facts, **change))
+        with pytest.raises(CompressionError, match=message):
+            other.check(opened, small.tokenizer())
+    added = small.tokenizer()
+    added.add_tokens(["quick"])
+    with pytest.raises(CompressionError, match="another tokenizer"):
+        made().check(opened, added)
