@@ -103,11 +103,22 @@ def test_moved_logits_are_those_of_a_router_that_puts_them_out(late: int, moves:
     assert not torch.equal(found, plain.logits)
 
 
+def test_layers_may_write_into_what_they_are_given() -> None:
+    model = engine("mixtral")
+    layer = model.model.model.layers[-1]
+    own = layer.forward
+    layer.forward = lambda hidden, *args, **named: own(hidden.mul_(2), *args, **named)
+    plain = model.run(rows(model))
+    unmoved = torch.zeros(1, plain.own[0].shape[-1])
+    for _ in range(2):
+        assert torch.equal(model.again(plain, unmoved), plain.logits)
+
+
 def test_likelihoods_and_greed_are_those_of_the_logits() -> None:
     model = engine("olmoe")
     plain = model.run(rows(model))
     expected = []
-    for place, row in enumerate(plain.rows):
+    for row in plain.rows:
         own = model.model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].log_softmax(-1)
         expected.append(sum(float(own[at - 1, row.tokens[at]]) for at in range(row.start, len(row.tokens))))
     assert likelihoods(plain.logits, plain.rows).tolist() == pytest.approx(expected, abs=1e-4)
@@ -127,7 +138,7 @@ def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:
         chosen = dict[str, Tensor]()
         for layer in model.layers:
             model.model.get_submodule(layer.name).register_forward_pre_hook(
-                lambda module, args, layer=layer: chosen.update({layer.name: torch.stack([args[1], args[2]])})
+                lambda module, args, chosen=chosen, name=layer.name: chosen.update({name: torch.stack(args[1:3])})
             )
         model.model(input_ids=plain.tokens, use_cache=False)
         for pathway, layer in zip(plain.pathway, model.layers, strict=True):
