@@ -45,8 +45,8 @@ DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what t
 DEEP: Any = json.loads("[" * 150 + "]" * 150)
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, 10**400, -(10**400), 10**4290, 0.5, 1.7e308, -1.7e308, float("inf"),
-    -float("inf"), float("nan"), "", "0", "NaN", "\ud800", "[/b]", "\x1b[31m\u202e", "a\x00b", "x" * 300, "x" * 5000, "../..",
-    "/", [], {}, [1], [[]], [None], ["\udfff"], {"a": 1}, {"[/b]": []}, DEEP,
+    -float("inf"), float("nan"), "", "0", "NaN", "\ud800", "[/b]", "\x1b[31m\u202e", "a\x00b", "x" * 300, "x" * 5000,
+    "../..", "/", [], {}, [1], [[]], [None], ["\udfff"], {"a": 1}, {"[/b]": []}, DEEP,
 )  # fmt: skip
 UNSEEN = frozenset("\x1b\x07\u202e\u2066")
 HUB = {
