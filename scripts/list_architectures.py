@@ -27,7 +27,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.surgery.configuration import EXTRA_HEAD
+from compressor.surgery.configuration import announces_head
 from exporters import onnx
 from tests import zoo
 
@@ -145,7 +145,7 @@ def _notes(opened: OpenModel) -> str:
         notes.append("vision experts too")
     notes += _beside(opened)
     fields = vars(opened.config) | vars(opened.config.get_text_config())
-    heads = sorted(key for key, value in fields.items() if EXTRA_HEAD.search(key) and isinstance(value, int))
+    heads = sorted(key for key, value in fields.items() if announces_head(key) and isinstance(value, int))
     if heads:
         notes.append(f"a head announced by {', '.join(f'`{key}`' for key in heads)} is left out")
     return "; ".join(notes)

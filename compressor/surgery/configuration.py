@@ -51,13 +51,18 @@ def _set_repeats(node: dict[str, Any], names: set[str], before: int, count: int)
             node[key] = count
 
 
+def announces_head(field: str) -> bool:
+    """Whether a config field of this name counts the layers of a multi-token-prediction head."""
+    return all(any(word in field for word in words) for words in EXTRA_HEAD)
+
+
 def zero_extra_heads(raw: dict[str, Any], prefix: str = "") -> list[str]:
     """Set the fields that announce a head whose tensors are left out to zero; returns their dotted names."""
     changed = []
     for key, value in raw.items():
         if isinstance(value, dict):
             changed += zero_extra_heads(value, f"{prefix}{key}.")
-        elif all(any(word in key for word in words) for words in EXTRA_HEAD) and type(value) is int and value > 0:
+        elif announces_head(key) and type(value) is int and value > 0:
             raw[key] = 0
             changed.append(f"{prefix}{key}")
     return changed
