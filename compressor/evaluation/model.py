@@ -14,11 +14,13 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.architecture import load_config
 from compressor.model.opened import pick_device
 from compressor.model.tokenizer import load_tokenizer
+from compressor.model.verification import check_filled
 from compressor.progress import Progress
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
@@ -61,7 +63,8 @@ class _WholeModel:
     @staticmethod
     def from_pretrained(folder: str, **settings: Any) -> Any:
         """The model, as transformers loads it."""
-        settings["config"] = load_config(Path(folder))  # which names no kernels
+        config = settings["config"] = load_config(Path(folder))  # which names no kernels
+        check_filled(Checkpoint(Path(folder)), config)
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
         absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
         if absent:

@@ -10,10 +10,15 @@ from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta, discover, expert_counts, load_config
-from compressor.model.bounds import most_parts
+from compressor.model.bounds import most_parts, refuse_unfilled
 from compressor.model.carried import check_carried
 from compressor.model.layout import find_layout
 from compressor.model.loading import PartialModel, load_converted
+
+
+def check_filled(checkpoint: Checkpoint, config: Any) -> None:
+    """Refuse a config that asks for a larger model than its checkpoint could fill, before transformers loads it."""
+    refuse_unfilled(checkpoint, build_meta(config, most=most_parts(checkpoint)))
 
 
 def verify_output(folder: Path, count_field: str, experts: int, original: Path) -> None:

@@ -19,6 +19,7 @@ from compressor.evaluation.evaluate import run_tasks
 from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.scores import ItemScores, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
+from compressor.generation.decoders import stock_decoder
 from compressor.progress import Silent
 from tests import small
 from tests.evaluations import Steps, ask, evaluate, no_network, own_tasks
@@ -218,3 +219,13 @@ def test_the_perplexity_of_single_answers_is_a_likelihood() -> None:
 def test_a_score_that_is_no_number_is_refused() -> None:
     with pytest.raises(CompressionError, match="gives item 1 a f1 of nan"):
         fake({"f1": mean}, [{"f1": 0.5}, {"f1": math.nan}])
+
+
+def test_a_config_that_its_files_could_not_fill_is_refused_wherever_a_whole_model_is_loaded(tmp_path: Path) -> None:
+    from compressor.evaluation.model import _WholeModel
+
+    folder = small.save(tmp_path / "model")
+    small.edit_json(folder / "config.json", lambda content: content.update(num_hidden_layers=9_000))
+    for load in (lambda: _WholeModel.from_pretrained(str(folder)), lambda: stock_decoder(folder, "cpu", "auto")):
+        with pytest.raises(CompressionError, match="a model of more than [0-9,]+ modules and tensors"):
+            load()
