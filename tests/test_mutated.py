@@ -307,6 +307,7 @@ def whole_reference(folder: Path, facts: bytes, items: bytes) -> None:
 
 
 @FAST
+@example(json.dumps({**reference()[0], "layers": ["layers.0", "\ud800"]}).encode())
 @given(mutated(lambda: reference()[0]))
 def test_reference(raw: bytes) -> None:
     items = b"\n".join(json.dumps(item).encode() for item in reference()[1:])

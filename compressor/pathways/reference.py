@@ -114,7 +114,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def write_reference(made: ReferenceSet, folder: Path, overwrite: bool) -> list[Path]:
     """Write the set into a new folder, all of it or, when anything fails, nothing."""
     with whole_folder(folder, NAMES, overwrite) as place:
-        content = json.dumps(plain_json(made.facts), indent=2, ensure_ascii=False)
+        content = json.dumps(plain_json(made.facts), indent=2)  # escaped: a name may hold half a character
         (place / NAMES[0]).write_text(content + "\n", encoding="utf-8")
         tensors = {"embeddings": made.embeddings.contiguous(), "pathways": made.pathways.contiguous()}
         save_file(tensors, place / NAMES[1])
