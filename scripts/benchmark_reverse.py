@@ -10,8 +10,6 @@ largest layer. Alternating runs, medians.
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +42,6 @@ def loss(output: Any) -> Tensor:
     """Of a batch: the mean log probability of the first token id, which hangs on everything."""
     found: Tensor = output.logits.float().log_softmax(-1)[..., 0].mean()
     return found
-
-
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def in_memory(stock: Any, batches: list[Tensor]) -> dict[str, float]:
@@ -92,9 +84,9 @@ def main() -> None:
         worst = max(abs(seen.norms[name] / value - 1) for name, value in expected.items() if value)
         times = [
             (
-                seconds(lambda: in_memory(stock, batches)),
-                seconds(lambda: run.run(lambda batch, output: loss(output), seen)),
-                seconds(lambda: reading(model)),
+                measured(lambda: in_memory(stock, batches))[0],
+                measured(lambda: run.run(lambda batch, output: loss(output), seen))[0],
+                measured(lambda: reading(model))[0],
             )
             for _ in range(asked.runs)
         ]

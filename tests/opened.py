@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from compressor.calibration.collecting import collect
 from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.buffers import Spill
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from tests import zoo
@@ -42,6 +44,19 @@ def statistics(
     """Statistics of all layers by name; `weights` among them is of no use, for the layers have gone by then."""
     found = collect(model, needs, None if parts is None else calibration(parts), Silent(), seed)
     return {stats.layer.name: stats for stats in found}
+
+
+def note_spills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with the number of elements of every tensor that goes to disk from now on."""
+    spilled: list[int] = []
+    original = Spill._to_file
+
+    def to_file(value: Tensor) -> None:
+        spilled.append(value.numel())
+        original(value)
+
+    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
+    return spilled
 
 
 @dataclass(slots=True)

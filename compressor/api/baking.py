@@ -96,7 +96,7 @@ def calibrate_router(
             def verify(written: Path) -> None:
                 with run.clock.phase("bake"):
                     kept = folder / f"bake-{made.digest[:16]}-{key[:16]}"
-                    done.update(bake_finished(written, original, asked, kept, run.progress))
+                    done.update(bake_finished(written, original, asked, kept, run.progress, text))
                 made.verify(written)
                 note_request(written, key)
 

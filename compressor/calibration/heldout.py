@@ -29,13 +29,17 @@ class Judgement:
     kl: float = 0.0
 
 
+def rows_at_once(tokens: int, vocabulary: int) -> int:
+    """Rows of so many tokens whose logits are few enough to be computed at once."""
+    return max(1, LOGITS // (tokens * vocabulary))
+
+
 def evaluation_batches(sets: Sequence[EvaluationSet], vocabulary: int) -> list[tuple[int, torch.Tensor]]:
     """(number of the set, token ids [B, L]) in batches so small that their logits are, too."""
     found = []
     for number, entry in enumerate(sets):
         for batch in entry.batches:
-            rows = max(1, LOGITS // (batch.shape[1] * vocabulary))
-            found += [(number, part) for part in batch.split(rows)]
+            found += [(number, part) for part in batch.split(rows_at_once(batch.shape[1], vocabulary))]
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.calibration.heldout import rows_at_once
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
 from compressor.model.buffers import allocate
@@ -19,7 +20,6 @@ from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.progress import Progress
 
 KEPT = 64  # log probabilities of each position
-POSITIONS = 2**25  # numbers of the vocabulary that are handled at once: 128 MiB in float32
 LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concerned
 
 
@@ -64,7 +64,7 @@ class _Keeping(LayerVisitor):
             allocate((*shape, kept), torch.float32, cpu, budget=0),
             allocate(shape, torch.float32, cpu, budget=0),
         )
-        rows = max(1, POSITIONS // logits.shape[-1])
+        rows = rows_at_once(1, logits.shape[-1])
         for number, sequence in enumerate(logits):
             for begin in range(0, len(sequence), rows):
                 part = slice(begin, begin + rows)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.calibration.batches import Calibration, calibrate, load_tokenizer, recalibrate
+from compressor.calibration.heldout import rows_at_once
 from compressor.calibration.sources import WeightedSource
 from compressor.calibration.teacher import distributions
 from compressor.checkpoint.headers import TORCH_DTYPES
@@ -20,7 +21,6 @@ from compressor.progress import Progress
 
 METHODS = ("router",)
 HELDOUT = 48  # sequences that judge and make nothing
-LOGITS = 2**25  # of a batch: 128 MiB in float32
 BATCH = 8
 
 
@@ -82,7 +82,7 @@ def repeated_text(bake: Bake, identity: Mapping[str, Any], model: OpenModel) -> 
 
 def _rows(bake: Bake, model: OpenModel) -> int:
     """Sequences of a batch: few enough for its logits to stay small, and for every round to have one."""
-    return min(BATCH, bake.sequences // bake.rounds, max(1, LOGITS // (bake.length * model.vocabulary)))
+    return min(BATCH, bake.sequences // bake.rounds, rows_at_once(bake.length, model.vocabulary))
 
 
 def check_pair(smaller: OpenModel, original: OpenModel) -> None:

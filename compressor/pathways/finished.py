@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways.bake import Bake, bake_routers, repeated_text
@@ -15,17 +16,23 @@ from compressor.run_record import COMPRESSION
 
 
 def bake_finished(
-    folder: Path, original: OpenModel, asked: Mapping[str, Any], place: Path, progress: Progress
+    folder: Path,
+    original: OpenModel,
+    asked: Mapping[str, Any],
+    place: Path,
+    progress: Progress,
+    text: Calibration | None = None,
 ) -> dict[str, Any]:
     """Bake into the routers of the checkpoint in `folder` what a plan asks for; returns its entry with the result.
 
     `place` keeps the new routers until the folder is complete, so that an interrupted run does not repeat the work.
+    The text that the plan names is repeated, unless it has just been read.
     """
     if (baked := kept(place)) is None:
         partial = original.partial
         smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
         bake = Bake.from_plan(asked)
-        text = repeated_text(bake, asked["calibration"], original)
+        text = text or repeated_text(bake, asked["calibration"], original)
         baked = bake_routers(smaller, original, bake, text, progress)
         keep(place, baked)
     put_into(folder, baked.tensors)

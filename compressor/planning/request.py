@@ -20,7 +20,6 @@ KEEP, STRATEGY, CALIBRATION = "What to keep", "Strategy", "Calibration"
 CORRECTION, GATE, PUBLISHING, RUNNING = "Correction", "Gate", "Publishing", "Running"
 PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, PUBLISHING, RUNNING)  # of the help, in this order
 DEFAULT_LENGTH = 512
-BAKES = ("none", "router")
 
 
 def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
@@ -74,8 +73,11 @@ class Request:
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
-        if self.bake is not None and self.bake not in BAKES:
-            raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(BAKES)}")
+        if self.bake is not None:
+            from compressor.pathways.bake import METHODS as BAKES
+
+            if self.bake not in (known := ("none", *BAKES)):
+                raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(known)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)

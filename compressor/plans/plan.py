@@ -157,7 +157,8 @@ class CompressionPlan:
         refuse_unknown(content, field_names(CompressionPlan, "format"), where)
         refuse_crowds(content.get("layers"))
         try:
-            _refuse_floods(content["calibration"])
+            for read in (content["calibration"], (content.get("bake") or {}).get("calibration")):
+                _refuse_floods(read)
             return cls(
                 source=_source_from_dict(content["source"]),
                 experts=integer(content["experts"], "experts"),

@@ -1,22 +1,19 @@
 """Cutting a loaded decoder layer by its plan, and keeping what was cut on disk until the output is written."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 
 from compressor.errors import CompressionError
-from compressor.files import replacing
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters, parameter_names
 from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.alignment import merged_parameters
+from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 from compressor.surgery.tensors import mix, refuse_overflow, remap_table, weighted_members
 
 
@@ -79,23 +76,15 @@ class CutFiles:
 
     def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a layer's tensors with its plan; a file is there whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(layer)
-        whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        with replacing(path, path.with_suffix(".new")) as fresh:
-            safetensors.torch.save_file(whole, fresh, metadata={"plan": json.dumps(layer_to_dict(plan))})
+        keep_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """The plan of a finished layer; None if it is not there."""
         try:
-            with safe_open(self._path(layer), framework="pt") as file:
-                return layer_from_dict(json.loads(file.metadata()["plan"]))
-        except (
-            FileNotFoundError, SafetensorError, TypeError, KeyError, ValueError, AttributeError, RecursionError,
-            OverflowError, CompressionError,
-        ):  # fmt: skip
-            return None  # TypeError: without metadata
+            return layer_from_dict(told_of(self._path(layer)))
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, CompressionError):
+            return None
 
     def tensors(self, layer: MoeLayer) -> dict[str, torch.Tensor]:
         """The tensors of a finished layer; none if it is not there."""
-        return {} if self.plan(layer) is None else safetensors.torch.load_file(self._path(layer))
+        return {} if self.plan(layer) is None else kept_tensors(self._path(layer))

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.buffers import Spill
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.reverse import ReversePass, ReverseVisitor
 from tests import zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
-from tests.opened import batches, opened
+from tests.opened import batches, note_spills, opened
 
 REFUSED = {  # more than one hidden state goes from layer to layer, or to the head
     "zaya": r"model\.layers\.1 is given more of earlier layers than their hidden states",
@@ -89,14 +88,7 @@ def test_gradients_are_those_of_autograd_on_the_whole_model(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4"])
 def test_padded_batches_whose_calls_wait_in_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spilled: list[int] = []
-    original = Spill._to_file
-
-    def to_file(value: Tensor) -> None:
-        spilled.append(value.numel())
-        original(value)
-
-    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
+    spilled = note_spills(monkeypatch)
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1, 1))
     padding = [torch.ones_like(part) for part in parts]

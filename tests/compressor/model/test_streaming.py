@@ -17,7 +17,7 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
 from tests import zoo
-from tests.opened import batches, opened, plain_calls, watch
+from tests.opened import batches, note_spills, opened, plain_calls, watch
 
 EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
@@ -116,14 +116,7 @@ def test_in_bfloat16_as_the_stock_loader_casts(name: str, tmp_path: Path) -> Non
 def test_hidden_states_that_wait_in_files_are_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spilled: list[int] = []
-    original = Spill._to_file
-
-    def to_file(value: Tensor) -> None:
-        spilled.append(value.numel())
-        original(value)
-
-    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
+    spilled = note_spills(monkeypatch)
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1))
     check_equal(model, stock, parts, activation_budget=0)

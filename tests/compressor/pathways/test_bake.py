@@ -15,10 +15,13 @@ from torch import Tensor
 import compressor
 from compressor.calibration.teacher import distributions
 from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways import finished
-from compressor.pathways.bake import stored_routers
+from compressor.pathways.bake import RoutersBaked, stored_routers
 from compressor.pathways.bake_weights import Text, Weights, bake_weights, judged
+from compressor.pathways.rewriting import keep, kept
+from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
 from tests import small, zoo
 from tests.command_line import Run, names, refused
@@ -188,3 +191,26 @@ def test_the_plan_says_what_decides_a_bake(originals: Path) -> None:
     assert plain.bake is None and baked.bake is not None and baked.bake["calibration"]["sha256"]
     assert len({plan.digest() for plan in (plain, baked, other)}) == 3
     assert type(baked).from_dict(json.loads(baked.to_json())) == baked and model.fingerprint == baked.source.fingerprint
+
+
+def test_the_text_of_a_bake_is_bounded_as_a_plans_own_is(originals: Path) -> None:
+    plan = compressor.plan(
+        str(originals / "model"), experts=4, strategy="model-centric", bake="router",
+        calibration=str(originals / "calibration.txt"),
+    ).to_dict()  # fmt: skip
+    plan["bake"]["calibration"]["asked"].update(samples=10**9)
+    with pytest.raises(CompressionError, match="samples of 256 tokens are more than"):
+        CompressionPlan.from_dict(plan)
+    plan["bake"] = [1]
+    with pytest.raises(CompressionError, match="not built like a plan"):
+        CompressionPlan.from_dict(plan)
+
+
+def test_kept_routers_that_cannot_be_read_count_as_none(tmp_path: Path) -> None:
+    place = tmp_path / "bake"
+    keep(place, RoutersBaked({"gate": torch.ones(2, 3)}, {"after": 0.5}))
+    whole, found = place.read_bytes(), kept(place)
+    assert found is not None and found.result == {"after": 0.5} and torch.equal(found.tensors["gate"], torch.ones(2, 3))
+    for damaged in (b"", whole[:-1], whole[:20]):
+        place.write_bytes(damaged)
+        assert kept(place) is None
