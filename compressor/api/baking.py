@@ -13,8 +13,10 @@ from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.bake import Bake, bake_text, check_pair
 from compressor.pathways.finished import bake_finished
+from compressor.pathways.reference import ReferenceSet, read_reference
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import open_run
@@ -37,6 +39,8 @@ class BakeSummary:
     before: float
     after: float
     steps: tuple[Mapping[str, float], ...]  # of each round: ridge, step, gain and the gain's standard error
+    taken: str  # what was baked: router, bias or none
+    layers: tuple[Mapping[str, Any], ...]  # of a bias: where it went, and how constant it is there
     seconds: Mapping[str, float]
 
     @property
@@ -52,6 +56,8 @@ def calibrate_router(
     teacher: str,
     calibration: str | Sequence[str],
     bake: str = "router",
+    reference: str | Path | None = None,
+    optimizer: str = "ngd",
     rounds: int = 4,
     sequences: int = 400,
     sequence_length: int = 256,
@@ -65,11 +71,15 @@ def calibrate_router(
 ) -> BakeSummary:
     """Write `checkpoint` anew with routers moved toward the `teacher` it was made of (`revision` is the teacher's).
 
-    See `compressor.pathways.bake_weights`. Where the output of this very request is in place already, nothing is
-    written. Raises `CompressionError` for a teacher of another vocabulary or tokenizer, for routers whose logits
-    cannot be moved, and for an architecture through which no gradients go layer by layer.
+    See `compressor.pathways.bake_weights` and `bake_bias`. The pathways of a bias are those of the `reference` set,
+    made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this very
+    request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary or
+    tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an architecture
+    through which no gradients go layer by layer.
     """
-    wish, place = Bake(bake, rounds, sequences, sequence_length), Path(out)
+    found = _reference(bake, reference)
+    wish = Bake(bake, rounds, sequences, sequence_length, optimizer, "" if found is None else found.digest)
+    place = Path(out)
     sources = parse_sources([calibration] if isinstance(calibration, str) else calibration)
     with open_run(checkpoint, None, dtype, device, progress) as run:
         smaller, partial = run.model, run.model.partial
@@ -78,6 +88,8 @@ def calibrate_router(
                 locate(teacher, revision, progress), str(partial.dtype).removeprefix("torch."), str(partial.device)
             )
             check_pair(smaller, original)
+            if found is not None:
+                found.check(smaller, load_tokenizer(smaller.source.folder))
             check_carried(smaller.source.folder)
             _refuse_places(place, (smaller, original))
             text = bake_text(wish, sources, original, seed)
@@ -96,7 +108,7 @@ def calibrate_router(
             def verify(written: Path) -> None:
                 with run.clock.phase("bake"):
                     kept = folder / f"bake-{made.digest[:16]}-{key[:16]}"
-                    done.update(bake_finished(written, original, asked, kept, run.progress, text))
+                    done.update(bake_finished(written, original, asked, kept, run.progress, text, found))
                 made.verify(written)
                 note_request(written, key)
 
@@ -112,6 +124,15 @@ def calibrate_router(
             place, RunRecord(smaller.source.name, None, text.identity, summary.seconds, run.peak.anonymous, words)
         )
     return summary
+
+
+def _reference(bake: str, folder: str | Path | None) -> ReferenceSet | None:
+    """The reference set whose pathways are averaged, if one is given."""
+    if folder is None:
+        return None
+    if bake == "router":
+        raise CompressionError("--reference is for --bake bias and --bake auto; name one of them, or leave it out")
+    return read_reference(Path(folder))
 
 
 def _refuse_places(out: Path, models: Sequence[OpenModel]) -> None:
@@ -154,6 +175,8 @@ def _record(model: OpenModel, plan: CompressionPlan, made: bytes | Path) -> byte
 
 def _summary(out: Path, bake: Mapping[str, Any], seconds: Mapping[str, float]) -> BakeSummary:
     result = bake["result"]
+    taken = result.get("taken", bake["method"] if result["after"] < result["before"] else "none")
     return BakeSummary(
-        str(out), str(bake.get("teacher")), result["before"], result["after"], tuple(result["steps"]), dict(seconds)
+        str(out), str(bake.get("teacher")), result["before"], result["after"], tuple(result["steps"]), taken,
+        tuple(result.get("layers", ())), dict(seconds),
     )

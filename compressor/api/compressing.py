@@ -14,7 +14,7 @@ from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
-from compressor.pathways.finished import bake_finished
+from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
 from compressor.planning.make import correct
 from compressor.planning.recipe import RECIPE, recipe_of
@@ -219,6 +219,8 @@ def _carry_out(
     model, clock, cut = run.model, run.clock, run.cut
     check_against(plan, model.architecture.layers, model.fingerprint)
     _check_target(model, place, plan.experts, plan.correction is not None)
+    if plan.bake is not None:
+        refuse_references(plan.bake)
     if plan.correction is not None and cut is not None:
         with clock.phase("correct"):
             plan = correct(model, plan, run.progress, cut, calibration, noted.visited)

@@ -57,12 +57,13 @@ class Answering:
         plain = self.model.run(rows)
         self.plain_work += self.model.plain_work(plain)
         with torch.no_grad():
-            logits = self.model.again(plain, self._shift(item, plain))
+            logits = self.model.again(plain, self.shift(item, plain))
         found, before = (likelihoods(each, rows).tolist() for each in (logits, plain.logits))
         greedy = [is_greedy(logits[place : place + 1], row) for place, row in enumerate(rows)]
         return [Answer(*each) for each in zip(found, greedy, before, strict=True)]
 
-    def _shift(self, item: Item, plain: Plain) -> Tensor:
+    def shift(self, item: Item, plain: Plain) -> Tensor:
+        """What to add to the late router logits [L, E] of an item that has passed the plain model."""
         late, options = self.model.late, self.options
         embedding = self.embed(item, plain.rows[0])
         places, query, points = self.reference.neighbours(

@@ -1,37 +1,40 @@
-"""Baking into the routers of a checkpoint: from two models and some text to new router tensors and a record of them."""
+"""What is asked of a bake into the routers, its text, and the stored tensors that it may change."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compressor.calibration.batches import Calibration, calibrate, load_tokenizer, recalibrate
 from compressor.calibration.heldout import rows_at_once
 from compressor.calibration.sources import WeightedSource
-from compressor.calibration.teacher import distributions
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.pathways.bake_weights import Baked, Text, Weights, bake_weights
+from compressor.pathways.optimisers import OPTIMIZERS
 from compressor.pathways.router_logits import router_weight
-from compressor.progress import Progress
 
-METHODS = ("router",)
+METHODS = ("router", "bias", "auto")
 HELDOUT = 48  # sequences that judge and make nothing
 BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bake:
-    """What to bake into the routers, and by how much text: `rounds` share `sequences` of `length` tokens."""
+    """What to bake into the routers, and by how much text: `rounds` share `sequences` of `length` tokens.
+
+    `optimizer` is what finds the pathways that a bias is the average of; `reference` the digest of the set of items
+    that are optimised, or nothing where they are taken from the text.
+    """
 
     method: str = "router"
     rounds: int = 4
     sequences: int = 400
     length: int = 256
+    optimizer: str = "ngd"
+    reference: str = ""
 
     @classmethod
     def from_plan(cls, asked: Mapping[str, Any]) -> "Bake":
@@ -45,23 +48,21 @@ class Bake:
     def to_dict(self, original: OpenModel, text: Calibration) -> dict[str, Any]:
         """What a plan says of it: how, in which dtype, and on what text."""
         dtype = str(original.partial.dtype).removeprefix("torch.")
-        return {**asdict(self), "dtype": dtype, "calibration": text.identity}
+        said = asdict(self)
+        for name in ("optimizer", "reference"):
+            if self.method == "router" or not said[name]:
+                del said[name]
+        return {**said, "dtype": dtype, "calibration": text.identity}
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise CompressionError(f"there is no bake {self.method!r}; known are {', '.join(METHODS)}")
+        if self.optimizer not in (known := tuple(name for name in OPTIMIZERS if name != "oracle")):
+            raise CompressionError(f"a bake has no optimizer {self.optimizer!r}; known are {', '.join(known)}")
         for name, least, most in (("rounds", 1, 1000), ("sequences", self.rounds, 10**6), ("length", 2, 10**6)):
             if not least <= (value := getattr(self, name)) <= most:
                 option = "sequence-length" if name == "length" else name
                 raise CompressionError(f"--{option} {value} is out of range for a bake; give {least} to {most:,}")
-
-
-@dataclass(frozen=True, slots=True)
-class RoutersBaked:
-    """Stored router tensors by name, as they are to be written, and what a plan says of them."""
-
-    tensors: Mapping[str, Tensor]
-    result: Mapping[str, Any]
 
 
 def bake_text(
@@ -105,9 +106,13 @@ def stored_routers(model: OpenModel) -> dict[str, str]:
 
     Raises `CompressionError` where a router has no such weight, or it is stored in pieces or quantised.
     """
+    return stored_names(model, [router_weight(layer) for layer in model.architecture.layers])
+
+
+def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
+    """The names of the stored tensors by state-dict key; raises `CompressionError` unless each is one, and plain."""
     keys, found = model.partial.keys, {}
-    for layer in model.architecture.layers:
-        key = router_weight(layer)
+    for key in wanted:
         names = [name for name, target in keys.targets.items() if target == key and keys.patterns[name] is None]
         dtypes = [TORCH_DTYPES.get(model.checkpoint.tensors[name].dtype, torch.int8) for name in names]
         if len(names) != 1 or not dtypes[0].is_floating_point or dtypes[0].itemsize < 2:
@@ -116,48 +121,3 @@ def stored_routers(model: OpenModel) -> dict[str, str]:
             )
         found[key] = names[0]
     return found
-
-
-def bake_routers(
-    smaller: OpenModel, original: OpenModel, bake: Bake, text: Calibration, progress: Progress
-) -> RoutersBaked:
-    """Bake into the routers of `smaller` what brings it closer to `original` on the text; see `bake_weights`."""
-    names = stored_routers(smaller)
-    asked = distributions(original, text.batches, progress)
-    fit = [number for number in range(len(text.batches)) if number not in text.heldout]
-    fit = _first(fit, text.batches, bake.sequences)
-    rounds = [fit[begin :: bake.rounds] for begin in range(bake.rounds)]
-
-    def of(numbers: Sequence[int]) -> Text:
-        return Text(tuple(text.batches[n] for n in numbers), tuple(asked[n] for n in numbers))
-
-    made = bake_weights(
-        smaller, _weights(smaller, names), [of(numbers) for numbers in rounds if numbers], of(sorted(text.heldout)),
-        progress,
-    )  # fmt: skip
-    tensors = {names[key]: weight for key, weight in made.weights.items()}
-    return RoutersBaked(tensors, _result(made))
-
-
-def _first(numbers: Sequence[int], batches: Sequence[Tensor], sequences: int) -> list[int]:
-    """The first batches that hold so many sequences together."""
-    found, count = list[int](), 0
-    for number in numbers:
-        if count >= sequences:
-            break
-        found.append(number)
-        count += len(batches[number])
-    return found
-
-
-def _weights(model: OpenModel, names: Mapping[str, str]) -> Weights:
-    found = {key: model.checkpoint.read(name) for key, name in names.items()}
-    for key, weight in found.items():
-        if weight.shape != model.partial.empty[key].shape:
-            raise CompressionError(f"{key} is stored in another shape than the model has it; leave out --bake")
-    return found
-
-
-def _result(made: Baked) -> dict[str, Any]:
-    """What a plan tells of a bake: the divergence on held-out text in nats per token, and what each round took."""
-    return {"before": made.before, "after": made.after, "steps": [asdict(step) for step in made.steps]}

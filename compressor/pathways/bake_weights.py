@@ -9,16 +9,13 @@ is changed where it likes that best.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from compressor.calibration.teacher import Distributions, divergence
-from compressor.model.loading import set_tensor
+from compressor.calibration.teacher import divergence
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReversePass, ReverseVisitor
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor
+from compressor.pathways.judging import Baked, Step, Text, Weights, gained, judged, put
 from compressor.pathways.router_moments import Moments, RouterGradients
 from compressor.progress import Progress
 
@@ -26,39 +23,6 @@ RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logi
 STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)  # root mean square of the change of a logit, over that of the logits
 NEAR = (0.5, 1.0, 2.0)  # of the step taken before, those tried in later rounds
 LARGEST = 2.0  # a step that is the best and the longest of those tried is doubled up to here
-
-Weights = Mapping[str, Tensor]  # routers' weights [E, H] in the dtype that they are stored in, by state-dict key
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Batches of token ids [B, L], and what the original expects after each token."""
-
-    batches: tuple[Tensor, ...]
-    original: tuple[Distributions, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a round took: of the choices that were tried, that which left the least divergence on held-out text.
-
-    `gain` is how much less that is than before the round, with its standard error over sequences, in nats per token.
-    """
-
-    ridge: float = 0.0
-    step: float = 0.0
-    gain: float = 0.0
-    error: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Baked:
-    """New router weights, and the divergence from the original on held-out text, in nats per token."""
-
-    weights: Weights
-    before: float
-    after: float
-    steps: tuple[Step, ...]
 
 
 class _Using(ReverseVisitor):
@@ -71,47 +35,7 @@ class _Using(ReverseVisitor):
         put(self.model, unit, self.weights)
 
 
-def put(model: OpenModel, unit: str, weights: Weights) -> None:
-    """Put router weights in the place of a loaded layer's own, in its dtype."""
-    whole = model.partial.model
-    for key, weight in weights.items():
-        if key.startswith(f"{unit}."):
-            own = whole.get_parameter(key)
-            set_tensor(whole, key, weight.to(own.device, own.dtype))
-
-
-class _Trials(LayerVisitor):
-    """Judges several sets of weights on the same batches in one pass: batch n of trial t has the number t * N + n."""
-
-    def __init__(self, model: OpenModel, text: Text, trials: Sequence[Weights]) -> None:
-        self.model, self.text, self.trials, self.count = model, text, trials, len(text.batches)
-        self.batch = 0
-        self.found: list[list[Tensor]] = [[] for _ in trials]  # divergence of each sequence, per token
-
-    def entering(self, batch: int) -> None:
-        self.batch = batch
-
-    def replaced(self, unit: str, own: Forward) -> Forward:
-        put(self.model, unit, self.trials[self.batch // self.count])
-        return own
-
-    @torch.no_grad()
-    def finished(self, batch: int, output: Any) -> None:
-        trial, number = divmod(batch, self.count)
-        self.found[trial].append(divergence(self.text.original[number], output.logits).mean(1).double().cpu())
-
-
-def judged(model: OpenModel, text: Text, trials: Sequence[Weights]) -> list[Tensor]:
-    """For each set of weights the divergence from the original of every sequence, in nats per token."""
-    units, seen = model.architecture.units, _Trials(model, text, trials)
-    batches = list(text.batches) * len(trials)
-    LayerStream(model.partial, batches, units, units, range(len(batches))).run(seen)
-    return [torch.cat(values) for values in seen.found]
-
-
-def bake_weights(
-    model: OpenModel, weights: Weights, fit: Sequence[Text], heldout: Text, progress: Progress
-) -> Baked:
+def bake_weights(model: OpenModel, weights: Weights, fit: Sequence[Text], heldout: Text, progress: Progress) -> Baked:
     """Move the router weights of a smaller model, a round for each text of `fit`; what `heldout` likes best is kept.
 
     Raises `CompressionError` for an architecture through which no gradients go layer by layer.
@@ -121,14 +45,11 @@ def bake_weights(
     steps, taken = list[Step](), None
     for text in fit:
         trial = _best(model, weights, _moments(model, weights, text), heldout, taken)
-        gain = now - trial.found
-        error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
-        if float(gain.mean()) > error:  # more than the search's own luck
+        if (step := gained(now, trial.found, trial.ridge, trial.step)).step:
             taken, weights, now = trial.step, trial.weights, trial.found
-            steps.append(Step(trial.ridge, trial.step, float(gain.mean()), error))
         else:
             taken = trial.step / 2
-            steps.append(Step())
+        steps.append(step)
         progress.advance("round")
     return Baked(weights, float(before.mean()), float(now.mean()), tuple(steps))
 

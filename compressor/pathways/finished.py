@@ -6,13 +6,25 @@ from typing import Any
 
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
-from compressor.pathways.bake import Bake, bake_routers, repeated_text
+from compressor.pathways.bake import Bake, repeated_text
+from compressor.pathways.bake_routers import bake_routers
+from compressor.pathways.reference import ReferenceSet
 from compressor.pathways.rewriting import keep, kept, put_into
 from compressor.plans.json import readable_json
 from compressor.progress import Progress
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
+
+
+def refuse_references(asked: Mapping[str, Any]) -> None:
+    """Refuse a plan whose bake is of a reference set: a plan names such a set, but does not hold it."""
+    if Bake.from_plan(asked).reference:
+        raise CompressionError(
+            "the plan's bake is of a reference set, which it does not hold; remove \"bake\" from it, and run "
+            "`moe-compress calibrate-router OUTPUT --reference DIR` afterwards"
+        )
 
 
 def bake_finished(
@@ -22,18 +34,19 @@ def bake_finished(
     place: Path,
     progress: Progress,
     text: Calibration | None = None,
+    reference: ReferenceSet | None = None,
 ) -> dict[str, Any]:
     """Bake into the routers of the checkpoint in `folder` what a plan asks for; returns its entry with the result.
 
     `place` keeps the new routers until the folder is complete, so that an interrupted run does not repeat the work.
-    The text that the plan names is repeated, unless it has just been read.
+    The text that the plan names is repeated, unless it has just been read; `reference` is the set that it names.
     """
     if (baked := kept(place)) is None:
         partial = original.partial
         smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
         bake = Bake.from_plan(asked)
         text = text or repeated_text(bake, asked["calibration"], original)
-        baked = bake_routers(smaller, original, bake, text, progress)
+        baked = bake_routers(smaller, original, bake, text, progress, reference)
         keep(place, baked)
     put_into(folder, baked.tensors)
     record = read_object(folder / COMPRESSION)

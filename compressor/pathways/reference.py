@@ -50,6 +50,15 @@ class ReferenceSet:
     pathways: Tensor  # [n, L, E] float32, the weights over all experts at the last prompt token
 
     @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all that the set holds."""
+        found = hashlib.sha256(json.dumps(plain_json(self.facts), sort_keys=True).encode())
+        found.update(item_lines(self.items).encode())
+        for value in (self.embeddings, self.pathways):
+            found.update(value.contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+    @cached_property
     def _unit(self) -> Tensor:
         return _unit(self.embeddings)
 

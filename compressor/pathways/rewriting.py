@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint
-from compressor.pathways.bake import RoutersBaked
+from compressor.pathways.bake_routers import RoutersBaked
 from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 from compressor.surgery.tensors import tensor_bytes_view
 

@@ -24,6 +24,7 @@ class Product:
     inputs: Tensor
     logits: Tensor
     weight: Tensor
+    bias: Tensor | None = None  # [E], where the product adds one
 
 
 class _Watch(TorchFunctionMode):
@@ -43,7 +44,8 @@ class _Watch(TorchFunctionMode):
             return result
         self.seen = True
         inputs, weight = args[0], args[1]
-        changed = self.show(Product(inputs.reshape(-1, inputs.shape[-1]), result, weight))
+        bias = (*args[2:3], (kwargs or {}).get("bias"))[0] if func.__name__ == "linear" else None
+        changed = self.show(Product(inputs.reshape(-1, inputs.shape[-1]), result, weight, bias))
         return result if changed is None else changed
 
 

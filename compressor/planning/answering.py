@@ -38,13 +38,9 @@ def settle(model: OpenModel, request: Request) -> Wish:
     elif correction.wanted and (shared := shared_experts(model)):
         logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
         correction = Correction()
-    if _bakes(request):
+    if request.bakes:
         stored_routers(model)
     return Wish(strategy, experts, request.options, correction)
-
-
-def _bakes(request: Request) -> bool:
-    return request.bake not in (None, "none")
 
 
 def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve: int = 0) -> Calibration:
@@ -164,9 +160,9 @@ def _with_bake(
     plan: CompressionPlan, model: OpenModel, request: Request, calibration: Calibration | None
 ) -> CompressionPlan:
     """The plan, asking for the bake; it is judged on text that lies behind what the plan was made with."""
-    if not _bakes(request):
+    if not request.bakes:
         return plan
-    bake = Bake(str(request.bake))
+    bake = Bake(str(request.bake), request.bake_rounds, request.bake_sequences)
     used = 0 if calibration is None else request.samples * request.sequence_length
     text = bake_text(bake, request.sources, model, request.seed, used)
     return replace(plan, bake=bake.to_dict(model, text))

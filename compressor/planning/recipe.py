@@ -28,6 +28,7 @@ MOST_BYTES = 1_000_000
 MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 MODEL = {"model": str, "revision": str | None}  # what a recipe says beside the fields of a request
+BAKE = {"bake": "method", "bake_rounds": "rounds", "bake_sequences": "sequences"}  # a request's fields, a bake's
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Mapping: "a mapping"}
 
 
@@ -54,7 +55,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         **_data(plan.calibration),
         "seed": plan.seed,
         "correct": correction["method"],
-        "bake": (plan.bake or {}).get("method"),
+        **{name: (plan.bake or {}).get(entry) for name, entry in BAKE.items()},
         "dtype": correction.get("dtype", (plan.bake or {}).get("dtype")),
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}

@@ -62,7 +62,12 @@ class Request:
         None, CORRECTION, "Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."
     )
     bake: str | None = described(
-        None, CORRECTION, "Then move the routers toward the original on text: none or router (default: none)."
+        None, CORRECTION, "Then move the routers toward the original on text: none, router (their weights), bias "
+        "(one for each expert) or auto (the better one; default: none)."
+    )
+    bake_rounds: int = described(4, CORRECTION, "Gradients that --bake takes, each on its share of the text.", min=1)
+    bake_sequences: int = described(
+        400, CORRECTION, "Sequences of 256 tokens that --bake reads; 48 more judge.", min=1
     )
     device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
@@ -75,9 +80,12 @@ class Request:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
         if self.bake is not None:
             from compressor.pathways.bake import METHODS as BAKES
+            from compressor.pathways.bake import Bake
 
             if self.bake not in (known := ("none", *BAKES)):
                 raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(known)}")
+            if self.bakes:
+                Bake(self.bake, self.bake_rounds, self.bake_sequences)  # which refuses what is out of range
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)
@@ -92,6 +100,11 @@ class Request:
         if given is not None and wanted:
             raise TypeError("give a Request or its fields, not both")
         return cls(**wanted) if given is None else given
+
+    @property
+    def bakes(self) -> bool:
+        """Whether the routers are to be moved in the end."""
+        return self.bake not in (None, "none")
 
     @property
     def central(self) -> int | None:
@@ -138,7 +151,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.sequence_length,
         request.seed,
         request.correct,
-        request.bake,
+        (request.bake, request.bake_rounds, request.bake_sequences),
         request.sequential,
         request.protect if request.protects_what_data_shows else _content(request.protect),
         str(model.partial.device),

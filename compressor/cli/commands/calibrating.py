@@ -19,7 +19,14 @@ def calibrate_router(
         list[str],
         typer.Option(help="Text to move them on, as --calibration of `compress`.", rich_help_panel=CALIBRATION),
     ],
-    bake: Annotated[str, typer.Option(help="What is moved: router (the routers' weights).")] = "router",
+    bake: Annotated[
+        str, typer.Option(help="What is moved: router (weights), bias (one for each expert) or auto (the better one).")
+    ] = "router",
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Reference set of the checkpoint, of whose optimised pathways a bias is the average."),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="What optimises them: mode, kernel or ngd.")] = "ngd",
     rounds: Annotated[int, typer.Option(help="Gradients, each on its share of the text.", min=1)] = 4,
     sequences: Annotated[
         int, typer.Option(help="Sequences of text; 48 more judge.", min=1, rich_help_panel=CALIBRATION)
@@ -34,8 +41,9 @@ def calibrate_router(
 
     with progress_bars(running.as_json) as progress:
         summary = baking.calibrate_router(
-            checkpoint, output, teacher=teacher, calibration=data, bake=bake, rounds=rounds, sequences=sequences,
-            sequence_length=sequence_length, seed=request.seed, revision=running.revision, device=request.device,
-            dtype=request.dtype, overwrite=running.overwrite, progress=progress, command=command_line(),
+            checkpoint, output, teacher=teacher, calibration=data, bake=bake, reference=reference,
+            optimizer=optimizer, rounds=rounds, sequences=sequences, sequence_length=sequence_length,
+            seed=request.seed, revision=running.revision, device=request.device, dtype=request.dtype,
+            overwrite=running.overwrite, progress=progress, command=command_line(),
         )  # fmt: skip
     show_bake(summary, running.as_json)

@@ -18,8 +18,10 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways import finished
-from compressor.pathways.bake import RoutersBaked, stored_routers
-from compressor.pathways.bake_weights import Text, Weights, bake_weights, judged
+from compressor.pathways.bake import stored_routers
+from compressor.pathways.bake_routers import RoutersBaked
+from compressor.pathways.bake_weights import bake_weights
+from compressor.pathways.judging import Text, Weights, judged
 from compressor.pathways.rewriting import keep, kept
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent

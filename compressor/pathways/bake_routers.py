@@ -1,0 +1,145 @@
+"""Baking into the routers of a checkpoint: from two models and some text to new router tensors and a record of them."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+
+from compressor.calibration.batches import Calibration
+from compressor.calibration.teacher import distributions
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel, open_model
+from compressor.pathways.average import average_pathway, text_reference
+from compressor.pathways.bake import Bake, stored_names, stored_routers
+from compressor.pathways.bake_bias import bake_bias
+from compressor.pathways.bake_weights import bake_weights
+from compressor.pathways.bias_places import bias_places
+from compressor.pathways.judging import Baked, Text, Weights
+from compressor.pathways.optimisers import Optimizer, PathwayOptions
+from compressor.pathways.reference import ReferenceSet
+from compressor.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+PLACED = 32  # batches by which the place of a bias is found
+
+
+@dataclass(frozen=True, slots=True)
+class RoutersBaked:
+    """Stored router tensors by name, as they are to be written, and what a plan says of them."""
+
+    tensors: Mapping[str, Tensor]
+    result: Mapping[str, Any]
+
+
+def bake_routers(
+    smaller: OpenModel,
+    original: OpenModel,
+    bake: Bake,
+    text: Calibration,
+    progress: Progress,
+    reference: ReferenceSet | None = None,
+) -> RoutersBaked:
+    """Bake into the routers of `smaller` what brings it closer to `original` on the text.
+
+    See `bake_weights` and `bake_bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes
+    the one that held-out text likes better.
+    """
+    heldout = sorted(text.heldout)
+    fit = _first([number for number in range(len(text.batches)) if number not in text.heldout], text, bake.sequences)
+    numbers = heldout if bake.method == "bias" else [*fit, *heldout]
+    asked = distributions(original, [text.batches[number] for number in numbers], progress)
+    known = dict(zip(numbers, asked, strict=True))
+
+    def of(numbers: Sequence[int]) -> Text:
+        return Text(tuple(text.batches[n] for n in numbers), tuple(known[n] for n in numbers))
+
+    def weights() -> _Made:
+        rounds = [of(part) for begin in range(bake.rounds) if (part := fit[begin :: bake.rounds])]
+        names = stored_routers(smaller)
+        return _Made("router", bake_weights(smaller, _read(smaller, names), rounds, of(heldout), progress), names)
+
+    def bias() -> _Made:
+        return _biased(smaller, bake, [text.batches[number] for number in fit], of(heldout), reference, progress)
+
+    ways = {"router": (weights,), "bias": (bias,), "auto": (weights, bias)}[bake.method]
+    return _chosen([made for way in ways if (made := _tried(way, len(ways) > 1)) is not None], ways)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One way to bake: what it has made, the stored names of its tensors by key, and what is told of it."""
+
+    method: str
+    baked: Baked
+    names: Mapping[str, str]
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _tried(way: Callable[[], _Made], others: bool) -> _Made | None:
+    """What comes out; with other ways beside it, one that the model does not allow is left out with a warning."""
+    try:
+        return way()
+    except CompressionError as error:
+        if not others:
+            raise
+        logger.warning("%s; it is left out", error)
+        return None
+
+
+def _chosen(made: Sequence[_Made], ways: Sequence[Any]) -> RoutersBaked:
+    """The way that leaves the least divergence, and what a plan tells of it, in nats per token of held-out text."""
+    if not made:
+        raise CompressionError("no way to bake fits this model; leave out --bake")
+    best = min(made, key=lambda each: each.baked.after)
+    told: dict[str, Any] = {"before": best.baked.before, "after": best.baked.after}
+    told |= {"steps": [asdict(step) for step in best.baked.steps], **best.told}
+    if len(ways) > 1:
+        told["taken"] = best.method if best.baked.after < best.baked.before else "none"
+        told["tried"] = {each.method: each.baked.after for each in made}
+    return RoutersBaked({best.names[key]: weight for key, weight in best.baked.weights.items()}, told)
+
+
+def _biased(
+    smaller: OpenModel,
+    bake: Bake,
+    fit: Sequence[Tensor],
+    heldout: Text,
+    reference: ReferenceSet | None,
+    progress: Progress,
+) -> _Made:
+    """The bake of a bias; it loads the smaller model whole."""
+    partial = smaller.partial
+    whole = open_model(smaller.source, str(partial.dtype).removeprefix("torch."), str(partial.device))
+    found = reference or text_reference(whole, fit, progress)
+    average = average_pathway(whole, found, PathwayOptions(cast(Optimizer, bake.optimizer)), progress)
+    whole.partial.release("")
+    places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], fit[:PLACED])
+    names = stored_names(smaller, [place.key for place in places])
+    baked = bake_bias(smaller, _read(smaller, names), places, average, heldout, progress)
+    layers = [
+        {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}
+        for place in places
+    ]
+    return _Made("bias", baked, names, {"items": average.items, "agreement": average.agreement, "layers": layers})
+
+
+def _first(numbers: Sequence[int], text: Calibration, sequences: int) -> list[int]:
+    """The first batches that hold so many sequences together."""
+    found, count = list[int](), 0
+    for number in numbers:
+        if count >= sequences:
+            break
+        found.append(number)
+        count += len(text.batches[number])
+    return found
+
+
+def _read(model: OpenModel, names: Mapping[str, str]) -> Weights:
+    found = {key: model.checkpoint.read(name) for key, name in names.items()}
+    for key, weight in found.items():
+        if weight.shape != model.partial.empty[key].shape:
+            raise CompressionError(f"{key} is stored in another shape than the model has it; leave out --bake")
+    return found
