@@ -1,4 +1,4 @@
-"""What lm-eval asks of a routed model: without a move the stock model's answers, long items cut as lm-eval cuts them."""
+"""What lm-eval asks of a routed model: unmoved the stock model's answers, long items cut as lm-eval cuts them."""
 
 import json
 from pathlib import Path
