@@ -163,8 +163,8 @@ def gate(
     `CompressionError` before any model is loaded for a task that has no prompt to optimise a pathway for, and for a
     reference set that is not the compressed model's own.
     """
-    tasks = resolve_tasks(wanted.options)
     reference = None if routing is None else trusted_reference(routing)
+    tasks = resolve_tasks(wanted.options)
     if reference is not None:
         refuse_other_tasks(tasks)
     sources = locate(base, revision, progress), locate(compressed, compressed_revision, progress)

@@ -4,10 +4,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from compressor.errors import CompressionError
-from compressor.pathways.options import KERNELS, OPTIMIZERS, OWN, PathwayOptions, Routing
+from compressor.pathways.options import KERNELS, METHOD, OPTIMIZERS, OWN, PathwayOptions, Routing
 from compressor.planning.request import ROUTING, described
 
-C3PO = "c3po"
 USUAL = PathwayOptions()
 JUDGED = ", ".join(name for name in OPTIMIZERS if name != "oracle")
 FIELDS = {"pathway_layers": "layers", "pathway_experts": "experts", "pathway_tokens": "tokens"}  # called otherwise
@@ -55,17 +54,17 @@ class RoutingOptions:
         if method is None:
             if given:
                 name = f"--{next(iter(given)).replace('_', '-')}"
-                raise CompressionError(f"{name} goes with --routing {C3PO}; add that, or leave {name} out")
+                raise CompressionError(f"{name} goes with --routing {METHOD}; add that, or leave {name} out")
             return None
-        if method != C3PO:
-            raise CompressionError(f"there is no routing {method!r}; known is {C3PO}")
+        if method != METHOD:
+            raise CompressionError(f"there is no routing {method!r}; known is {METHOD}")
         if (reference := given.pop("reference", None)) is None:
             raise CompressionError(
-                f"--routing {C3PO} takes a reference set of the compressed model; make one with `moe-compress "
+                f"--routing {METHOD} takes a reference set of the compressed model; make one with `moe-compress "
                 "reference` and name it with --reference"
             )
         if not of_two:
-            raise CompressionError(f"--routing {C3PO} judges a model that has a reference set; name two models")
+            raise CompressionError(f"--routing {METHOD} judges a model that has a reference set; name two models")
         embedding = given.pop("embedding", OWN)
         options = PathwayOptions(**{FIELDS.get(name, name): value for name, value in given.items()})
         return Routing(reference, options, embedding)

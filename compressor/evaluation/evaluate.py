@@ -41,8 +41,9 @@ def evaluate_stored(
     known = {name: scores for name, key in keys.items() if (scores := store.load(key)) is not None}
     missing = [task for task in tasks if task.name not in known]
     # Each is stored at once, so that an interrupted run keeps what is done.
-    save = lambda scores: store.save(keys[scores.task], scores)  # noqa: E731
-    known |= run_tasks(source, missing, options, progress, save, answerer)
+    known |= run_tasks(
+        source, missing, options, progress, lambda scores: store.save(keys[scores.task], scores), answerer
+    )
     return {task.name: known[task.name] for task in tasks}, not missing
 
 

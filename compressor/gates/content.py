@@ -8,6 +8,7 @@ from typing import Literal
 from compressor.document.blocks import Tone
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import GateResult, RoutedBy, TaskGate, Verdict
+from compressor.words import counted
 
 MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
 DIGITS = 12  # shown of a digest
@@ -64,7 +65,7 @@ def routing_line(routing: RoutedBy) -> str:
     """What the compressed model was routed by and what that cost, as a sentence."""
     options = routing.options
     near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
-    left = f"; {routing.left_plain:,} of its items were too long for that" if routing.left_plain else ""
+    left = f"; left as they are, being too long: {counted(routing.left_plain, 'item')}" if routing.left_plain else ""
     return (
         f"The compressed model answered on pathways optimised by {routing.method} ({options.get('optimizer')}, {near} "
         f"of the reference set {routing.reference[:DIGITS]}), which cost {routing.cost:.3g} plain forwards of the same "

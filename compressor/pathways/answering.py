@@ -108,14 +108,14 @@ def open_answering(
     Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
     another model than `embedding`: a file shall not choose what is downloaded.
     """
-    routing = Routing(Path(reference), options, embedding)
+    routing = Routing(reference, options, embedding)
     found = trusted_reference(routing)
     return load_answering(*opened_with(found, locate(model, revision, progress), dtype, device), found, routing)
 
 
 def trusted_reference(routing: Routing) -> ReferenceSet:
     """The reference set of a routing, refused if its prompts are embedded by another model than the routing names."""
-    found = read_reference(routing.reference)
+    found = read_reference(Path(routing.reference))
     if found.facts.embedding != routing.embedding:
         raise CompressionError(
             f"the prompts of the reference set are embedded by {found.facts.embedding!r}, not {routing.embedding!r}; "

@@ -11,6 +11,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 Tokens = Literal["last", "scored"]  # which are moved: a prompt's last one, or all that an answer's tokens hang on
+METHOD = "c3po"
 OWN = "own"  # prompts are embedded by the mean of the model's own token embeddings
 
 
@@ -52,9 +53,9 @@ class PathwayOptions:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """C3PO at test time: the model answers on pathways that its reference set, a folder, is asked for."""
+    """C3PO at test time: a model answers on pathways optimised by its reference set, a folder."""
 
-    reference: Path
+    reference: str | Path
     options: PathwayOptions = field(default_factory=PathwayOptions)
     embedding: str = OWN  # which the set has to name, too: a file shall not choose what is downloaded
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from compressor.checkpoint.source import ModelSource
@@ -9,11 +10,10 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import Answerer
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.pathways.answering import opened_with
-from compressor.pathways.options import Routing
+from compressor.pathways.options import METHOD, Routing
 from compressor.pathways.reference import ReferenceSet, reference_digest
 from compressor.records import plain_json
 
-METHOD = "c3po"
 OTHER_ANSWERS = {"generate_until": "writes its answers", "loglikelihood_rolling": "rates whole texts"}
 
 
@@ -38,7 +38,7 @@ def routed_answerer(
     opened_with(reference, source, options.dtype, options.device)  # the base answers first, and that may take hours
     facts = {
         "method": METHOD,
-        "reference": reference_digest(routing.reference),
+        "reference": reference_digest(Path(routing.reference)),
         "options": plain_json(routing.options),
     }
 

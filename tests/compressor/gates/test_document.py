@@ -13,7 +13,7 @@ from compressor.document import markdown as rendered
 from compressor.document.markdown import escaped
 from compressor.gates.content import advice, change, items_needed, level, verdict_line
 from compressor.gates.document import gate_blocks
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.words import readable
 from tests.gates import DIFFERING, gate, gates, likelihood, mixed, task, tasks
 
@@ -70,6 +70,20 @@ def test_verdicts_as_sentences() -> None:
     open_ended = gate(task(), task("rte", "inconclusive"), task("arc", "inconclusive"))
     assert verdict_line(open_ended) == (
         "Inconclusive: with confidence 95%, it cannot be said whether more than 0.01 was lost on rte, arc."
+    )
+
+
+def test_a_routed_model_is_told_of_with_the_verdict() -> None:
+    options = {"optimizer": "ngd", "neighbours": 3, "radius": None}
+    long = gate(task(), routing=RoutedBy("c3po", "0123456789abcdef", options, 3.456, 2))
+    plain = "Pass: with confidence 95%, no task lost more than 0.01. The compressed model answered on pathways "
+    assert verdict_line(long) == (
+        f"{plain}optimised by c3po (ngd, 3 neighbours of the reference set 0123456789ab), which cost 3.46 plain "
+        "forwards of the same items; left as they are, being too long: 2 items."
+    )
+    near = gate(task(), routing=RoutedBy("c3po", "ab", {**options, "optimizer": "mode", "radius": 0.5}, 2.0))
+    assert "neighbours within reach of the reference set ab), which cost 2 plain forwards of the same items." in (
+        markdown(near)
     )
 
 
