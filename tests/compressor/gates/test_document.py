@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
@@ -89,6 +89,7 @@ def test_a_routed_model_is_told_of_with_the_verdict() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(gates())
+@example(gate(task(metric="\r")))
 def test_any_names_stay_in_their_cells(result: GateResult) -> None:
     rows = table(markdown(result))
     for name in ("task", "metric"):
