@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from compressor.gates.verdict import GateResult, TaskGate
+from compressor.gates.verdict import GateResult, RoutedBy, TaskGate
 
 DIFFERING = ("boolq", "rte", "wikitext", "a|b *c*\n[d](e) <script>", "_x_ & `y` ~z~ $w$", "\x00\x1b bell", "mmlu_law")
 
@@ -77,6 +77,13 @@ def tasks(draw: st.DrawFn) -> TaskGate:
 
 
 @st.composite
+def routings(draw: st.DrawFn) -> RoutedBy:
+    """Any words and numbers in the places of C3PO's."""
+    options = draw(st.dictionaries(st.sampled_from(["optimizer", "neighbours", "radius", "x"]), PLAIN))
+    return RoutedBy(draw(NAMES), draw(NAMES), options, draw(NUMBERS), draw(st.integers(0, 10**7)))
+
+
+@st.composite
 def gates(draw: st.DrawFn) -> GateResult:
     """A result of up to four tasks and any options."""
     plain = st.dictionaries(st.text(max_size=8), st.one_of(PLAIN, st.lists(PLAIN, max_size=3)), max_size=3)
@@ -85,5 +92,6 @@ def gates(draw: st.DrawFn) -> GateResult:
         max_drop=draw(st.floats(0, 10)), confidence=draw(st.floats(0.51, 0.999)), options=draw(plain),
         base_identity=draw(plain), compressed_identity=draw(plain),
         versions=draw(st.dictionaries(NAMES, NAMES, max_size=2)), reused_base=draw(st.booleans()),
+        routing=draw(st.one_of(st.none(), routings())),
         seconds=draw(st.dictionaries(NAMES, st.floats(0, 1e6), max_size=3)),
     )  # fmt: skip

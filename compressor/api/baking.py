@@ -14,9 +14,9 @@ from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.bake import Bake, bake_text, check_pair
+from compressor.pathways.bake import OWN_ANSWER, Bake, bake_text, check_pair
 from compressor.pathways.finished import bake_finished
-from compressor.pathways.reference import ReferenceSet, read_reference
+from compressor.pathways.reference import ReferenceSet, read_reference, reference_digest
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import open_run
@@ -57,7 +57,7 @@ def calibrate_router(
     calibration: str | Sequence[str],
     bake: str = "router",
     reference: str | Path | None = None,
-    optimizer: str = "ngd",
+    optimizer: str = OWN_ANSWER,
     rounds: int = 4,
     sequences: int = 400,
     sequence_length: int = 256,
@@ -72,13 +72,14 @@ def calibrate_router(
     """Write `checkpoint` anew with routers moved toward the `teacher` it was made of (`revision` is the teacher's).
 
     See `compressor.pathways.bake_weights` and `bake_bias`. The pathways of a bias are those of the `reference` set,
-    made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this very
-    request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary or
+    made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this
+    very request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary or
     tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an architecture
     through which no gradients go layer by layer.
     """
     found = _reference(bake, reference)
-    wish = Bake(bake, rounds, sequences, sequence_length, optimizer, "" if found is None else found.digest)
+    digest = "" if reference is None else reference_digest(Path(reference))
+    wish = Bake(bake, rounds, sequences, sequence_length, optimizer, digest)
     place = Path(out)
     sources = parse_sources([calibration] if isinstance(calibration, str) else calibration)
     with open_run(checkpoint, None, dtype, device, progress) as run:

@@ -18,6 +18,9 @@ from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.inspection import Inspection, inspect_model
 from compressor.model.opened import OpenModel, resolve_count, shared_experts
+from compressor.pathways.answering import trusted_reference
+from compressor.pathways.options import Routing
+from compressor.pathways.routing import refuse_other_tasks, routed_answerer
 from compressor.planning.answering import (
     protected_experts,
     read_calibration,
@@ -151,8 +154,21 @@ def gate(
     *,
     revision: str | None = None,
     compressed_revision: str | None = None,
+    routing: Routing | None = None,
     progress: Progress | None = None,
 ) -> GateResult:
-    """Test on the same items whether a compressed model is as good as its original, within a margin."""
+    """Test on the same items whether a compressed model is as good as its original, within a margin.
+
+    With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. Raises
+    `CompressionError` before any model is loaded for a task that has no prompt to optimise a pathway for, and for a
+    reference set that is not the compressed model's own.
+    """
+    reference = None if routing is None else trusted_reference(routing)
+    tasks = resolve_tasks(wanted.options)
+    if reference is not None:
+        refuse_other_tasks(tasks)
     sources = locate(base, revision, progress), locate(compressed, compressed_revision, progress)
-    return run_gate(*sources, resolve_tasks(wanted.options), wanted, progress or Silent())
+    answerer = None
+    if routing is not None and reference is not None:
+        answerer = routed_answerer(routing, reference, sources[1], wanted.options)
+    return run_gate(*sources, tasks, wanted, progress or Silent(), answerer=answerer)

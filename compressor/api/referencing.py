@@ -11,8 +11,8 @@ from compressor.files import check_folder
 from compressor.locking import alone
 from compressor.model.opened import open_model
 from compressor.pathways.building import Asked, build_reference
-from compressor.pathways.embedding import OWN
 from compressor.pathways.items import Item, read_items
+from compressor.pathways.options import OWN
 from compressor.pathways.reference import NAMES, ReferenceFacts, write_reference
 from compressor.pathways.task_items import task_items
 from compressor.progress import Progress, Silent

@@ -50,7 +50,7 @@ def _words(words: Words) -> str:
     match words:
         case str():
             edges = words[: len(words) - len(words.lstrip())], words[len(words.rstrip()) :]
-            return escaped(words).join(" " if edge else "" for edge in edges) if words.strip() else words[:1]
+            return escaped(words).join(" " if edge else "" for edge in edges) if words.strip() else " "[: len(words)]
         case tuple():
             return "".join(map(_words, words))
         case Code(text):

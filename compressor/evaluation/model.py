@@ -79,6 +79,7 @@ class WatchedModel(HFLM):
     """A causal language model whose answers a `AnswerWatch` sees."""
 
     AUTO_MODEL_CLASS = _WholeModel
+    spent = None  # each item is run once
 
     def watch(self, watch: AnswerWatch) -> None:
         """Who sees the next answers."""

@@ -23,12 +23,22 @@ from compressor.run_record import read_cached, versions, write_cached
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("lm-eval", "torch", "transformers")
+PACKAGE = "moe-compressor"  # whose own code answers where a model is routed
 READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
 
 Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
 Kind = Literal["score", "likelihood"]
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats as the other perplexities are
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What answering took where models do more than run once, in decoder layers times tokens."""
+
+    work: int
+    plain_work: int  # what running each item once would have taken
+    left_plain: int = 0  # items that were run once and no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,7 @@ class ItemScores:
     values: tuple[float, ...]  # [n] scores, greater is better; of a likelihood task the log-likelihoods in nats
     weights: tuple[float, ...] = ()  # [n] words or bytes of each item of a likelihood task; empty otherwise
     clusters: tuple[str, ...] = ()  # [n] names of the parts of a group of tasks; empty if it is one task
+    spent: Spent | None = None  # None: each item was run once
 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
@@ -136,9 +147,16 @@ class ResultStore:
 
     folder: Path
 
-    def key(self, model: Mapping[str, Any], task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any]:
-        """All that a result depends on."""
-        return {
+    def key(
+        self,
+        model: Mapping[str, Any],
+        task: EvaluationTask,
+        options: EvaluationOptions,
+        routing: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """All that a result depends on; `routing` is what decides answers that are not the stock model's."""
+        ours = {} if routing is None else {"routing": dict(routing), "package": versions((PACKAGE,))}
+        return ours | {
             "model": dict(model),
             "task": task.name,
             "version": task.version,

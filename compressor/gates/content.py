@@ -7,9 +7,11 @@ from typing import Literal
 
 from compressor.document.blocks import Tone
 from compressor.gates.statistics import POWER
-from compressor.gates.verdict import GateResult, TaskGate, Verdict
+from compressor.gates.verdict import GateResult, RoutedBy, TaskGate, Verdict
+from compressor.words import counted
 
 MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
+DIGITS = 12  # shown of a digest
 COLUMNS = (
     "task", "metric", "items", "base", "compressed", "drop", "at least", "at most", "detectable", "lost / gained",
     "verdict",
@@ -55,7 +57,23 @@ def cells(task: TaskGate) -> dict[str, str]:
 
 
 def verdict_line(result: GateResult) -> str:
-    """The verdict as a sentence, with the tasks it is due to."""
+    """The verdict as a sentence, with the tasks it is due to; and one more where the compressed model was routed."""
+    return _verdict(result) + (f" {routing_line(result.routing)}" if result.routing is not None else "")
+
+
+def routing_line(routing: RoutedBy) -> str:
+    """What the compressed model was routed by and what that cost, as a sentence."""
+    options = routing.options
+    near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
+    left = f"; left as they are, being too long: {counted(routing.left_plain, 'item')}" if routing.left_plain else ""
+    return (
+        f"The compressed model answered on pathways optimised by {routing.method} ({options.get('optimizer')}, {near} "
+        f"of the reference set {routing.reference[:DIGITS]}), which cost {routing.cost:.3g} plain forwards of the same "
+        f"items{left}."
+    )
+
+
+def _verdict(result: GateResult) -> str:
     sure = f"with confidence {100 * result.confidence:g}%"
     named_by = {verdict: ", ".join(_names(result, verdict)) for verdict in ("fail", "inconclusive")}
     if result.verdict == "pass":

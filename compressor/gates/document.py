@@ -68,6 +68,7 @@ def tested_blocks(result: GateResult) -> tuple[Block, ...]:
         "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
         "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
         "Options": _pairs(result.options),
+        "Routing": _pairs(result.routing.options) if result.routing is not None else "",
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
     }

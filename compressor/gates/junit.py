@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from xml.etree import ElementTree as Xml
 
 from compressor.gates.content import advice, cells, margin, verdict_line
-from compressor.gates.verdict import EXIT_STATUS, GateResult, TaskGate
+from compressor.gates.verdict import EXIT_STATUS, GateResult, RoutedBy, TaskGate
 from compressor.words import readable
 
 NAME = "moe-compress gate"
@@ -43,9 +43,19 @@ def _facts(result: GateResult) -> dict[str, object]:
         "confidence": result.confidence,
         "reused-base": str(result.reused_base).lower(),
         **{f"option.{name}": value for name, value in result.options.items() if value is not None},
+        **_routing(result.routing),
         **{f"version.{name}": value for name, value in result.versions.items()},
         **{f"seconds.{name}": value for name, value in result.seconds.items()},
     }
+
+
+def _routing(routing: RoutedBy | None) -> dict[str, object]:
+    if routing is None:
+        return {}
+    facts = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
+    facts |= {"left-plain": str(routing.left_plain)}
+    options = {f"option.{name}": value for name, value in routing.options.items() if value is not None}
+    return {f"routing.{name}": value for name, value in {**facts, **options}.items()}
 
 
 def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:

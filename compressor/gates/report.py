@@ -140,7 +140,8 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
 
 def _beside(result: GateResult, task: TaskGate) -> str:
     most = f"at most {change(task.upper, task.kind)} with confidence {100 * result.confidence:g}%"
-    return f"base {level(task.base)}, drop {change(task.drop, task.kind)}, {most}"
+    routed = f", routed by {result.routing.method}" if result.routing is not None else ""
+    return f"base {level(task.base)}, drop {change(task.drop, task.kind)}, {most}{routed}"
 
 
 def model_index(result: GateResult) -> list[dict[str, Any]]:

@@ -2,18 +2,18 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import evaluate_stored
-from compressor.evaluation.scores import ResultStore, identity, judged_identity
+from compressor.evaluation.evaluate import Answerer, evaluate_stored
+from compressor.evaluation.scores import ItemScores, ResultStore, identity, judged_identity
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.progress import Progress
 from compressor.run_record import PACKAGES, versions
 
@@ -45,15 +45,18 @@ def run_gate(
     wanted: GateRequest,
     progress: Progress,
     label: str | None = None,
+    answerer: Answerer | None = None,
 ) -> GateResult:
     """Evaluate what is not stored, pair the items and judge; `label` names the compressed model in the result.
+
+    With an `answerer` the compressed model's answers are that one's; the base answers as it is.
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
     store, begin = ResultStore(wanted.cache), time.perf_counter()
     before, reused = evaluate_stored(base, tasks, wanted.options, store, progress)
     between = time.perf_counter()
-    after, _ = evaluate_stored(compressed, tasks, wanted.options, store, progress)
+    after, _ = evaluate_stored(compressed, tasks, wanted.options, store, progress, answerer)
     done = time.perf_counter()
     pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
     judged = judge(pairs, wanted.max_drop, wanted.confidence)
@@ -70,4 +73,12 @@ def run_gate(
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
+        routing=None if answerer is None else _routed_by(answerer, after.values()),
     )
+
+
+def _routed_by(answerer: Answerer, results: Iterable[ItemScores]) -> RoutedBy:
+    spent = [scores.spent for scores in results if scores.spent is not None]
+    plain = sum(each.plain_work for each in spent)
+    cost = sum(each.work for each in spent) / plain if plain else 1.0
+    return RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))

@@ -48,6 +48,17 @@ class TaskGate:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedBy:
+    """How the compressed model was routed, where it did not answer as stock loaders run it."""
+
+    method: str
+    reference: str  # digest of the reference set
+    options: Mapping[str, Any]
+    cost: float  # of all answers, as a multiple of running each item once
+    left_plain: int = 0  # items that were too long to be routed
+
+
+@dataclass(frozen=True, slots=True)
 class GateResult:
     """The whole gate."""
 
@@ -63,6 +74,7 @@ class GateResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
+    routing: RoutedBy | None = None  # None: both models answered as stock loaders run them
 
 
 def gate_content(result: GateResult) -> dict[str, Any]:

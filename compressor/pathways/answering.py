@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.source import locate
+from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
-from compressor.model.opened import open_model
+from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.building import positions
-from compressor.pathways.embedding import OWN, Embedder, embedder
+from compressor.pathways.embedding import Embedder, embedder
 from compressor.pathways.engine import PathwayModel, Plain, is_greedy, likelihoods
 from compressor.pathways.items import Item, rows_of
-from compressor.pathways.optimisers import Neighbour, PathwayOptions, needs_runs, optimised
+from compressor.pathways.optimisers import Neighbour, needs_runs, optimised
+from compressor.pathways.options import OWN, PathwayOptions, Routing
 from compressor.pathways.reference import ReferenceSet, read_reference
 from compressor.progress import Progress
 
@@ -32,7 +33,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Answering:
-    """A loaded model with a reference set of its own. `plain_work` is what plain forwards alone would have cost."""
+    """A loaded model with a reference set of its own.
+
+    `plain_work` is what plain forwards alone would have cost, `left_plain` counts items that had no other.
+    """
 
     model: PathwayModel
     tokenizer: Any
@@ -40,6 +44,7 @@ class Answering:
     options: PathwayOptions
     embed: Embedder
     plain_work: int = 0
+    left_plain: int = 0
     _most: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,13 +56,20 @@ class Answering:
         return self.model.work / self.plain_work if self.plain_work else 1.0
 
     def answer(self, prompt: str, continuations: Sequence[str]) -> list[Answer]:
-        """What the model thinks of each continuation on the optimised pathway of the prompt."""
+        """What the model thinks of each continuation on the optimised pathway of the prompt.
+
+        An item so long that its rows are cut differently has no one prompt; its answers are those of the plain model.
+        """
         item = Item(prompt, continuations[0], tuple(continuations))
         rows = rows_of(item, self.tokenizer, self.model.opened.vocabulary, self._most)
         plain = self.model.run(rows)
         self.plain_work += self.model.plain_work(plain)
-        with torch.no_grad():
-            logits = self.model.again(plain, self.shift(item, plain))
+        if len({row.start for row in rows}) > 1:
+            self.left_plain += 1
+            logits = plain.logits
+        else:
+            with torch.no_grad():
+                logits = self.model.again(plain, self.shift(item, plain))
         found, before = (likelihoods(each, rows).tolist() for each in (logits, plain.logits))
         greedy = [is_greedy(logits[place : place + 1], row) for place, row in enumerate(rows)]
         return [Answer(*each) for each in zip(found, greedy, before, strict=True)]
@@ -97,18 +109,34 @@ def open_answering(
     Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
     another model than `embedding`: a file shall not choose what is downloaded.
     """
-    found = read_reference(Path(reference))
-    if options.optimizer == "oracle":
-        raise CompressionError("the oracle is told the answers, so it judges no model; name mode, kernel or ngd")
-    if found.facts.embedding != embedding:
+    routing = Routing(reference, options, embedding)
+    found = trusted_reference(routing)
+    return load_answering(*opened_with(found, locate(model, revision, progress), dtype, device), found, routing)
+
+
+def trusted_reference(routing: Routing) -> ReferenceSet:
+    """The reference set of a routing, refused if its prompts are embedded by another model than the routing names."""
+    found = read_reference(Path(routing.reference))
+    if found.facts.embedding != routing.embedding:
         raise CompressionError(
-            f"the prompts of the reference set are embedded by {found.facts.embedding!r}, not {embedding!r}; pass "
-            f"embedding={found.facts.embedding} if you trust that model, or make the reference set again"
+            f"the prompts of the reference set are embedded by {found.facts.embedding!r}, not {routing.embedding!r}; "
+            f"pass {found.facts.embedding} as the embedding if you trust that model, or make the reference set again"
         )
-    opened = open_model(locate(model, revision, progress), dtype, device)
-    tokenizer = load_tokenizer(opened.source.folder)
-    found.check(opened, tokenizer)
+    return found
+
+
+def opened_with(reference: ReferenceSet, source: ModelSource, dtype: str, device: str) -> tuple[OpenModel, Any]:
+    """The model, of which no weight but its routers is read, and its tokenizer; refused unless the set is of both."""
+    opened = open_model(source, dtype, device)
+    tokenizer = load_tokenizer(source.folder)
+    reference.check(opened, tokenizer)
+    return opened, tokenizer
+
+
+def load_answering(opened: OpenModel, tokenizer: Any, reference: ReferenceSet, routing: Routing) -> Answering:
+    """Read the weights of a model that `reference` is of."""
+    options = routing.options
     late = min(options.layers, len(opened.architecture.layers))
-    loaded = PathwayModel(opened, late, options.tokens, found.facts.scores)
+    loaded = PathwayModel(opened, late, options.tokens, reference.facts.scores)
     loaded.load()
-    return Answering(loaded, tokenizer, found, options, embedder(embedding, loaded))
+    return Answering(loaded, tokenizer, reference, options, embedder(routing.embedding, loaded))

@@ -6,20 +6,23 @@ L late MoE layers, E experts.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from compressor.calibration.teacher import Distributions
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import Answering
+from compressor.pathways.bake import OWN_ANSWER
 from compressor.pathways.building import build_reference, positions
-from compressor.pathways.embedding import OWN, embedder
+from compressor.pathways.embedding import embedder
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.items import Item, rows_of
-from compressor.pathways.optimisers import PathwayOptions
+from compressor.pathways.optimisers import oracle
+from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet
 from compressor.pathways.scores import logits_of, weights_of
 from compressor.progress import Progress
@@ -41,14 +44,15 @@ class Average:
     agreement: float
 
 
-def average_pathway(model: OpenModel, found: ReferenceSet, options: PathwayOptions, progress: Progress) -> Average:
-    """Optimise the pathway of up to 64 items of the set, each by its neighbours but not by itself.
+def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progress: Progress) -> Average:
+    """Optimise the pathway of up to 64 items of the set: by neighbours, never itself, or `own`: by its known answer.
 
     Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
     """
-    loaded = PathwayModel(
-        model, min(options.layers, len(model.architecture.layers)), options.tokens, found.facts.scores
-    )
+    own_answer = optimizer == OWN_ANSWER
+    options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
+    late = min(options.layers, len(model.architecture.layers))
+    loaded = PathwayModel(model, late, options.tokens, found.facts.scores)
     loaded.load()
     embed = embedder(found.facts.embedding, loaded)
     answering = Answering(loaded, load_tokenizer(model.source.folder), found, options, embed)
@@ -59,8 +63,8 @@ def average_pathway(model: OpenModel, found: ReferenceSet, options: PathwayOptio
         alone = Item(item.prompt, item.answer)
         rows = rows_of(alone, answering.tokenizer, model.vocabulary, positions(model.config))
         plain = loaded.run(rows)
-        own = plain.pathway[-loaded.late :]
-        change = answering.shift(item, plain)
+        own = plain.pathway[-late:]
+        change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
         changes.append(change)
         scores.append(_rescored(loaded, own, change) - own)
         progress.advance("")
@@ -76,22 +80,32 @@ def _rescored(model: PathwayModel, own: Tensor, change: Tensor) -> Tensor:
     return torch.stack([weights_of(logits_of(weights, score) + added, score) for weights, added, score in layers])
 
 
-def text_reference(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> ReferenceSet:
-    """A reference set of text (token ids [B, L]): places whose next token the model finds likeliest, one a sequence.
+def text_reference(
+    model: OpenModel, batches: Sequence[Tensor], original: Sequence[Distributions], progress: Progress
+) -> ReferenceSet:
+    """A reference set of text (token ids [B, L]): places whose next token the original finds likeliest, one a sequence.
 
     Raises `CompressionError` where there is none.
     """
     tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
-    found = [_text_item(sequence.tolist(), tokenizer, draw) for batch in batches for sequence in batch]
+    found = [
+        _text_item(sequence.tolist(), likeliest.tolist(), tokenizer, draw)
+        for batch, asked in zip(batches, original, strict=True)
+        for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
+    ]
     items = [item for item in found if item is not None]
     if not items:
-        raise CompressionError("the text has no place where a next token can be asked for; give longer text")
-    return build_reference(model, items, OWN, progress)[0]
+        raise CompressionError("the text has no token that the original foresees; give other text")
+    return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
 
 
-def _text_item(tokens: list[int], tokenizer: Any, draw: random.Random) -> Item | None:
-    """What follows a place that is drawn from the later half of a sequence; None where that is no text."""
-    place = draw.randrange(max(1, len(tokens) // 2), len(tokens))
+def _text_item(tokens: list[int], likeliest: list[int], tokenizer: Any, draw: random.Random) -> Item | None:
+    """What follows a place drawn from the foreseen ones of a sequence's later half; None where that fails."""
+    length = len(tokens)
+    places = [at for at in range(max(1, length // 2), length) if likeliest[at - 1] == tokens[at]]
+    if not places:
+        return None
+    place = draw.choice(places)
     before = tokens[max(0, place - PROMPT) : place]
     prompt, whole = (tokenizer.decode(part) for part in (before, [*before, tokens[place]]))
     answer = whole[len(prompt) :]

@@ -13,9 +13,10 @@ from compressor.calibration.sources import WeightedSource
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.pathways.optimisers import OPTIMIZERS
+from compressor.pathways.options import OPTIMIZERS
 from compressor.pathways.router_logits import router_weight
 
+OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours
 METHODS = ("router", "bias", "auto")
 HELDOUT = 48  # sequences that judge and make nothing
 BATCH = 8
@@ -33,7 +34,7 @@ class Bake:
     rounds: int = 4
     sequences: int = 400
     length: int = 256
-    optimizer: str = "ngd"
+    optimizer: str = OWN_ANSWER
     reference: str = ""
 
     @classmethod
@@ -57,7 +58,7 @@ class Bake:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise CompressionError(f"there is no bake {self.method!r}; known are {', '.join(METHODS)}")
-        if self.optimizer not in (known := tuple(name for name in OPTIMIZERS if name != "oracle")):
+        if self.optimizer not in (known := (OWN_ANSWER, *(name for name in OPTIMIZERS if name != "oracle"))):
             raise CompressionError(f"a bake has no optimizer {self.optimizer!r}; known are {', '.join(known)}")
         for name, least, most in (("rounds", 1, 1000), ("sequences", self.rounds, 10**6), ("length", 2, 10**6)):
             if not least <= (value := getattr(self, name)) <= most:

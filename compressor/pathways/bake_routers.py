@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -17,13 +17,12 @@ from compressor.pathways.bake_bias import bake_bias
 from compressor.pathways.bake_weights import bake_weights
 from compressor.pathways.bias_places import bias_places
 from compressor.pathways.judging import Baked, Text, Weights
-from compressor.pathways.optimisers import Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet
 from compressor.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-PLACED = 32  # batches by which the place of a bias is found
+PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,9 @@ def bake_routers(
     """
     heldout = sorted(text.heldout)
     fit = _first([number for number in range(len(text.batches)) if number not in text.heldout], text, bake.sequences)
-    numbers = heldout if bake.method == "bias" else [*fit, *heldout]
+    if bake.method == "bias":  # which needs no more text than its places and items are taken from
+        fit = fit[:PLACED]
+    numbers = [*fit, *heldout]
     asked = distributions(original, [text.batches[number] for number in numbers], progress)
     known = dict(zip(numbers, asked, strict=True))
 
@@ -62,7 +63,7 @@ def bake_routers(
         return _Made("router", bake_weights(smaller, _read(smaller, names), rounds, of(heldout), progress), names)
 
     def bias() -> _Made:
-        return _biased(smaller, bake, [text.batches[number] for number in fit], of(heldout), reference, progress)
+        return _biased(smaller, bake, of(fit[:PLACED]), of(heldout), reference, progress)
 
     ways = {"router": (weights,), "bias": (bias,), "auto": (weights, bias)}[bake.method]
     return _chosen([made for way in ways if (made := _tried(way, len(ways) > 1)) is not None], ways)
@@ -105,7 +106,7 @@ def _chosen(made: Sequence[_Made], ways: Sequence[Any]) -> RoutersBaked:
 def _biased(
     smaller: OpenModel,
     bake: Bake,
-    fit: Sequence[Tensor],
+    fit: Text,
     heldout: Text,
     reference: ReferenceSet | None,
     progress: Progress,
@@ -113,10 +114,10 @@ def _biased(
     """The bake of a bias; it loads the smaller model whole."""
     partial = smaller.partial
     whole = open_model(smaller.source, str(partial.dtype).removeprefix("torch."), str(partial.device))
-    found = reference or text_reference(whole, fit, progress)
-    average = average_pathway(whole, found, PathwayOptions(cast(Optimizer, bake.optimizer)), progress)
+    found = reference or text_reference(whole, fit.batches, fit.original, progress)
+    average = average_pathway(whole, found, bake.optimizer, progress)
     whole.partial.release("")
-    places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], fit[:PLACED])
+    places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], fit.batches)
     names = stored_names(smaller, [place.key for place in places])
     baked = bake_bias(smaller, _read(smaller, names), places, average, heldout, progress)
     layers = [

@@ -1,6 +1,6 @@
 """Making a reference set: ask a model items, and keep those that it answers right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from compressor.pathways.items import Item, rows_of
 from compressor.pathways.reference import ReferenceFacts, ReferenceSet, tokenizer_digest
 from compressor.progress import Progress
 
+Keep = Callable[[Item, Plain], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -27,12 +29,12 @@ class Asked:
 
 
 def build_reference(
-    opened: OpenModel, items: Sequence[Item], embedding: str, progress: Progress
+    opened: OpenModel, items: Sequence[Item], embedding: str, progress: Progress, keep: Keep | None = None
 ) -> tuple[ReferenceSet, tuple[Asked, ...]]:
     """The items that the model answers right, and a count for each task.
 
-    Of choices the likeliest must be the answer, without choices the greedy continuation. Raises `CompressionError`
-    where no item is answered right.
+    Of choices the likeliest must be the answer, without choices the greedy continuation; `keep` may say otherwise.
+    Raises `CompressionError` where no item is kept.
     """
     tokenizer, most = load_tokenizer(opened.source.folder), positions(opened.config)
     rows = [rows_of(item, tokenizer, opened.vocabulary, most) for item in items]
@@ -46,7 +48,7 @@ def build_reference(
     marks = list[bool]()
     for item, own in zip(items, rows, strict=True):
         plain = model.run(own)
-        marks.append(answers_right(item, plain))
+        marks.append((keep or answers_right)(item, plain))
         if marks[-1]:
             kept.append((item, embed(item, own[0]), plain.pathway))
         progress.advance(item.task)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.pathways.building import Asked
-from compressor.pathways.embedding import OWN
+from compressor.pathways.options import OWN
 from compressor.pathways.reference import ReferenceFacts
 from compressor.words import counted, share
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from compressor.errors import CompressionError, faults_told
 from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.opened import OpenModel
 from compressor.pathways.items import Row
+from compressor.pathways.options import Tokens
 from compressor.pathways.router_logits import Product, watched
 from compressor.pathways.scores import Score, find_score, weights_of
 
-Tokens = Literal["last", "scored"]  # which are moved: a prompt's last one, or all that an answer's tokens hang on
 AGREE = 0.02  # of the largest logit, by which recomputed logits may differ on a machine that adds in any order
 REMEDIES = ("take shorter items, or --device cpu", "see whether stock transformers alone can run it")
 
@@ -30,7 +30,7 @@ class Plain:
     """A plain forward of some rows, and what recomputing its late layers takes."""
 
     rows: tuple[Row, ...]
-    tokens: Tensor  # [B, S]
+    tokens: Tensor  # [B, S], without the last one of each row, after which nothing is asked
     kept: Mapping[str, Any]  # what each early decoder layer puts out
     moved: Tensor  # [M] positions among all B * S
     own: tuple[Tensor, ...]  # of each late layer the router's logits there, [M, E]
@@ -93,9 +93,9 @@ class PathwayModel:
 
         Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
         """
-        tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
+        tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows) - 1, dtype=torch.long)
         for place, row in enumerate(rows):
-            tokens[place, : len(row.tokens)] = torch.tensor(row.tokens)
+            tokens[place, : len(row.tokens) - 1] = torch.tensor(row.tokens[:-1])
         seen, kept = _Seen(tokens.numel()), dict[str, Any]()
         with ExitStack() as stack:
             for layer in self.layers:

@@ -86,7 +86,10 @@ class Row:
 
 
 def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None) -> tuple[Row, ...]:
-    """A row for each continuation, with the tokens that lm-eval makes, of which the last `most` are kept.
+    """A row for each continuation, with the tokens that lm-eval makes, cut on the left as lm-eval cuts them.
+
+    A model that takes `most` tokens is given that many, and the one after them is the last that it can be asked for.
+    Rows are cut one by one, so where one is and answers differ in length, they differ in `start`.
 
     Raises `CompressionError` where prompt or answer have no token, or one that the model does not know.
     """
@@ -111,8 +114,8 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
         before = [] if opening is None else [int(opening)]
         whole = before + list(tokenizer.encode(prompt + answer, add_special_tokens=False))
     start = len(before)
-    if most is not None and len(whole) > most:
-        start, whole = start - (len(whole) - most), whole[-most:]
+    if most is not None and len(whole) > most + 1:
+        start, whole = start - (len(whole) - most - 1), whole[-most - 1 :]
     if not 0 < start < len(whole):
         shown = answer if len(answer) < 40 else f"{answer[:40]} ..."
         raise CompressionError(

@@ -4,13 +4,12 @@ E experts; a pathway [L, E] holds the weights over all experts of every layer.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
-KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+from compressor.pathways.options import Kernel
+
 DEGREE = 2  # of the polynomial kernel, (1 + x.y)^2
 
 

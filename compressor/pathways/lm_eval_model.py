@@ -7,33 +7,26 @@ lm-eval finds models by no entry point, so this registers the model and goes on 
 Importing this module imports lm-eval.
 """
 
-import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
-from itertools import groupby
 from typing import Any
 
-from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from compressor.errors import CompressionError
 from compressor.pathways.answering import open_answering
-from compressor.pathways.optimisers import PathwayOptions
+from compressor.pathways.options import PathwayOptions
+from compressor.pathways.routed_model import RoutedModel
 from compressor.records import read_as
 
-logger = logging.getLogger(__name__)
-
-ONLY = "moe-c3po answers multiple choice alone, task items of another kind have no prompt to optimise; use --model hf"
 IGNORED = ("batch_size", "max_batch_size")  # which lm-eval passes to every model
 
 
 @register_model("moe-c3po")
-class PathwayLM(LM):
-    """Answers requests of one prompt together; model arguments are those of `open_answering` and `PathwayOptions`."""
+class PathwayLM(RoutedModel):
+    """The model by its arguments: those of `open_answering` and `PathwayOptions`."""
 
     def __init__(self, pretrained: str, reference: str, **more: Any) -> None:
-        super().__init__()
         names = {entry.name for entry in fields(PathwayOptions)}
         options = read_as(PathwayOptions, {name: more.pop(name) for name in list(more) if name in names}, "model_args")
         settings = {name: value for name, value in more.items() if name not in IGNORED and value is not None}
@@ -41,22 +34,7 @@ class PathwayLM(LM):
         if unknown:
             known = ", ".join(sorted(names))
             raise CompressionError(f"moe-c3po takes no {unknown[0]!r}; known are embedding, device, dtype, {known}")
-        self.answering = open_answering(pretrained, reference, options, **settings)
-
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log likelihood in nats, whether it is greedy) of each continuation."""
-        found = list[tuple[float, bool]]()
-        for prompt, asked in groupby((request.args for request in requests), key=lambda pair: pair[0]):
-            answers = self.answering.answer(prompt, [continuation for _, continuation in asked])
-            found += [(answer.likelihood, answer.greedy) for answer in answers]
-        logger.warning("moe-c3po has cost %.2f plain forwards of these items", self.answering.cost)
-        return found
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        raise CompressionError(ONLY)
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        raise CompressionError(ONLY)
+        super().__init__(open_answering(pretrained, reference, options, **settings))
 
 
 def main() -> None:

@@ -6,16 +6,13 @@ descent (NGD) lowers their loss. L late MoE layers, E experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.pathways.engine import PathwayModel, Plain, Tokens, likelihoods
+from compressor.pathways.engine import PathwayModel, Plain, likelihoods
 from compressor.pathways.kernels import (
-    KERNELS,
-    Kernel,
     best_share,
     core,
     descend,
@@ -23,47 +20,10 @@ from compressor.pathways.kernels import (
     mean_shift,
     towards,
 )
+from compressor.pathways.options import PathwayOptions
 from compressor.pathways.scores import logits_of
 
-Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
-OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the line search tries
-
-
-@dataclass(frozen=True, slots=True)
-class PathwayOptions:
-    """How pathways are optimised; the defaults are the paper's, where it names one."""
-
-    optimizer: Optimizer = "ngd"
-    neighbours: int = 3  # nearest items of the reference set
-    radius: float | None = None  # instead: all items within this distance of embeddings of length one, from 0 to 2
-    layers: int = 5  # the last MoE layers
-    experts: int = 20  # of each layer, those of largest own weight, which alone are moved
-    tokens: Tokens = "last"
-    kernel: Kernel = "gaussian"
-    bandwidth: float | None = None  # of the kernel: by default the neighbours' mean distance
-    share: float | None = None  # of the way to the neighbours: by default a line search (kernel), a half (mode)
-    steps: int = 10  # of mode and ngd
-    rate: float = 1.0  # of the first step of ngd and oracle, in logits per nat
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        for name, value, known in (
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("kernel", self.kernel, KERNELS),
-            ("tokens", self.tokens, get_args(Tokens)),
-        ):
-            if value not in known:
-                raise CompressionError(f"there is no {name} {value!r}; known are {', '.join(known)}")
-        for name in ("neighbours", "layers", "experts", "steps"):
-            if getattr(self, name) < 1:
-                raise CompressionError(f"{name} {getattr(self, name)} leaves nothing to do; give at least 1")
-        for name in ("radius", "bandwidth", "rate"):
-            number = getattr(self, name)
-            if number is not None and not 0 < number < float("inf"):
-                raise CompressionError(f"{name} {number} is not a number above 0; give one")
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise CompressionError(f"share {self.share} is not between 0 and 1; give one that is")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressor.checkpoint.headers import read_header
 from compressor.errors import CompressionError
-from compressor.files import whole_folder
+from compressor.files import file_digest, whole_folder
 from compressor.model.opened import OpenModel
 from compressor.pathways.items import Item, item_lines, read_items
 from compressor.pathways.scores import Score
@@ -48,15 +48,6 @@ class ReferenceSet:
     items: tuple[Item, ...]
     embeddings: Tensor  # [n, D] float32
     pathways: Tensor  # [n, L, E] float32, the weights over all experts at the last prompt token
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of all that the set holds."""
-        found = hashlib.sha256(json.dumps(plain_json(self.facts), sort_keys=True).encode())
-        found.update(item_lines(self.items).encode())
-        for value in (self.embeddings, self.pathways):
-            found.update(value.contiguous().numpy().tobytes())
-        return found.hexdigest()
 
     @cached_property
     def _unit(self) -> Tensor:
@@ -145,6 +136,11 @@ def read_reference(folder: Path) -> ReferenceSet:
     items = tuple(read_items(folder / NAMES[2]))
     embeddings, pathways = _tensors(folder / NAMES[1], len(items), len(facts.layers), facts.experts)
     return ReferenceSet(facts, items, embeddings, pathways)
+
+
+def reference_digest(folder: Path) -> str:
+    """SHA-256 of all that a reference set's files hold."""
+    return hashlib.sha256("".join(file_digest(folder / name) for name in NAMES).encode()).hexdigest()
 
 
 def _tensors(path: Path, items: int, layers: int, experts: int) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 AUTO, GRAPH = "auto", "graph:"
 KEEP, STRATEGY, CALIBRATION = "What to keep", "Strategy", "Calibration"
-CORRECTION, GATE, PUBLISHING, RUNNING = "Correction", "Gate", "Publishing", "Running"
-PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, PUBLISHING, RUNNING)  # of the help, in this order
+CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING = "Correction", "Gate", "Routing", "Publishing", "Running"
+PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING)  # of the help, in this order
 DEFAULT_LENGTH = 512
 
 

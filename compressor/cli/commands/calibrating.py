@@ -26,7 +26,9 @@ def calibrate_router(
         str | None,
         typer.Option(help="Reference set of the checkpoint, of whose optimised pathways a bias is the average."),
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="What optimises them: mode, kernel or ngd.")] = "ngd",
+    optimizer: Annotated[
+        str, typer.Option(help="What optimises them: own (each item's answer), mode, kernel or ngd.")
+    ] = "own",
     rounds: Annotated[int, typer.Option(help="Gradients, each on its share of the text.", min=1)] = 4,
     sequences: Annotated[
         int, typer.Option(help="Sequences of text; 48 more judge.", min=1, rich_help_panel=CALIBRATION)

@@ -12,6 +12,7 @@ import typer
 import compressor
 from compressor.cli.commands.publishing import push_made
 from compressor.cli.options import COMPUTING, GateOptions, Publishing, Running, UnderGate, listed
+from compressor.cli.routing import RoutingOptions
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
@@ -25,6 +26,7 @@ DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
 
 def gate(
     options: GateOptions,
+    routed: RoutingOptions,
     computing: Annotated[Request, COMPUTING],
     running: Running,
     base: Annotated[str | None, typer.Argument(help="The original: a checkpoint folder or a Hub id.")] = None,
@@ -54,6 +56,7 @@ def gate(
     chosen = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
     margin = {"max_drop": DEMO_MAX_DROP} if demo else {}
     wanted = options.request(chosen, computing.device, computing.dtype, cache_dir, **margin)
+    routing = routed.routing_of(of_two=compressed is not None)
     if output is not None:
         check_folder(output, NAMES, running.overwrite)
     with (
@@ -63,7 +66,7 @@ def gate(
     ):
         result = compressor.gate(
             first, second, wanted, revision=running.revision, compressed_revision=compressed_revision,
-            progress=progress,
+            routing=routing, progress=progress,
         )  # fmt: skip
         written = [] if output is None else write_gate(result, output, running.overwrite)
     summarise(result)

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
@@ -13,7 +13,7 @@ from compressor.document import markdown as rendered
 from compressor.document.markdown import escaped
 from compressor.gates.content import advice, change, items_needed, level, verdict_line
 from compressor.gates.document import gate_blocks
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.words import readable
 from tests.gates import DIFFERING, gate, gates, likelihood, mixed, task, tasks
 
@@ -73,8 +73,23 @@ def test_verdicts_as_sentences() -> None:
     )
 
 
+def test_a_routed_model_is_told_of_with_the_verdict() -> None:
+    options = {"optimizer": "ngd", "neighbours": 3, "radius": None}
+    long = gate(task(), routing=RoutedBy("c3po", "0123456789abcdef", options, 3.456, 2))
+    plain = "Pass: with confidence 95%, no task lost more than 0.01. The compressed model answered on pathways "
+    assert verdict_line(long) == (
+        f"{plain}optimised by c3po (ngd, 3 neighbours of the reference set 0123456789ab), which cost 3.46 plain "
+        "forwards of the same items; left as they are, being too long: 2 items."
+    )
+    near = gate(task(), routing=RoutedBy("c3po", "ab", {**options, "optimizer": "mode", "radius": 0.5}, 2.0))
+    assert "neighbours within reach of the reference set ab), which cost 2 plain forwards of the same items." in (
+        markdown(near)
+    )
+
+
 @settings(max_examples=80, deadline=None)
 @given(gates())
+@example(gate(task(metric="\r")))
 def test_any_names_stay_in_their_cells(result: GateResult) -> None:
     rows = table(markdown(result))
     for name in ("task", "metric"):

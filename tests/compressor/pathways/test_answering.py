@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.pathways import lm_eval_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.items import Item, item_lines, rows_of
-from compressor.pathways.optimisers import PathwayOptions
+from compressor.pathways.options import PathwayOptions
 from tests import small
 from tests.evaluations import own_tasks
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
-from compressor.pathways.engine import PathwayModel, Plain, Tokens, is_greedy, likelihoods
+from compressor.pathways.engine import PathwayModel, Plain, is_greedy, likelihoods
 from compressor.pathways.items import Row
+from compressor.pathways.options import Tokens
 from tests import zoo
 
 REFUSED = {

@@ -12,12 +12,12 @@ from compressor.pathways.items import Row
 from compressor.pathways.kernels import core, kernel_weights
 from compressor.pathways.optimisers import (
     Neighbour,
-    PathwayOptions,
     neighbours_gradient,
     neighbours_loss,
     optimised,
     oracle,
 )
+from compressor.pathways.options import PathwayOptions
 from tests import zoo
 from tests.compressor.pathways.test_engine import engine, rows
 

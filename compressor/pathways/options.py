@@ -1,0 +1,65 @@
+"""What is asked of C3PO (arXiv 2504.07964): how pathways are optimised, and on what. Importing this loads no torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from compressor.errors import CompressionError
+
+Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+Tokens = Literal["last", "scored"]  # which are moved: a prompt's last one, or all that an answer's tokens hang on
+METHOD = "c3po"
+OWN = "own"  # prompts are embedded by the mean of the model's own token embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class PathwayOptions:
+    """How pathways are optimised; the defaults are the paper's, where it names one."""
+
+    optimizer: Optimizer = "ngd"
+    neighbours: int = 3  # nearest items of the reference set
+    radius: float | None = None  # instead: all items within this distance of embeddings of length one, from 0 to 2
+    layers: int = 5  # the last MoE layers
+    experts: int = 20  # of each layer, those of largest own weight, which alone are moved
+    tokens: Tokens = "last"
+    kernel: Kernel = "gaussian"
+    bandwidth: float | None = None  # of the kernel: by default the neighbours' mean distance
+    share: float | None = None  # of the way to the neighbours: by default a line search (kernel), a half (mode)
+    steps: int = 10  # of mode and ngd
+    rate: float = 1.0  # of the first step of ngd and oracle, in logits per nat
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        for name, value, known in (
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("kernel", self.kernel, KERNELS),
+            ("tokens", self.tokens, get_args(Tokens)),
+        ):
+            if value not in known:
+                raise CompressionError(f"there is no {name} {value!r}; known are {', '.join(known)}")
+        for name in ("neighbours", "layers", "experts", "steps"):
+            if getattr(self, name) < 1:
+                raise CompressionError(f"{name} {getattr(self, name)} leaves nothing to do; give at least 1")
+        for name in ("radius", "bandwidth", "rate"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < float("inf"):
+                raise CompressionError(f"{name} {number} is not a number above 0; give one")
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise CompressionError(f"share {self.share} is not between 0 and 1; give one that is")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """C3PO at test time: a model answers on pathways optimised by its reference set, a folder."""
+
+    reference: str | Path
+    options: PathwayOptions = field(default_factory=PathwayOptions)
+    embedding: str = OWN  # which the set has to name, too: a file shall not choose what is downloaded
+
+    def __post_init__(self) -> None:
+        """Refuses the oracle."""
+        if self.options.optimizer == "oracle":
+            raise CompressionError("the oracle is told the answers, so it judges no model; name mode, kernel or ngd")
