@@ -73,9 +73,9 @@ def calibrate_router(
 
     See `compressor.pathways.bake_weights` and `bake_bias`. The pathways of a bias are those of the `reference` set,
     made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this
-    very request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary or
-    tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an architecture
-    through which no gradients go layer by layer.
+    very request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary
+    or tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an
+    architecture through which no gradients go layer by layer.
     """
     found = _reference(bake, reference)
     digest = "" if reference is None else reference_digest(Path(reference))

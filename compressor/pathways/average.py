@@ -65,8 +65,8 @@ def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progr
         plain = loaded.run(rows)
         own = plain.pathway[-late:]
         change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
-        changes.append(change)
-        scores.append(_rescored(loaded, own, change) - own)
+        changes.append(change.detach())
+        scores.append(_rescored(loaded, own, changes[-1]) - own)
         progress.advance("")
     every = torch.stack(changes).double()
     mean = every.mean(0)
