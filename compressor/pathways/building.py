@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.embedding import embedder
 from compressor.pathways.engine import PathwayModel, Plain, is_greedy, likelihoods
-from compressor.pathways.items import Item, rows_of
 from compressor.pathways.reference import ReferenceFacts, ReferenceSet, tokenizer_digest
 from compressor.progress import Progress
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from compressor.errors import CompressionError, faults_told
+from compressor.evaluation.items import Row
 from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.opened import OpenModel
-from compressor.pathways.items import Row
 from compressor.pathways.router_logits import Product, watched
 from compressor.pathways.scores import Score, find_score, weights_of
 

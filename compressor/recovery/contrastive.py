@@ -31,7 +31,7 @@ def contrastive_loss(
         )
     if not (0 < temperature < math.inf and 0 <= epsilon < math.inf):
         raise CompressionError(
-            f"temperature is {temperature:g} and epsilon {epsilon:g}; give a temperature above 0, an epsilon of 0 or more"
+            f"temperature is {temperature:g} and epsilon {epsilon:g}; give one above 0 and one of at least 0"
         )
     query = _unit(anchor).unsqueeze(-1)  # [T, D, 1]
     for_it = (_unit(positives) @ query).squeeze(-1) / temperature  # [T, P]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Row
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, Plain, Tokens, is_greedy, likelihoods
-from compressor.pathways.items import Row
 from tests import zoo
 
 REFUSED = {

@@ -4,9 +4,9 @@ from itertools import groupby
 from typing import Any
 
 from compressor.errors import CompressionError, faults_told
+from compressor.evaluation.items import Item
 from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
-from compressor.pathways.items import Item
 
 CHOICE = "multiple_choice"
 
