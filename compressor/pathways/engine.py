@@ -175,22 +175,6 @@ class PathwayModel:
         self._checked, self.work = True, work
 
 
-def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
-    found = []
-    for place, row in enumerate(rows):
-        expected = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
-        answer = torch.tensor(row.tokens[row.start :], device=logits.device)
-        found.append(expected.gather(1, answer[:, None]).sum())
-    return torch.stack(found)
-
-
-def is_greedy(logits: Tensor, row: Row) -> bool:
-    """Whether each token of the answer of the first row is the likeliest one, from logits [B, S, V]."""
-    likeliest = logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1)
-    return likeliest.tolist() == list(row.tokens[row.start :])
-
-
 class _Seen:
     """What routers and experts were given, by layer."""
 

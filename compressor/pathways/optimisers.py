@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.pathways.engine import PathwayModel, Plain, Tokens, likelihoods
+from compressor.evaluation.answers import likelihoods
+from compressor.pathways.engine import PathwayModel, Plain, Tokens
 from compressor.pathways.kernels import (
     KERNELS,
     Kernel,

@@ -33,9 +33,9 @@ def contrastive_loss(
         raise CompressionError(
             f"temperature is {temperature:g} and epsilon {epsilon:g}; give one above 0 and one of at least 0"
         )
-    query = _unit(anchor).unsqueeze(-1)  # [T, D, 1]
-    for_it = (_unit(positives) @ query).squeeze(-1) / temperature  # [T, P]
-    against = (_unit(negatives) @ query).squeeze(-1) / temperature  # [T, N]
+    query = unit(anchor).unsqueeze(-1)  # [T, D, 1]
+    for_it = (unit(positives) @ query).squeeze(-1) / temperature  # [T, P]
+    against = (unit(negatives) @ query).squeeze(-1) / temperature  # [T, N]
     whole = torch.cat((for_it, against), dim=-1).logsumexp(-1)  # sums of exp would overflow at a low temperature
     if epsilon:
         whole = torch.logaddexp(whole, whole.new_tensor(math.log(epsilon)))
@@ -51,7 +51,7 @@ def information_gap(loss: float, negatives: int) -> float:
     return math.log(negatives) - loss
 
 
-def _unit(vectors: Tensor) -> Tensor:
+def unit(vectors: Tensor) -> Tensor:
     """Vectors at length 1, [..., D] -> [..., D].
 
     An expert that nothing has trained yet (B = 0) answers zeros; dividing them by a small constant would give it

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import is_greedy, likelihoods
 from compressor.evaluation.items import Row
 from compressor.model.architecture import discover
-from compressor.pathways.engine import PathwayModel, Plain, Tokens, is_greedy, likelihoods
+from compressor.pathways.engine import PathwayModel, Plain, Tokens
 from tests import zoo
 
 REFUSED = {
