@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from compressor.errors import faults_told
 from compressor.evaluation.answers import positions
 from compressor.evaluation.items import Item, item_lines
 from compressor.files import check_folder, whole_folder
@@ -76,7 +77,8 @@ def train(
         last = _prepared(run, json.dumps(plain_json(settings), sort_keys=True))
         inject_config(model, config)
         trainer = _trainer(model, made, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
-        with quiet_transformers():
+        remedies = "lower --batch-size", "see whether stock transformers can train the model"
+        with quiet_transformers(), faults_told("the model could not be trained", *remedies):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
         log = tuple(
             {name: value for name, value in line.items() if name not in TIMES}
@@ -89,7 +91,8 @@ def train(
         }  # fmt: skip
         with whole_folder(output, NAMES, overwrite) as folder:
             write_adapters(model, adapter_facts(model, label, training), folder)
-            (folder / LOG).write_text("".join(json.dumps(plain_json(line)) + "\n" for line in log), encoding="utf-8")
+            told = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)  # as the Trainer keeps them
+            (folder / LOG).write_text("".join(told), encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     return Trained(config, len(items), trainer.state.global_step, trained, log, tuple(output / name for name in NAMES))
