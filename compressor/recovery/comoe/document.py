@@ -14,7 +14,8 @@ from compressor.files import whole_folder
 from compressor.records import plain_json
 from compressor.recovery.comoe.evaluating import TaskResult
 from compressor.recovery.comoe.pictures import mean_cosine, pictures
-from compressor.words import counted, share
+from compressor.recovery.comoe.training import Trained
+from compressor.words import counted, human_count, share
 
 NAMES = ("evaluation.json", "evaluation.md", "evaluation.html", "workload.png", "similarity.png")
 
@@ -31,6 +32,20 @@ class ComoeEvaluation:
     tasks: tuple[TaskResult, ...]
     base: tuple[TaskResult, ...] = ()
     format: Literal["moe-compressor-comoe-evaluation/1"] = "moe-compressor-comoe-evaluation/1"
+
+
+def training_blocks(made: Trained) -> tuple[Block, ...]:
+    """What a terminal shows of a training: the last figures of the log."""
+    last = made.log[-1] if made.log else {}
+    parts = ("cross_entropy", "contrastive", "information_gap")
+    figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
+    return (
+        Text(
+            f"{human_count(made.parameters)} parameters of {counted(made.config.experts, 'LoRA expert')} a layer were "
+            f"trained on {counted(made.items, 'item')} for {counted(made.steps, 'step')}."
+        ),
+        *([Facts(figures)] if figures else []),
+    )
 
 
 def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:

@@ -71,11 +71,11 @@ def train(
     most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
     made = examples(items, tokenizer, vocabulary, most)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
+    inject_config(model, config)
     settings = {"config": config, "options": options, "data": digest, "model": dict(identity or {"name": label})}
     with alone(output) as work:
         run = work / "training"
         last = _prepared(run, json.dumps(plain_json(settings), sort_keys=True))
-        inject_config(model, config)
         trainer = _trainer(model, made, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
         with quiet_transformers(), faults_told("the model could not be trained", *remedies):
