@@ -1,12 +1,12 @@
 """What is put beside which layers."""
 
-import math
 from dataclasses import dataclass
 
 from compressor.errors import CompressionError
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOST_EXPERTS = 1024
+MOST_SCALING = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class ComoeConfig:
             )
         if not self.targets or not all(self.targets):
             raise CompressionError(f"no layer is named to put experts beside; name some, such as {', '.join(TARGETS)}")
-        if not (math.isfinite(self.scaling) and 0 <= self.dropout < 1):
+        if not (abs(self.scaling) <= MOST_SCALING and 0 <= self.dropout < 1):
             raise CompressionError(
-                f"alpha is {self.alpha} and dropout {self.dropout:g}; give a number, and a share from 0 to below 1"
+                f"alpha is {self.alpha} and dropout {self.dropout:g}; give twice the rank or so, and a share from 0 to 1"
             )
         if not 0 <= self.seed < 2**63:
             raise CompressionError(f"seed {self.seed} is no seed; give a whole number from 0 on")
