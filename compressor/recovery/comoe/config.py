@@ -36,7 +36,7 @@ class ComoeConfig:
             raise CompressionError(f"no layer is named to put experts beside; name some, such as {', '.join(TARGETS)}")
         if not (abs(self.scaling) <= MOST_SCALING and 0 <= self.dropout < 1):
             raise CompressionError(
-                f"alpha is {self.alpha} and dropout {self.dropout:g}; give twice the rank or so, and a share from 0 to 1"
+                f"alpha is {self.alpha} and dropout {self.dropout:g}; take twice the rank, and a share below 1"
             )
         if not 0 <= self.seed < 2**63:
             raise CompressionError(f"seed {self.seed} is no seed; give a whole number from 0 on")
