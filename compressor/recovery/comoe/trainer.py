@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from compressor.errors import CompressionError
 from compressor.progress import Progress
@@ -98,6 +99,11 @@ class ComoeTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         put_tensors(self.model, load_file(Path(resume_from_checkpoint) / TENSORS))
+
+    def finish_from(self, checkpoint: Path) -> None:
+        """Adapters and log of a checkpoint, without training."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
 
 class Told(TrainerCallback):

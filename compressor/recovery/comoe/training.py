@@ -79,7 +79,7 @@ def train(
         trainer = _trainer(model, made, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
         with quiet_transformers(), faults_told("the model could not be trained", *remedies):
-            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+            _run(trainer, last)
         log = tuple(
             {name: value for name, value in line.items() if name not in TIMES}
             for line in trainer.state.log_history
@@ -111,6 +111,16 @@ def _prepared(run: Path, settings: str) -> Path | None:
             return path
         shutil.rmtree(path)  # a kill came while it was written
     return None
+
+
+def _run(trainer: Any, last: Path | None) -> None:
+    """Train from a checkpoint or from the start; what had only to be written is not trained any further."""
+    if last is None:
+        trainer.train()
+    elif json_object(last / STATE)["global_step"] < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=str(last))
+    else:  # the stock loop might take one step more
+        trainer.finish_from(last)
 
 
 def _trainer(

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from compressor.errors import CompressionError
 from compressor.progress import Silent
-from compressor.recovery.comoe import comoe_layers, load_adapters
+from compressor.recovery.comoe import comoe_layers, load_adapters, training
 from compressor.recovery.comoe.adapters import adapter_tensors
 from compressor.recovery.comoe.config import ComoeConfig
 from compressor.recovery.comoe.examples import IGNORED, collate, examples
@@ -163,3 +163,18 @@ def test_refusals_leave_no_output(tmp_path: Path, options: TuningOptions, config
 def test_options_that_cannot_be_meant(name: str, value: float) -> None:
     with pytest.raises(CompressionError, match=f"--{name.replace('_', '-')}"):
         replace(OPTIONS, **{name: value})
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+def test_a_run_that_breaks_off_while_it_writes_trains_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    options = replace(OPTIONS, steps=steps, accumulation=2)
+    tune(tmp_path / "whole", options)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "write_adapters", lambda *_: Broken(0).advance(""))
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "broken", options)
+    assert names(tmp_path) == [".broken.moe-compressor", "whole"]
+    tune(tmp_path / "broken", options)
+    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
