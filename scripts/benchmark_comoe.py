@@ -2,6 +2,7 @@
 
 python -m scripts.benchmark_comoe                      # five seeds, some minutes on one core
 python -m scripts.benchmark_comoe --output FOLDER      # with reports and pictures of the multi-task runs
+python -m scripts.benchmark_comoe --together --contrastive 0.1
 
 A tiny dense Llama that half knows the skills is tuned on fresh questions of each, and asked the demo's held-out items.
 """
@@ -36,10 +37,10 @@ from scripts.train_demo_model import END, build_tokenizer, token_batches
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # 97.5% of t, by number of seeds
 EXPERTS = ComoeConfig(rank=16, experts=4, top_k=2)
-ARMS = {  # what is put in, and the contrastive loss's weight
+ARMS = {  # what is put in, and the share of --contrastive that counts
     "LoRA": (ComoeConfig(rank=64, experts=1, top_k=1), 0.0),
     "without": (EXPERTS, 0.0),
-    "with": (EXPERTS, 0.01),
+    "with": (EXPERTS, 1.0),
 }
 
 
@@ -103,6 +104,7 @@ def tune(base: Any, tokenizer: Any, arm: str, skills: Sequence[str], asked: Sequ
          seed: int) -> tuple[Run, Any]:  # fmt: skip
     """Tune a copy of the base on some skills, and ask it the items of these."""
     config, weight = ARMS[arm]
+    weight *= arguments.contrastive
     items = [item for skill in skills for item in training_items(skill, arguments.items, seed)]
     options = TuningOptions(
         contrastive=weight, epochs=1, batch_size=16, learning_rate=arguments.learning_rate, seed=seed, log_every=20,
@@ -159,7 +161,7 @@ def report(runs: Sequence[Run], before: Sequence[TaskResult]) -> None:
     base = {each.task: 100 * each.accuracy for each in before} | {
         "mean": statistics.fmean(100 * each.accuracy for each in before)
     }
-    for multi in (False, True):
+    for multi in sorted({run.trained_on == "all" for run in runs}):
         print(f"\n{'multi-task' if multi else 'single-task'}\n")
         print("| skill | base | LoRA r = 64 | experts, without | experts, with | with - without |")
         print("|---|---|---|---|---|---|")
@@ -185,6 +187,8 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=800, help="training questions of each skill")
     parser.add_argument("--asked", type=int, default=100, help="held-out items of each skill")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--contrastive", type=float, default=0.01, help="weight of the contrastive loss")
+    parser.add_argument("--together", action="store_true", help="only with all skills together")
     parser.add_argument("--output", type=Path, help="write the multi-task reports of seed 0 here")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -196,7 +200,7 @@ def main() -> None:
     runs = list[Run]()
     for seed in range(arguments.seeds):
         for arm in ARMS:
-            for skills in (*((skill,) for skill in SKILLS), tuple(SKILLS)):
+            for skills in (*([] if arguments.together else [(skill,) for skill in SKILLS]), tuple(SKILLS)):
                 run, model = tune(base, tokenizer, arm, skills, asked, arguments, seed)
                 runs.append(run)
                 if arguments.output and run.trained_on == "all" and seed == 0 and arm != "LoRA":
