@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
     from compressor.api.measuring import attribute, compare, gate, inspect
     from compressor.api.referencing import ReferenceSummary, reference
+    from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
     from compressor.planning.request import Request
 
@@ -21,11 +22,13 @@ __all__ = [
     "calibrate_router",
     "compare",
     "compress",
+    "evaluate_comoe",
     "gate",
     "inspect",
     "plan",
     "plan_per_source",
     "reference",
+    "train_comoe",
 ]
 
 _HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
@@ -35,6 +38,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     "calibrate_router": "api.baking",
     **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
     **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),
+    **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),
 }
 
 

@@ -36,9 +36,13 @@ command prints JSON instead. Errors are one sentence on stderr.
 
 
 def commands() -> dict[str, Any]:
-    """The commands by name, in the order of the help."""
+    """The commands by name, in the order of the help; those of a group by both names."""
     group: Any = typer.main.get_command(app)
-    return dict(group.commands)
+    found = dict[str, Any]()
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", {})
+        found |= {f"{name} {other}": each for other, each in inner.items()} if inner else {name: command}
+    return found
 
 
 def page() -> str:

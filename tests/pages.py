@@ -64,15 +64,19 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     whole = group()
     context = whole.context_class(whole, info_name=PROGRAM)
     name, command, rest = whole.resolve_command(context, list(arguments))
+    if hasattr(command, "commands"):
+        context = command.context_class(command, info_name=name, parent=context)
+        name, command, rest = command.resolve_command(context, rest)
     values: dict[str, Any] = command.make_context(name, rest, parent=context).params
     return values
 
 
 @cache
 def options(command: str | None = None) -> set[str]:
-    """The options of a command, or of all of them."""
+    """The options of a command, or of all of them; of a group's name, those of its commands."""
     commands = group().commands
-    chosen = commands.values() if command is None else [commands[command]]
+    named = commands.values() if command is None else [commands[command]]
+    chosen = [each for one in named for each in getattr(one, "commands", {"": one}).values()]
     return {option for each in chosen for entry in each.params for option in entry.opts} | {"--help", "--version"}
 
 

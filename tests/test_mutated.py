@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from compressor.checkpoint.headers import read_header
 from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
@@ -39,6 +40,8 @@ from compressor.planning.recipe import recipe_of
 from compressor.plans.document import plan_blocks
 from compressor.plans.layer import Group, LayerPlan
 from compressor.plans.plan import CompressionPlan, Source
+from compressor.recovery.comoe.adapters import FACTS, TENSORS, load_adapters, save_adapters
+from compressor.recovery.comoe.injection import inject
 from compressor.report.data import ReportData, report_data
 from compressor.report.figures import figures
 from compressor.report.page import page
@@ -323,10 +326,32 @@ def test_item(raw: bytes) -> None:
         whole_reference(folder, facts, b"\n".join([raw, *items[1:]]))
 
 
+def one_layer() -> nn.Module:
+    """What stands for a model to put experts into."""
+    return nn.ModuleDict({"q_proj": nn.Linear(4, 3)})
+
+
+@cache
+def adapters() -> tuple[dict[str, Any], bytes]:
+    """comoe.json and the tensors beside it."""
+    with tempfile.TemporaryDirectory() as place:
+        save_adapters(inject(one_layer(), 2, 3, targets=("q_proj",)), Path(place) / "made")
+        return json.loads((Path(place) / "made" / FACTS).read_text()), (Path(place) / "made" / TENSORS).read_bytes()
+
+
+@FAST
+@given(mutated(lambda: adapters()[0]))
+def test_adapters(raw: bytes) -> None:
+    with folder_with(comoe__json=raw, adapters__safetensors=adapters()[1]) as folder, only_sentences():
+        loaded = load_adapters(one_layer(), folder)
+        assert loaded["q_proj"](torch.ones(2, 4)).isfinite().all()  # type: ignore[index]
+        save_adapters(loaded, folder / "again")
+
+
 SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
     test_config: config, test_header: header, test_index: index, test_plan: plan, test_hubs: lambda: HUBS,
     test_gate: gate, test_compression: compression, test_reference: lambda: reference()[0],
-    test_item: lambda: reference()[1],
+    test_item: lambda: reference()[1], test_adapters: lambda: adapters()[0],
 }  # fmt: skip
 
 

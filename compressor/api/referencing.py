@@ -6,15 +6,15 @@ from pathlib import Path
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Item, read_items
+from compressor.evaluation.task_items import task_items
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.files import check_folder
 from compressor.locking import alone
 from compressor.model.opened import open_model
 from compressor.pathways.building import Asked, build_reference
-from compressor.pathways.items import Item, read_items
 from compressor.pathways.options import OWN
 from compressor.pathways.reference import NAMES, ReferenceFacts, write_reference
-from compressor.pathways.task_items import task_items
 from compressor.progress import Progress, Silent
 
 

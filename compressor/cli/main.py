@@ -11,6 +11,7 @@ import typer
 
 from compressor.cli.commands import (
     calibrating,
+    comoe,
     exporting,
     gating,
     generating,
@@ -133,3 +134,4 @@ for command in (
     showing.demo,
 ):
     app.command()(spread(command))
+app.add_typer(comoe.app, name="comoe")

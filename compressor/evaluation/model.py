@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoModelForCausalLM
 
-from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.model.architecture import load_config
 from compressor.model.opened import pick_device
 from compressor.model.tokenizer import load_tokenizer
-from compressor.model.verification import check_filled
+from compressor.model.whole import load_whole
 from compressor.progress import Progress
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
@@ -63,16 +60,7 @@ class _WholeModel:
     @staticmethod
     def from_pretrained(folder: str, **settings: Any) -> Any:
         """The model, as transformers loads it."""
-        config = settings["config"] = load_config(Path(folder))  # which names no kernels
-        check_filled(Checkpoint(Path(folder)), config)
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
-        absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
-        if absent:
-            raise CompressionError(
-                f"{Path(folder).name} lacks {len(absent)} tensors that its config asks for, such as {absent[0]!r}; "
-                "download or write it again"
-            )
-        return model
+        return load_whole(Path(folder), **settings)
 
 
 class WatchedModel(HFLM):

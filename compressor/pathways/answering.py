@@ -10,12 +10,12 @@ from torch import Tensor
 
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import is_greedy, likelihoods, positions
+from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.building import positions
 from compressor.pathways.embedding import Embedder, embedder
-from compressor.pathways.engine import PathwayModel, Plain, is_greedy, likelihoods
-from compressor.pathways.items import Item, rows_of
+from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.optimisers import Neighbour, needs_runs, optimised
 from compressor.pathways.options import OWN, PathwayOptions, Routing
 from compressor.pathways.reference import ReferenceSet, read_reference

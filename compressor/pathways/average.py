@@ -13,14 +13,15 @@ from torch import Tensor
 
 from compressor.calibration.teacher import Distributions
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import positions
+from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import Answering
 from compressor.pathways.bake import OWN_ANSWER
-from compressor.pathways.building import build_reference, positions
+from compressor.pathways.building import build_reference
 from compressor.pathways.embedding import embedder
 from compressor.pathways.engine import PathwayModel
-from compressor.pathways.items import Item, rows_of
 from compressor.pathways.optimisers import oracle
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import is_greedy, likelihoods, positions
+from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.embedding import embedder
-from compressor.pathways.engine import PathwayModel, Plain, is_greedy, likelihoods
-from compressor.pathways.items import Item, rows_of
+from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.reference import ReferenceFacts, ReferenceSet, tokenizer_digest
 from compressor.progress import Progress
 
@@ -72,12 +72,6 @@ def answers_right(item: Item, plain: Plain) -> bool:
     if not item.choices:
         return is_greedy(plain.logits, plain.rows[0])
     return int(likelihoods(plain.logits, plain.rows).argmax()) == item.right
-
-
-def positions(config: Any) -> int | None:
-    """Tokens that the model was made for at most; None where the config says nothing."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 1 else None
 
 
 def _counted(items: Sequence[Item], marks: Sequence[bool]) -> tuple[Asked, ...]:

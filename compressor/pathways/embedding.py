@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
+from compressor.evaluation.items import Item, Row
 from compressor.pathways.engine import PathwayModel
-from compressor.pathways.items import Item, Row
 from compressor.pathways.options import OWN
 
 Embedder = Callable[[Item, Row], Tensor]  # an item and its tokens -> [D], float32 on the CPU

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from compressor.errors import CompressionError, faults_told
+from compressor.evaluation.items import Row
 from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.opened import OpenModel
-from compressor.pathways.items import Row
 from compressor.pathways.options import Tokens
 from compressor.pathways.router_logits import Product, watched
 from compressor.pathways.scores import Score, find_score, weights_of
@@ -173,22 +173,6 @@ class PathwayModel:
         if not float((found - before).abs().max()) <= AGREE * float(before.abs().max()):
             raise CompressionError(f"{what}; pathways of this architecture cannot be optimised")
         self._checked, self.work = True, work
-
-
-def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
-    found = []
-    for place, row in enumerate(rows):
-        expected = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
-        answer = torch.tensor(row.tokens[row.start :], device=logits.device)
-        found.append(expected.gather(1, answer[:, None]).sum())
-    return torch.stack(found)
-
-
-def is_greedy(logits: Tensor, row: Row) -> bool:
-    """Whether each token of the answer of the first row is the likeliest one, from logits [B, S, V]."""
-    likeliest = logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1)
-    return likeliest.tolist() == list(row.tokens[row.start :])
 
 
 class _Seen:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.pathways.engine import PathwayModel, Plain, likelihoods
+from compressor.evaluation.answers import likelihoods
+from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.kernels import (
     best_share,
     core,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from compressor.checkpoint.headers import read_header
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Item, item_lines, read_items
 from compressor.files import file_digest, whole_folder
 from compressor.model.opened import OpenModel
-from compressor.pathways.items import Item, item_lines, read_items
 from compressor.pathways.scores import Score
 from compressor.records import RESTORE, plain_json, read_as, read_json
 

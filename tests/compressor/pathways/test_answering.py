@@ -11,9 +11,9 @@ from lm_eval import tasks
 
 import compressor
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Item, item_lines, rows_of
 from compressor.pathways import lm_eval_model
 from compressor.pathways.answering import open_answering
-from compressor.pathways.items import Item, item_lines, rows_of
 from compressor.pathways.options import PathwayOptions
 from tests import small
 from tests.evaluations import own_tasks

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.pathways.engine import PathwayModel, likelihoods
-from compressor.pathways.items import Row
+from compressor.evaluation.answers import likelihoods
+from compressor.evaluation.items import Row
+from compressor.pathways.engine import PathwayModel
 from compressor.pathways.kernels import core, kernel_weights
 from compressor.pathways.optimisers import (
     Neighbour,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from compressor.errors import CompressionError
-from compressor.pathways.items import Item
+from compressor.evaluation.items import Item
 from compressor.pathways.reference import (
     NAMES,
     ReferenceFacts,

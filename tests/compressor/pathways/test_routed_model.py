@@ -12,16 +12,16 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import run_tasks
+from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.model import AnswerWatch, loaded_model
 from compressor.evaluation.scores import ItemScores, Spent
+from compressor.evaluation.task_items import task_items
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.pathways.answering import open_answering, trusted_reference
 from compressor.pathways.engine import PathwayModel
-from compressor.pathways.items import Item, item_lines
 from compressor.pathways.options import PathwayOptions, Routing
 from compressor.pathways.routed_model import routed_model
 from compressor.pathways.routing import refuse_other_tasks, routed_answerer
-from compressor.pathways.task_items import task_items
 from compressor.progress import Progress, Silent
 from tests import small
 from tests.evaluations import CHOICE, Steps, own_tasks

@@ -4,17 +4,18 @@ from itertools import groupby
 from typing import Any
 
 from compressor.errors import CompressionError, faults_told
+from compressor.evaluation.items import Item
 from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
-from compressor.pathways.items import Item
 
 CHOICE = "multiple_choice"
 
 
-def task_items(options: EvaluationOptions) -> list[Item]:
-    """The items of all tasks, in their order.
+def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]:
+    """The items of all tasks, in their order; of their `training` splits without few-shot examples.
 
-    Raises `CompressionError` for a task that is not multiple choice, or asks each choice with a context of its own.
+    Raises `CompressionError` for a task that is not multiple choice, asks each choice with a context of its own, or
+    has no training split where that is wanted.
     """
     found = list[Item]()
     for task in resolve_tasks(options):
@@ -23,6 +24,8 @@ def task_items(options: EvaluationOptions) -> list[Item]:
                 raise CompressionError(
                     f"task {name!r} is not multiple choice, so no answer of it is right; name another"
                 )
+            if training:
+                _turn_to_training(name, part)
             with (
                 quiet_lm_eval(),
                 faults_told(
@@ -33,6 +36,14 @@ def task_items(options: EvaluationOptions) -> list[Item]:
             ):
                 found += _items(name, part, options)
     return found
+
+
+def _turn_to_training(name: str, task: Any) -> None:
+    """Have a task ask the items of its training split."""
+    if not task.has_training_docs() or not hasattr(task.config, "training_split"):
+        raise CompressionError(f"task {name!r} has no training split; name another, or give its items as --data")
+    task.config.test_split = task.config.training_split
+    task.set_config(key="num_fewshot", value=0)
 
 
 def _items(name: str, task: Any, options: EvaluationOptions) -> list[Item]:

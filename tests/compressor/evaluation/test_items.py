@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Item, item_lines, read_items, rows_of
+from compressor.evaluation.task_items import task_items
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.pathways.items import Item, item_lines, read_items, rows_of
-from compressor.pathways.task_items import task_items
 from tests import small
 from tests.evaluations import own_tasks
 

@@ -1,0 +1,1 @@
+"""What is lost, trained back; CoMoE."""

@@ -1,0 +1,56 @@
+"""How CoMoE is trained: steps, rates and the weight of the contrastive loss."""
+
+import math
+from dataclasses import dataclass
+
+from compressor.errors import CompressionError
+
+
+@dataclass(frozen=True, slots=True)
+class TuningOptions:
+    """One training run; the paper's values by default, where it tells them."""
+
+    contrastive: float = 0.01  # lambda of equation 13; 0 leaves the loss out and only measures it
+    temperature: float = 0.07
+    contrastive_tokens: int | None = 512  # of a batch that each layer's contrastive loss is computed on; None: all
+    steps: int | None = None  # None: as many as the epochs have
+    epochs: float = 2.0
+    batch_size: int = 16
+    accumulation: int = 1  # batches of one step
+    learning_rate: float = 2e-4
+    warmup: float = 0.0  # share of the steps in which the rate rises; then it falls to 0 in a line
+    seed: int = 0
+    log_every: int = 10  # steps
+    save_every: int = 100  # steps after which a killed run can go on
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        for name in ("contrastive", "learning_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise CompressionError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; give a number of 0 or more"
+                )
+        if not 0 < self.temperature < math.inf:
+            raise CompressionError(f"--temperature is {self.temperature}; give a number above 0, such as 0.07")
+        if not 0 <= self.warmup <= 1:
+            raise CompressionError(f"--warmup is {self.warmup}; give a share of the steps, from 0 to 1")
+        if not 0 < self.epochs < math.inf:
+            raise CompressionError(f"--epochs is {self.epochs}; give a number above 0, such as 2")
+        for name in ("steps", "batch_size", "accumulation", "contrastive_tokens", "log_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CompressionError(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1")
+        if self.save_every % self.log_every:
+            raise CompressionError(
+                f"--save-every {self.save_every} is no multiple of --log-every {self.log_every}; make it one, so that "
+                "a run that goes on logs what it would have logged"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise CompressionError(f"--seed is {self.seed}; give a whole number from 0 to {2**32 - 1}")
+
+    def total_steps(self, items: int) -> int:
+        """Steps that training on so many items takes."""
+        if self.steps is not None:
+            return self.steps
+        batches = math.ceil(items / self.batch_size)
+        return max(1, math.ceil(self.epochs * math.ceil(batches / self.accumulation)))

@@ -1,0 +1,98 @@
+"""`moe-compress comoe` as it is typed: training and asking, what is refused, and that nothing is left behind."""
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from compressor.cli.commands import comoe
+from compressor.evaluation.items import Item, item_lines
+from compressor.evaluation.task_items import task_items
+from compressor.evaluation.tasks import EvaluationOptions
+from compressor.recovery.comoe.config import ComoeConfig
+from compressor.recovery.comoe.options import TuningOptions
+from tests import small
+from tests.command_line import Run, names, refused
+from tests.evaluations import own_tasks
+from tests.tuned import questions, save
+
+QUICK = ("--rank", "4", "--steps", "4", "--batch-size", "4", "--log-every", "2", "--save-every", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"))
+
+
+def data(folder: Path) -> Path:
+    path = folder / "items.jsonl"
+    path.write_text(item_lines(questions(6)))
+    return path
+
+
+def test_what_is_trained_can_be_asked(run: Run, tmp_path: Path, model: Path) -> None:
+    items, out, report = data(tmp_path), tmp_path / "out", tmp_path / "report"
+    done = run("comoe", "train", model, "--data", items, "-o", out, *QUICK)
+    assert done.status == 0 and "12 items for 4 steps" in " ".join(done.out.split()), done
+    assert names(out) == ["adapters.safetensors", "comoe.json", "log.jsonl"]
+    assert json.loads((out / "comoe.json").read_text())["config"]["rank"] == 4
+    done = run("comoe", "evaluate", model, "--adapters", out, "--data", items, "-o", report, "--base", "--json")
+    assert done.status == 0, done.err
+    content = json.loads(done.out)
+    assert [each["items"] for each in content["tasks"]] == [each["items"] for each in content["base"]] == [6, 6]
+    assert content == json.loads((report / "evaluation.json").read_text()) and content["adapters"] == "out"
+    again = run("comoe", "train", model, "--data", items, "-o", tmp_path / "again", *QUICK)
+    assert again.status == 0 and small.tree(tmp_path / "again") == small.tree(out)
+    assert names(tmp_path) == ["again", "items.jsonl", "out", "report"]
+
+
+def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, model: Path) -> None:
+    folder = own_tasks(tmp_path)
+    rows = [{"question": f"{n} or {n}:", "choices": [f"{n}", f"{n + 1}"], "answer": 0} for n in range(5)]
+    (folder / "learn.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = folder / "sums.yaml"
+    text = task.read_text().replace("data_files:\n", f"data_files:\n    train: {folder / 'learn.jsonl'}\n")
+    task.write_text(text.replace("test_split: test", "test_split: test\ntraining_split: train\nnum_fewshot: 2"))
+    options = EvaluationOptions(("sums",), include_path=folder)
+    learnt, asked = task_items(options, training=True), task_items(options)
+    assert learnt[3] == Item("3 or 3:", " 3", (" 3", " 4"), "sums") and len(learnt) == 5
+    assert len(asked) == 6 and asked[0].prompt.endswith("0 and 0:")
+    words = ("--tasks", "sums", "--include-path", folder, *QUICK)
+    assert run("comoe", "train", model, *words, "-o", tmp_path / "out").status == 0
+    refused(run("comoe", "train", model, "--tasks", "moe_demo_facts", "-o", tmp_path / "no"), "has no training split")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "either --tasks with lm-eval tasks, or --data"),
+        (("--data", "none.jsonl"), "cannot be read"),
+        (("--data", "items.jsonl", "--top-k", "5"), "top-k is 5 of 4 experts"),
+        (("--data", "items.jsonl", "--top-k", "1"), "no positives"),
+        (("--data", "items.jsonl", "--targets", "gate_up"), "ends with 'gate_up'"),
+        (("--data", "items.jsonl", "--steps", "0"), "--steps is 0"),
+        (("--data", "items.jsonl", "--learning-rate", "nan"), "--learning-rate is nan"),
+    ],
+)
+def test_refusals(
+    run: Run, tmp_path: Path, model: Path, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data(tmp_path)
+    refused(run("comoe", "train", model, "-o", "out", *words), message)
+    assert names(tmp_path) == ["items.jsonl"]
+
+
+def test_adapters_that_are_none_are_refused(run: Run, tmp_path: Path, model: Path) -> None:
+    words = ("--data", data(tmp_path), "--adapters", tmp_path)
+    refused(run("comoe", "evaluate", model, *words), r"holds no comoe\.json")
+    refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "--batch-size is 0")
+
+
+def test_the_defaults_of_the_command_are_those_of_the_classes() -> None:
+    told = {name: entry.default for name, entry in inspect.signature(comoe.train).parameters.items()}
+    told |= {"targets": tuple(told["targets"].split(","))}
+    for entry in (*fields(ComoeConfig), *fields(TuningOptions)):
+        assert told[entry.name] == entry.default, entry.name
