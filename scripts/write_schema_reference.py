@@ -1,7 +1,7 @@
 """Write the tables of docs/reference/plan.md from the JSON Schemas beside it.
 
-    python -m scripts.write_schema_reference            # print the page
-    python -m scripts.write_schema_reference --write    # put the tables into docs/reference/plan.md
+python -m scripts.write_schema_reference            # print the page
+python -m scripts.write_schema_reference --write    # put the tables into docs/reference/plan.md
 """
 
 import argparse

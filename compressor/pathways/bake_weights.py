@@ -109,9 +109,7 @@ def judged(model: OpenModel, text: Text, trials: Sequence[Weights]) -> list[Tens
     return [torch.cat(values) for values in seen.found]
 
 
-def bake_weights(
-    model: OpenModel, weights: Weights, fit: Sequence[Text], heldout: Text, progress: Progress
-) -> Baked:
+def bake_weights(model: OpenModel, weights: Weights, fit: Sequence[Text], heldout: Text, progress: Progress) -> Baked:
     """Move the router weights of a smaller model, a round for each text of `fit`; what `heldout` likes best is kept.
 
     Raises `CompressionError` for an architecture through which no gradients go layer by layer.

@@ -8,11 +8,9 @@ from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways.bake import Bake, bake_routers, repeated_text
-from compressor.pathways.rewriting import keep, kept, put_into
-from compressor.plans.json import readable_json
+from compressor.pathways.keeping import keep, kept
 from compressor.progress import Progress
-from compressor.records import read_object
-from compressor.run_record import COMPRESSION
+from compressor.surgery.rewriting import note_result, put_into
 
 
 def bake_finished(
@@ -36,8 +34,4 @@ def bake_finished(
         baked = bake_routers(smaller, original, bake, text, progress)
         keep(place, baked)
     put_into(folder, baked.tensors)
-    record = read_object(folder / COMPRESSION)
-    done = {**asked, "result": dict(baked.result)}
-    record["plan"]["bake"] = {**record["plan"]["bake"], "result": dict(baked.result)}
-    (folder / COMPRESSION).write_text(readable_json(record), encoding="utf-8")
-    return done
+    return note_result(folder, "bake", asked, baked.result)

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 AUTO, GRAPH = "auto", "graph:"
 KEEP, STRATEGY, CALIBRATION = "What to keep", "Strategy", "Calibration"
+TRAINING, LOSS = "Training", "Loss"
 CORRECTION, GATE, PUBLISHING, RUNNING = "Correction", "Gate", "Publishing", "Running"
-PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, PUBLISHING, RUNNING)  # of the help, in this order
+PANELS = (KEEP, STRATEGY, CALIBRATION, TRAINING, LOSS, CORRECTION, GATE, PUBLISHING, RUNNING)  # of the help, in order
 DEFAULT_LENGTH = 512
 
 

@@ -20,7 +20,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.pathways import finished
 from compressor.pathways.bake import RoutersBaked, stored_routers
 from compressor.pathways.bake_weights import Text, Weights, bake_weights, judged
-from compressor.pathways.rewriting import keep, kept
+from compressor.pathways.keeping import keep, kept
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
 from tests import small, zoo

@@ -1,0 +1,106 @@
+"""The loss of one step: the mean over its tokens of each part, times the part's weight.
+
+B sequences of L tokens, V tokens in the vocabulary, T = B L.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from compressor.calibration.teacher import divergence
+from compressor.model.reverse import ReverseVisitor
+from compressor.model.streaming import Forward
+from compressor.recovery.options import Recovery
+from compressor.recovery.text import Batch
+from compressor.recovery.updating import NotFiniteError
+
+
+class Objective(ReverseVisitor):
+    """What a step's batches are to lower. As a visitor it adds what is asked of layers inside the model.
+
+    `parts` has the mean of each part over what has run, before its weight.
+    """
+
+    def __init__(self, options: Recovery, step: Sequence[Batch], last: str) -> None:
+        self.options, self.step, self.last = options, step, last
+        self.tokens = sum(batch.tokens.numel() for batch in step)
+        self.predicted = self.tokens - sum(len(batch.tokens) for batch in step)
+        self.parts: dict[str, float] = {}
+        self.batch = 0
+
+    def loss(self, number: int, output: Any) -> Tensor:
+        """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
+        batch, logits, options = self.step[number], output.logits, self.options
+        found = logits.new_zeros((), dtype=torch.float32)
+        if options.distill:
+            found = found + self._part("distill", divergence(batch.original, logits).sum() / self.tokens)
+        if options.cross_entropy:
+            found = found + self._part("cross_entropy", next_token_losses(batch.tokens, logits).sum() / self.predicted)
+        nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
+        return found if found.requires_grad else nothing
+
+    def _part(self, name: str, value: Tensor) -> Tensor:
+        """A part times its weight, noted."""
+        if not math.isfinite(number := float(value.detach())):
+            raise NotFiniteError
+        self.parts[name] = self.parts.get(name, 0.0) + number
+        weight: float = getattr(self.options, name)
+        return weight * value
+
+    def entering(self, batch: int) -> None:
+        self.batch = batch
+
+    def replaying(self, unit: str, batch: int) -> None:
+        self.batch = batch
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        """The layer's forward; where gradients are taken, what is asked of its output is added to the loss."""
+        if not (self.options.hidden_states and unit == self.last):
+            return own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return output
+            hidden, *others = (output,) if isinstance(output, Tensor) else output
+            hidden = added(hidden, self._part("hidden_states", self._distance(hidden)))
+            return hidden if isinstance(output, Tensor) else (hidden, *others)
+
+        return forward
+
+    def _distance(self, hidden: Tensor) -> Tensor:
+        """The square distance from the original's states over their own square, by sequence; its share of the mean."""
+        batch = self.step[self.batch]
+        assert batch.hidden is not None
+        wanted = batch.hidden.to(hidden.device).float()
+        off = (hidden.float() - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-12)
+        return off.sum() * batch.tokens.shape[1] / self.tokens
+
+
+class _Added(torch.autograd.Function):
+    """The value as it is; on the way back the loss beside it gets its gradient of 1."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        return gradient, torch.ones((), dtype=torch.float32, device=gradient.device)
+
+
+def added(value: Tensor, loss: Tensor) -> Tensor:
+    """The value, through which a loss [] in float32 joins whatever loss is taken behind it."""
+    result: Tensor = _Added.apply(value, loss)
+    return result
+
+
+def next_token_losses(tokens: Tensor, logits: Tensor) -> Tensor:
+    """-log p of each token after those before it, in nats: [B, L], [B, L, V] -> [B, L - 1]."""
+    scores = logits[:, :-1].float().transpose(1, 2)
+    return cross_entropy(scores, tokens[:, 1:].to(logits.device), reduction="none")
