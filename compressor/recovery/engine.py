@@ -32,6 +32,8 @@ class Judgement:
 class Engine(Protocol):
     """A model in training, in memory or layer by layer."""
 
+    model: OpenModel
+
     def step(self, batches: Sequence[Batch], objective: Objective, rate: float) -> None:
         """Take one step. Raises `NotFiniteError` where a loss or a gradient is no number."""
 

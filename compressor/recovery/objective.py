@@ -5,6 +5,7 @@ B sequences of L tokens, V tokens in the vocabulary, T = B L.
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.calibration.teacher import divergence
+from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReverseVisitor
 from compressor.model.streaming import Forward
+from compressor.recovery.expert_outputs import ExpertCall, experts_apart, noted_call, seeded
 from compressor.recovery.options import Recovery
 from compressor.recovery.text import Batch
 from compressor.recovery.updating import NotFiniteError
@@ -25,16 +29,18 @@ class Objective(ReverseVisitor):
     `parts` has the mean of each part over what has run, before its weight.
     """
 
-    def __init__(self, options: Recovery, step: Sequence[Batch], last: str) -> None:
-        self.options, self.step, self.last = options, step, last
-        self.tokens = sum(batch.tokens.numel() for batch in step)
-        self.predicted = self.tokens - sum(len(batch.tokens) for batch in step)
+    def __init__(self, options: Recovery, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
+        self.options, self.batches, self.model, self.seed, self.step = options, batches, model, seed, step
+        self.tokens = sum(batch.tokens.numel() for batch in batches)
+        self.predicted = self.tokens - sum(len(batch.tokens) for batch in batches)
+        self.layers = layers_by_unit(model.architecture.layers) if options.contrastive else {}
+        self.last = model.architecture.units[-1] if options.hidden_states else None
         self.parts: dict[str, float] = {}
         self.batch = 0
 
     def loss(self, number: int, output: Any) -> Tensor:
         """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
-        batch, logits, options = self.step[number], output.logits, self.options
+        batch, logits, options = self.batches[number], output.logits, self.options
         found = logits.new_zeros((), dtype=torch.float32)
         if options.distill:
             found = found + self._part("distill", divergence(batch.original, logits).sum() / self.tokens)
@@ -59,22 +65,36 @@ class Objective(ReverseVisitor):
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         """The layer's forward; where gradients are taken, what is asked of its output is added to the loss."""
-        if not (self.options.hidden_states and unit == self.last):
+        layers = self.layers.get(unit, [])
+        if not layers and unit != self.last:
             return own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
             if not torch.is_grad_enabled():
-                return output
+                return own(*args, **kwargs)
+            with ExitStack() as stack:
+                whole = self.model.partial.model
+                calls = [stack.enter_context(noted_call(whole.get_submodule(layer.name))) for layer in layers]
+                output = own(*args, **kwargs)
             hidden, *others = (output,) if isinstance(output, Tensor) else output
-            hidden = added(hidden, self._part("hidden_states", self._distance(hidden)))
+            if unit == self.last:
+                hidden = added(hidden, self._part("hidden_states", self._distance(hidden)))
+            for layer, seen in zip(layers, calls, strict=True):
+                hidden = added(hidden, self._part("contrastive", self._contrast(layer, seen)))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
 
         return forward
 
+    def _contrast(self, layer: MoeLayer, calls: Sequence[ExpertCall]) -> Tensor:
+        """The contrastive loss of a layer's experts on the batch; its share of the mean over tokens and layers."""
+        (call,), generator = calls, seeded(self.seed, self.step, self.batch, layer)
+        found = experts_apart(self.model.partial.model.get_submodule(layer.name), call, self.options, generator)
+        share = self.batches[self.batch].tokens.numel() / self.tokens
+        return found * share / len(self.model.architecture.layers)
+
     def _distance(self, hidden: Tensor) -> Tensor:
         """The square distance from the original's states over their own square, by sequence; its share of the mean."""
-        batch = self.step[self.batch]
+        batch = self.batches[self.batch]
         assert batch.hidden is not None
         wanted = batch.hidden.to(hidden.device).float()
         off = (hidden.float() - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-12)

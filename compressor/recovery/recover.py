@@ -13,6 +13,7 @@ from compressor.calibration.teacher import check_teacher
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recovery.engine import Engine
+from compressor.recovery.expert_outputs import refuse_too_few
 from compressor.recovery.memory import InMemory
 from compressor.recovery.options import Recovery
 from compressor.recovery.running import folder_of, result, train
@@ -42,7 +43,9 @@ class Recovered:
 def check_recovery(smaller: OpenModel, original: OpenModel, options: Recovery) -> None:
     """Refuse an original that cannot teach the smaller model, and tensors that cannot be trained as they are stored."""
     check_teacher(smaller, original)
-    stored_dtypes(smaller, [key for layer in trained_layers(smaller, options) for key in layer.keys])
+    if options.contrastive:
+        refuse_too_few(smaller)
+    stored_dtypes(smaller, trained_layers(smaller, options))
 
 
 def recovered(place: Path) -> Recovered | None:
@@ -67,7 +70,7 @@ def recover_tensors(
     layer by layer if they are to.
     """
     layers = trained_layers(smaller, options)
-    stored = stored_dtypes(smaller, [key for layer in layers for key in layer.keys])
+    stored = stored_dtypes(smaller, layers)
     asked = read_original(text, original, options, progress)
     engine: Engine
     if options.stream:
@@ -77,7 +80,7 @@ def recover_tensors(
         engine = InMemory(smaller, layers, stored, options, seed)
     steps = place / "steps"
     try:
-        state = train(engine, asked, options, seed, smaller.architecture.units[-1], steps, progress)
+        state = train(engine, asked, options, seed, steps, progress)
         shutil.rmtree(place / MADE, ignore_errors=True)
         for number, layer in enumerate(layers if state.better else ()):
             values = engine.values(folder_of(steps, state.best), layer.unit)

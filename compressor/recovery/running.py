@@ -84,13 +84,8 @@ def kept(place: Path) -> State | None:
     return found if all(folder_of(place, step).is_dir() for step in {found.step, found.best} - {0}) else None
 
 
-def train(
-    engine: Engine, text: Text, options: Recovery, seed: int, last: str, place: Path, progress: Progress
-) -> State:
-    """Train what the engine holds, or go on where a killed run has stopped; the best state is left in `place`.
-
-    `last` is the last decoder layer.
-    """
+def train(engine: Engine, text: Text, options: Recovery, seed: int, place: Path, progress: Progress) -> State:
+    """Train what the engine holds, or go on where a killed run has stopped; the best state is left in `place`."""
     progress.start("recover", options.steps)
     if (state := kept(place)) is None:
         shutil.rmtree(place, ignore_errors=True)
@@ -102,18 +97,18 @@ def train(
     for _ in range(state.step):
         progress.advance("step")
     while state.ended is None:
-        state = _evaluated(engine, text, options, seed, last, place, progress, state)
+        state = _evaluated(engine, text, options, seed, place, progress, state)
     return state
 
 
 def _evaluated(
-    engine: Engine, text: Text, options: Recovery, seed: int, last: str, place: Path, progress: Progress, state: State
+    engine: Engine, text: Text, options: Recovery, seed: int, place: Path, progress: Progress, state: State
 ) -> State:
     """The steps up to the next evaluation, that one, and the state kept; or the end of it all."""
     end, sums = min(state.step + options.every, options.steps), dict[str, float]()
     for step in range(state.step, end):
         batches = text.of_step(step, options.sequences, seed)
-        objective = Objective(options, batches, last)
+        objective = Objective(options, batches, engine.model, seed, step)
         try:
             engine.step(batches, objective, options.rate_at(step))
         except NotFiniteError:
@@ -128,8 +123,8 @@ def _evaluated(
     curve = (*state.curve, found)
     best = min(curve, key=lambda entry: entry.kl)
     ended = (
-        DONE if end == options.steps
-        else APART if found.kl > DIVERGED * state.curve[0].kl
+        APART if found.kl > DIVERGED * state.curve[0].kl
+        else DONE if end == options.steps
         else NO_BETTER if sum(entry.step > best.step for entry in curve) >= options.patience
         else None
     )  # fmt: skip

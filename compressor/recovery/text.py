@@ -74,15 +74,15 @@ def recovery_text(
     count = max(options.steps * options.sequences, -(-passed // options.length)) + HELDOUT
     tokenizer = load_tokenizer(model.source.folder)
 
-    def read(share: float) -> Calibration:
+    def read(samples: int, share: float) -> Calibration:
         return calibrate(
-            sources, tokenizer, samples=count, length=options.length, seed=seed, vocab=model.vocabulary,
+            sources, tokenizer, samples=samples, length=options.length, seed=seed, vocab=model.vocabulary,
             batch_size=_rows(options, model), heldout=share,
         )  # fmt: skip
 
-    made = read(HELDOUT / count)
+    made = read(count, HELDOUT / count)
     if (found := int(made.identity["samples"])) < count:
-        made = read(min(HELDOUT / found, MOST_HELDOUT))
+        made = read(found if len(sources) == 1 else count, min(HELDOUT / found, MOST_HELDOUT))
     _refuse_short(options, made)
     return made
 
