@@ -19,6 +19,7 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("`calibration`", "plan", "calibration"),
     ("`correction`", "plan", "correction"),
     ("`bake`", "plan", "bake"),
+    ("`recover`", "plan", "recover"),
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),
     ("compression.json", "compression", None),

@@ -195,6 +195,7 @@ def test_refusals(run: Run, originals: Path, tmp_path: Path) -> None:
         (("--steps", 0), "--steps 0 is out of range"),
         (("--distill", "nan"), "--distill nan is out of range"),
         (("--distill", 0), "nothing is learnt of no loss"),
+        (("--steps", 10**6, "--tokens-per-step", 10**6), "are more than 1,000,000,000 tokens; ask for fewer"),
         (("--tokens-per-step", 16), "less than one sequence of 32"),
     ):
         refused(run(*asked(originals, out, *more)), message)
@@ -220,3 +221,18 @@ def test_another_teacher_than_the_source_is_told(run: Run, originals: Path, tmp_
     assert warned.status == 0 and "whose fingerprint is not that of other" in warned.err
     fine = run(*asked(originals, tmp_path / "fine", "--steps", 1))
     assert fine.status == 0 and "fingerprint" not in fine.err
+
+
+def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, originals: Path, tmp_path: Path) -> None:
+    data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+    ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--correct", "ridge")
+    wish = ("--bake", "router", "--recover", "experts", "--recover-steps", 2)
+    assert run("compress", *ask, *wish, "-o", tmp_path / "one").status == 0
+    assert run("plan", *ask, *wish, "-o", tmp_path / "plan.json").status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
+    assert record["recover"]["steps"] == 2 and record["recover"]["result"]["after"] <= record["bake"]["result"]["after"]
+    recipe = (tmp_path / "one" / "recipe.yaml").read_text()
+    assert "recover: experts" in recipe and "recover_steps: 2" in recipe
+    refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")

@@ -65,6 +65,12 @@ class Request:
     bake: str | None = described(
         None, CORRECTION, "Then move the routers toward the original on text: none or router (default: none)."
     )
+    recover: str | None = described(
+        None,
+        CORRECTION,
+        "Then train toward the original on text: none, experts, router, lora or all (default: none).",
+    )
+    recover_steps: int = described(400, CORRECTION, "With --recover: steps of 2,048 tokens.", min=1)
     device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
@@ -79,6 +85,11 @@ class Request:
 
             if self.bake not in (known := ("none", *BAKES)):
                 raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(known)}")
+        if self.recover is not None:
+            from compressor.recovery.options import METHODS as RECOVERIES
+
+            if self.recover not in (methods := ("none", *RECOVERIES)):
+                raise CompressionError(f"there is no recovery {self.recover!r}; known are {', '.join(methods)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)
@@ -140,6 +151,8 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.seed,
         request.correct,
         request.bake,
+        request.recover,
+        request.recover_steps,
         request.sequential,
         request.protect if request.protects_what_data_shows else _content(request.protect),
         str(model.partial.device),

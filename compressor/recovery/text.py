@@ -18,6 +18,7 @@ from compressor.errors import CompressionError
 from compressor.model.buffers import allocate
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor
+from compressor.plans.json import refuse_floods
 from compressor.progress import Progress
 from compressor.recovery.options import Recovery
 
@@ -69,9 +70,10 @@ def recovery_text(
 ) -> Calibration:
     """The text of a recovery; its last sequences, behind `passed` tokens that others have used, are held out.
 
-    Raises `CompressionError` if it is too short for a step.
+    Raises `CompressionError` if it is too short for a step, or more is asked for than any model can be run on.
     """
     count = max(options.steps * options.sequences, -(-passed // options.length)) + HELDOUT
+    refuse_floods(count, options.length)
     tokenizer = load_tokenizer(model.source.folder)
 
     def read(samples: int, share: float) -> Calibration:
