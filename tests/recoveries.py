@@ -66,7 +66,7 @@ class Lesson:
 def take_step(engine: Engine, text: Text, options: Recovery, step: int, model: OpenModel) -> Objective:
     batches = text.of_step(step, options.sequences, seed=0)
     objective = Objective(options, batches, model, 0, step)
-    engine.step(batches, objective, options.rate_at(step))
+    engine.step(objective, options.rate_at(step))
     return objective
 
 

@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +240,34 @@ def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, origina
     recipe = (tmp_path / "one" / "recipe.yaml").read_text()
     assert "recover: experts" in recipe and "recover_steps: 2" in recipe
     refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_processes_that_train_together_come_to_what_one_does(run: Run, originals: Path, tmp_path: Path) -> None:
+    more = ("--contrastive", 0.0, "--cross-entropy", 0.5, "--steps", 3, "--evaluate-every", 1)
+    assert run(*asked(originals, tmp_path / "one", *more)).status == 0
+    command = [sys.executable, "-m", "compressor", *asked(originals, tmp_path / "two", *more)]
+    port, started = str(free_port()), []
+    for number in ("0", "1"):
+        place = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+        own = {**os.environ, **place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        started.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    (out, err), (silent, other) = (process.communicate(timeout=300) for process in started)
+    assert [process.returncode for process in started] == [0, 0], err + other
+    assert "The state after" in out and silent == ""
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-5, msg=key)
+    curves = [
+        json.loads((tmp_path / name / "compression.json").read_text())["plan"]["recover"]["result"]["curve"]
+        for name in ("one", "two")
+    ]
+    for alone, together in zip(*curves, strict=True):
+        assert together["kl"] == pytest.approx(alone["kl"], rel=1e-4)
+        assert together["training"] == pytest.approx(alone["training"], rel=1e-4)
+    assert names(tmp_path) == ["one", "two"]

@@ -11,10 +11,13 @@ from compressor.calibration.sources import parse_sources
 from compressor.model.opened import OpenModel
 from compressor.planning.run import open_run
 from compressor.progress import Progress
+from compressor.records import read_object
 from compressor.recovery.finished import recover_finished
 from compressor.recovery.options import Recovery
-from compressor.recovery.recover import check_recovery
+from compressor.recovery.ranks import present
+from compressor.recovery.recover import check_recovery, help_recover
 from compressor.recovery.text import recovery_text
+from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
 
@@ -59,30 +62,34 @@ def recover(
     `steps=400` and so on. Where the output of this very request is in place already, nothing is written. Raises
     `CompressionError` for options out of range, a teacher of another vocabulary or tokenizer, text too short for a
     step, tensors that are stored quantised, and with `stream` for an architecture through which no gradients go layer
-    by layer.
+    by layer. Of several processes that a launcher has started, each takes its share of every step.
     """
     if options is not None and wanted:
         raise TypeError("give a Recovery or its fields, not both")
-    wish, place = options or Recovery(**wanted), Path(out)
+    wish, place, ranks = options or Recovery(**wanted), Path(out), present(device)
     sources = parse_sources([data] if isinstance(data, str) else data)
-    with open_run(checkpoint, None, dtype, device, progress) as run:
+    with open_run(checkpoint, None, dtype, ranks.device if ranks.count > 1 else device, progress) as run:
         with run.clock.phase("open"):
             original = open_original(run, teacher, revision, place)
-            check_recovery(run.model, original, wish)
+            check_recovery(run.model, original, wish, ranks)
             _warn_of_another_source(run.model, original)
             text = recovery_text(wish, sources, original, seed)
         asked = {**wish.to_dict(), "seed": seed, "dtype": _dtype(original), "calibration": text.identity}
 
         def change(written: Path, kept: Path) -> dict[str, Any]:
-            return recover_finished(written, original, asked, kept, run.progress, text)
+            return recover_finished(written, original, asked, kept, run.progress, text, ranks)
 
-        done = write_anew(run, original, ("recover", asked), change, place, overwrite, command)
-        result, label = done["result"], original.source.label
-        told = {name: result[name] for name in ("changed", "before", "after", "loss_before", "loss_after", "best")}
-        seconds = dict(run.clock.seconds)
+        if ranks.first:
+            done = write_anew(run, original, ("recover", asked), change, place, overwrite, command)["result"]
+            ranks.dismiss()
+        else:
+            found = help_recover(run.model, original, wish, text, seed, ranks)
+            done = found or read_object(place / COMPRESSION)["plan"]["recover"]["result"]
+        told = {name: done[name] for name in ("changed", "before", "after", "loss_before", "loss_after", "best")}
         return RecoverySummary(
-            str(out), label, wish.method, **told, ended=result["ended"], curve=tuple(result["curve"]), seconds=seconds
-        )
+            str(out), original.source.label, wish.method, **told, ended=done["ended"], curve=tuple(done["curve"]),
+            seconds=dict(run.clock.seconds),
+        )  # fmt: skip
 
 
 def _dtype(model: OpenModel) -> str:

@@ -16,6 +16,7 @@ from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
 from compressor.recovery.objective import Objective, next_token_losses
+from compressor.recovery.ranks import Ranks
 from compressor.recovery.text import Batch
 
 Values = Mapping[str, Tensor]
@@ -33,9 +34,10 @@ class Engine(Protocol):
     """A model in training, in memory or layer by layer."""
 
     model: OpenModel
+    ranks: Ranks
 
-    def step(self, batches: Sequence[Batch], objective: Objective, rate: float) -> None:
-        """Take one step. Raises `NotFiniteError` where a loss or a gradient is no number."""
+    def step(self, objective: Objective, rate: float) -> None:
+        """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
 
     def judged(self, batches: Sequence[Batch]) -> Judgement:
         """How the model does as it would be stored now."""

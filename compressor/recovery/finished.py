@@ -9,6 +9,7 @@ from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress
 from compressor.recovery.options import Recovery
+from compressor.recovery.ranks import ALONE, Ranks
 from compressor.recovery.recover import recover_tensors, recovered
 from compressor.recovery.text import repeated_text
 from compressor.surgery.rewriting import note_result, put_into
@@ -21,6 +22,7 @@ def recover_finished(
     place: Path,
     progress: Progress,
     text: Calibration | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Train the checkpoint in `folder` as a plan asks for; returns its entry with the result.
 
@@ -32,7 +34,7 @@ def recover_finished(
         smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
         options = Recovery.from_plan(asked)
         text = text or repeated_text(options, asked["calibration"], original)
-        made = recover_tensors(smaller, original, options, text, int(asked.get("seed", 0)), place, progress)
+        made = recover_tensors(smaller, original, options, text, int(asked.get("seed", 0)), place, progress, ranks)
     for tensors in made.tensors():
         put_into(folder, tensors)
     return note_result(folder, "recover", asked, made.result)

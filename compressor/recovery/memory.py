@@ -11,9 +11,10 @@ from compressor.model.opened import OpenModel
 from compressor.recovery.engine import Judgement, Judging, Values, put_values, rounded
 from compressor.recovery.objective import Objective
 from compressor.recovery.options import Recovery
+from compressor.recovery.ranks import ALONE, Ranks
 from compressor.recovery.text import Batch
 from compressor.recovery.trained import TrainedLayer
-from compressor.recovery.updating import LayerState, keep_state, kept_state, update
+from compressor.recovery.updating import LayerState, NotFiniteError, keep_state, kept_state, update
 
 
 class InMemory:
@@ -26,27 +27,51 @@ class InMemory:
         stored: Mapping[str, torch.dtype],
         options: Recovery,
         seed: int,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.stored, self.optimizer = model, stored, options.optimiser
+        self.model, self.stored, self.optimizer, self.ranks = model, stored, options.optimiser, ranks
         self.layers = {layer.unit: layer for layer in layers}
         model.partial.load(model.partial.keys_under(""))
         state = model.partial.model.state_dict()
         self.own = {key: state[key].detach() for layer in layers for key in layer.keys}
         self.states = {layer.unit: LayerState(layer.begin(self.own, options.rank, seed)) for layer in layers}
 
-    def step(self, batches: Sequence[Batch], objective: Objective, rate: float) -> None:
+    def step(self, objective: Objective, rate: float) -> None:
         """Take one step over all batches."""
-        whole, device = self.model.partial.model, self.model.partial.device
+        whole = self.model.partial.model
         for unit, layer in self.layers.items():
             put_values(self.model, layer.values(self.own, self.states[unit].masters), trainable=True)
-        with self._visited(objective), torch.enable_grad():
-            for number, batch in enumerate(batches):
-                objective.entering(number)
-                objective.loss(number, whole(input_ids=batch.tokens.to(device), use_cache=False)).backward()
+        self._agree(objective, self._finite_losses(objective))
         for unit, layer in self.layers.items():
             state, parameters = self.states[unit], {key: whole.get_parameter(key) for key in layer.keys}
             dense = {key: parameter.grad for key, parameter in parameters.items()}
-            update(state, layer.gradients(state.masters, dense), self.optimizer, rate)
+            gradients = self.ranks.summed(layer.gradients(state.masters, dense))
+            update(state, gradients, self.optimizer, rate)
+
+    def _finite_losses(self, objective: Objective) -> bool:
+        """Take the gradients of all batches' losses; whether all of these are numbers."""
+        model, device = self.model.partial.model, self.model.partial.device
+        try:
+            with self._visited(objective), torch.enable_grad():
+                for number, batch in enumerate(objective.batches):
+                    if len(batch.tokens):
+                        objective.entering(number)
+                        output = model(input_ids=batch.tokens.to(device), use_cache=False)
+                        objective.loss(number, output).backward()
+        except NotFiniteError:
+            return False
+        return True
+
+    def _agree(self, objective: Objective, finite: bool) -> None:
+        """Sum the parts of the loss over all processes. Raises `NotFiniteError` in all if it is due in one."""
+        if self.ranks.count > 1:
+            device = self.model.partial.device
+            told = {name: torch.tensor(value, device=device) for name, value in objective.parts.items()}
+            told = self.ranks.summed({**told, "": torch.tensor(float(not finite), device=device)})
+            finite = not float(told.pop(""))
+            objective.parts = {name: float(value) for name, value in told.items()}
+        if not finite:
+            raise NotFiniteError
 
     @contextmanager
     def _visited(self, objective: Objective) -> Iterator[None]:

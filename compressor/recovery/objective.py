@@ -19,8 +19,11 @@ from compressor.model.reverse import ReverseVisitor
 from compressor.model.streaming import Forward
 from compressor.recovery.expert_outputs import ExpertCall, experts_apart, noted_call, seeded
 from compressor.recovery.options import Recovery
+from compressor.recovery.ranks import ALONE, Ranks
 from compressor.recovery.text import Batch
 from compressor.recovery.updating import NotFiniteError
+
+PARTS = ("distill", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
 
 
 class Objective(ReverseVisitor):
@@ -29,13 +32,22 @@ class Objective(ReverseVisitor):
     `parts` has the mean of each part over what has run, before its weight.
     """
 
-    def __init__(self, options: Recovery, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
-        self.options, self.batches, self.model, self.seed, self.step = options, batches, model, seed, step
+    def __init__(
+        self,
+        options: Recovery,
+        batches: Sequence[Batch],
+        model: OpenModel,
+        seed: int,
+        step: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.options, self.model, self.seed, self.step = options, model, seed, step
+        self.batches = [ranks.share(batch) for batch in batches]
         self.tokens = sum(batch.tokens.numel() for batch in batches)
         self.predicted = self.tokens - sum(len(batch.tokens) for batch in batches)
         self.layers = layers_by_unit(model.architecture.layers) if options.contrastive else {}
         self.last = model.architecture.units[-1] if options.hidden_states else None
-        self.parts: dict[str, float] = {}
+        self.parts = {name: 0.0 for name in PARTS if getattr(options, name)}
         self.batch = 0
 
     def loss(self, number: int, output: Any) -> Tensor:
@@ -53,7 +65,7 @@ class Objective(ReverseVisitor):
         """A part times its weight, noted."""
         if not math.isfinite(number := float(value.detach())):
             raise NotFiniteError
-        self.parts[name] = self.parts.get(name, 0.0) + number
+        self.parts[name] += number
         weight: float = getattr(self.options, name)
         return weight * value
 

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from compressor.calibration.batches import Calibration
 from compressor.calibration.teacher import check_teacher
+from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.progress import Progress
+from compressor.progress import Progress, Silent
 from compressor.recovery.engine import Engine
 from compressor.recovery.expert_outputs import refuse_too_few
 from compressor.recovery.memory import InMemory
 from compressor.recovery.options import Recovery
+from compressor.recovery.ranks import ALONE, Ranks
 from compressor.recovery.running import folder_of, result, train
 from compressor.recovery.stored import stored_dtypes, stored_tensors
 from compressor.recovery.streamed import Streamed, tell_cost
@@ -40,9 +42,11 @@ class Recovered:
             yield kept_tensors(path)
 
 
-def check_recovery(smaller: OpenModel, original: OpenModel, options: Recovery) -> None:
+def check_recovery(smaller: OpenModel, original: OpenModel, options: Recovery, ranks: Ranks = ALONE) -> None:
     """Refuse an original that cannot teach the smaller model, and tensors that cannot be trained as they are stored."""
     check_teacher(smaller, original)
+    if options.stream and ranks.count > 1:
+        raise CompressionError(f"--stream trains in one process, and {ranks.count} were started; start one alone")
     if options.contrastive:
         refuse_too_few(smaller)
     stored_dtypes(smaller, trained_layers(smaller, options))
@@ -62,6 +66,7 @@ def recover_tensors(
     seed: int,
     place: Path,
     progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> Recovered:
     """Train `smaller` toward `original` on the text; all that a killed run needs to go on is kept in `place`.
 
@@ -77,9 +82,10 @@ def recover_tensors(
         tell_cost(smaller, options.steps)
         engine = Streamed(smaller, layers, stored, options, seed, place / "now")
     else:
-        engine = InMemory(smaller, layers, stored, options, seed)
+        engine = InMemory(smaller, layers, stored, options, seed, ranks)
     steps = place / "steps"
     try:
+        ranks.call(str(place))
         state = train(engine, asked, options, seed, steps, progress)
         shutil.rmtree(place / MADE, ignore_errors=True)
         for number, layer in enumerate(layers if state.better else ()):
@@ -92,3 +98,19 @@ def recover_tensors(
     shutil.rmtree(place / "now", ignore_errors=True)
     shutil.rmtree(steps, ignore_errors=True)
     return Recovered(place / MADE, result(state, state.better))
+
+
+def help_recover(
+    smaller: OpenModel, original: OpenModel, options: Recovery, text: Calibration, seed: int, ranks: Ranks
+) -> dict[str, Any] | None:
+    """Train along with the first process, which keeps and writes; the result, or None if there was nothing to do."""
+    asked = read_original(text, original, options, Silent())
+    if (place := ranks.told(None)) is None:
+        return None
+    layers = trained_layers(smaller, options)
+    engine = InMemory(smaller, layers, stored_dtypes(smaller, layers), options, seed, ranks)
+    try:
+        state = train(engine, asked, options, seed, Path(place) / "steps", Silent())
+    finally:
+        engine.close()
+    return result(state, state.better)

@@ -18,7 +18,7 @@ from compressor.errors import CompressionError
 from compressor.files import write_whole
 from compressor.progress import Progress
 from compressor.records import read_as, read_json
-from compressor.recovery.engine import Engine
+from compressor.recovery.engine import Engine, Judgement
 from compressor.recovery.objective import Objective
 from compressor.recovery.options import Recovery
 from compressor.recovery.text import Text
@@ -87,9 +87,11 @@ def kept(place: Path) -> State | None:
 def train(engine: Engine, text: Text, options: Recovery, seed: int, place: Path, progress: Progress) -> State:
     """Train what the engine holds, or go on where a killed run has stopped; the best state is left in `place`."""
     progress.start("recover", options.steps)
-    if (state := kept(place)) is None:
-        shutil.rmtree(place, ignore_errors=True)
-        judged = engine.judged(text.heldout)
+    state: State | None = engine.ranks.told(kept(place))
+    if state is None:
+        if engine.ranks.first:
+            shutil.rmtree(place, ignore_errors=True)
+        judged = _judged(engine, text)
         first = tuple(judged.kl.tolist())
         state = State((Evaluation(0, float(judged.kl.mean()), float(judged.loss.mean())),), first, first)
     elif state.step:
@@ -108,18 +110,18 @@ def _evaluated(
     end, sums = min(state.step + options.every, options.steps), dict[str, float]()
     for step in range(state.step, end):
         batches = text.of_step(step, options.sequences, seed)
-        objective = Objective(options, batches, engine.model, seed, step)
+        objective = Objective(options, batches, engine.model, seed, step, engine.ranks)
         try:
-            engine.step(batches, objective, options.rate_at(step))
+            engine.step(objective, options.rate_at(step))
         except NotFiniteError:
-            return _kept_with(place, state, ended=NOT_A_NUMBER)
+            return _kept_with(engine, place, state, ended=NOT_A_NUMBER)
         for name, value in objective.parts.items():
             sums[name] = sums.get(name, 0.0) + value / (end - state.step)
         progress.advance("step")
-    judged = engine.judged(text.heldout)
+    judged = _judged(engine, text)
     found = Evaluation(end, float(judged.kl.mean()), float(judged.loss.mean()), sums)
     if not (math.isfinite(found.kl) and math.isfinite(found.loss)):
-        return _kept_with(place, state, ended=NOT_A_NUMBER)
+        return _kept_with(engine, place, state, ended=NOT_A_NUMBER)
     curve = (*state.curve, found)
     best = min(curve, key=lambda entry: entry.kl)
     ended = (
@@ -128,14 +130,23 @@ def _evaluated(
         else NO_BETTER if sum(entry.step > best.step for entry in curve) >= options.patience
         else None
     )  # fmt: skip
-    engine.save(folder_of(place, end))
+    if engine.ranks.first:
+        engine.save(folder_of(place, end))
     best_kl = tuple(judged.kl.tolist()) if best is found else state.best_kl
-    return _kept_with(place, State(curve, state.first, best_kl, best.step, ended))
+    return _kept_with(engine, place, State(curve, state.first, best_kl, best.step, ended))
 
 
-def _kept_with(place: Path, state: State, ended: str | None = None) -> State:
+def _judged(engine: Engine, text: Text) -> Judgement:
+    """How held-out text judges the model now: the first process says it for all."""
+    judged: Judgement = engine.ranks.told(engine.judged(text.heldout) if engine.ranks.first else None)
+    return judged
+
+
+def _kept_with(engine: Engine, place: Path, state: State, ended: str | None = None) -> State:
     """Write how far it has come, then remove the states that are of no more use."""
     state.ended = ended or state.ended
+    if not engine.ranks.first:
+        return state
     place.mkdir(parents=True, exist_ok=True)
     write_whole(place / STATE, json.dumps(asdict(state)))
     used = {folder_of(place, step).name for step in (state.best, state.step)}

@@ -19,6 +19,7 @@ from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.recovery.engine import Judgement, Judging, Values, put_values, rounded
 from compressor.recovery.objective import Objective
 from compressor.recovery.options import Recovery
+from compressor.recovery.ranks import ALONE
 from compressor.recovery.text import Batch
 from compressor.recovery.trained import TrainedLayer
 from compressor.recovery.updating import LayerState, file_of, keep_state, kept_state, update
@@ -41,6 +42,7 @@ class Streamed:
         now: Path,
     ) -> None:
         self.model, self.stored, self.optimizer, self.now = model, stored, options.optimiser, now
+        self.ranks = ALONE
         self.layers = {layer.unit: layer for layer in layers}
         shutil.rmtree(now, ignore_errors=True)
         for unit, layer in self.layers.items():
@@ -52,9 +54,11 @@ class Streamed:
         """A loaded layer's tensors, as the checkpoint has them."""
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
-    def step(self, batches: Sequence[Batch], objective: Objective, rate: float) -> None:
+    def step(self, objective: Objective, rate: float) -> None:
         """Take one step over all batches: once through the layers, and back."""
-        run = ReversePass(self.model.partial, [batch.tokens for batch in batches], self.model.architecture.units)
+        run = ReversePass(
+            self.model.partial, [batch.tokens for batch in objective.batches], self.model.architecture.units
+        )
         run.run(objective.loss, _Updating(self, rate), objective)
 
     @torch.no_grad()

@@ -68,6 +68,7 @@ def recover(
     from compressor.api import recovering
     from compressor.cli.recovered import show_recovery
     from compressor.recovery.options import Recovery
+    from compressor.recovery.ranks import present
 
     options = Recovery(
         method, distill, cross_entropy, hidden_states, contrastive, temperature, negatives, steps, tokens_per_step,
@@ -80,4 +81,5 @@ def recover(
             revision=running.revision, device=request.device, dtype=request.dtype, overwrite=running.overwrite,
             progress=progress, command=command_line(),
         )  # fmt: skip
-    show_recovery(summary, running.as_json)
+    if present().first:
+        show_recovery(summary, running.as_json)
