@@ -135,6 +135,15 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert len(steps) < 8
 
 
+def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(run: Run, originals: Path, tmp_path: Path) -> None:
+    assert run(*asked(originals, tmp_path / "whole")).status == 0
+    command = asked(originals, tmp_path / "out")
+    assert run_killed(command, "compressor.recovery.running", "write_whole", 4) == -signal.SIGKILL
+    for path in (tmp_path / ".out.moe-compressor").rglob("step-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert run(*command).status == 0 and tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
 def unchanged(run: Run, originals: Path, out: Path, *more: Any) -> dict[str, Any]:
     """What is told of a run that must leave all tensors as they are."""
     result = run(*asked(originals, out, "--json", *more))

@@ -18,6 +18,7 @@ from compressor.model.streaming import LayerVisitor
 from compressor.recovery.objective import Objective, next_token_losses
 from compressor.recovery.ranks import Ranks
 from compressor.recovery.text import Batch
+from compressor.recovery.trained import TrainedLayer
 
 Values = Mapping[str, Tensor]
 
@@ -35,6 +36,7 @@ class Engine(Protocol):
 
     model: OpenModel
     ranks: Ranks
+    layers: Mapping[str, TrainedLayer]  # by decoder layer
 
     def step(self, objective: Objective, rate: float) -> None:
         """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""

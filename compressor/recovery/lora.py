@@ -1,4 +1,4 @@
-"""LoRA on weights as they are (Hu et al., arXiv:2106.09685): W = W0 + (alpha / r) B A, with alpha = r.
+"""LoRA on weights as they are (Hu et al., arXiv:2106.09685): W = W0 + (alpha / r) B A, with alpha = 2 r.
 
 W is [..., M, N], A [..., r, N], B [..., M, r]; a fused tensor of experts has its own factors for each of them. The
 gradient of a weight is in memory anyway while its layer is trained, so the factors' gradients follow by the chain rule.
@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-SCALE = 1.0  # alpha / r
+SCALE = 2.0  # alpha / r
 
 
 def begin(shape: tuple[int, ...], rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class InMemory:
         ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.stored, self.optimizer, self.ranks = model, stored, options.optimiser, ranks
-        self.layers = {layer.unit: layer for layer in layers}
+        self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}
         model.partial.load(model.partial.keys_under(""))
         state = model.partial.model.state_dict()
         self.own = {key: state[key].detach() for layer in layers for key in layer.keys}

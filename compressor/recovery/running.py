@@ -7,7 +7,7 @@ several evaluations bring nothing better.
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from compressor.recovery.engine import Engine, Judgement
 from compressor.recovery.objective import Objective
 from compressor.recovery.options import Recovery
 from compressor.recovery.text import Text
-from compressor.recovery.updating import NotFiniteError
+from compressor.recovery.updating import NotFiniteError, file_of
+from compressor.surgery.kept import told_of
 
 STATE = "state.json"
 DIVERGED = 2.0  # times the divergence from the original before the first step
@@ -75,19 +76,20 @@ def folder_of(place: Path, step: int) -> Path:
     return place / f"step-{step:07d}"
 
 
-def kept(place: Path) -> State | None:
-    """How far an earlier run has come; None if there is none that can be gone on with."""
+def kept(place: Path, units: Collection[str]) -> State | None:
+    """How far an earlier run has come; None if there is none that can be gone on with, of these layers."""
     try:
         found = read_as(State, read_json(place / STATE, "run again"))
     except (OSError, CompressionError):
         return None
-    return found if all(folder_of(place, step).is_dir() for step in {found.step, found.best} - {0}) else None
+    files = [file_of(folder_of(place, step), unit) for step in {found.step, found.best} - {0} for unit in units]
+    return found if all(told_of(path) is not None for path in files) else None
 
 
 def train(engine: Engine, text: Text, options: Recovery, seed: int, place: Path, progress: Progress) -> State:
     """Train what the engine holds, or go on where a killed run has stopped; the best state is left in `place`."""
     progress.start("recover", options.steps)
-    state: State | None = engine.ranks.told(kept(place))
+    state: State | None = engine.ranks.told(kept(place, engine.layers))
     if state is None:
         if engine.ranks.first:
             shutil.rmtree(place, ignore_errors=True)

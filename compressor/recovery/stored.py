@@ -58,18 +58,17 @@ def _saved(model: OpenModel, tensors: Mapping[str, Tensor]) -> list[tuple[str, T
 
 
 def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.dtype:
-    shape, info = tuple(value.shape), model.checkpoint.tensors.get(name)
-    if info is None or (info.shape != shape and not model.layout.quantized):
-        raise _unknown_storage(key)
-    dtype = TORCH_DTYPES.get(info.dtype, torch.int8)
-    if model.layout.quantized and (info.shape != shape or not dtype.is_floating_point or dtype.itemsize < 2):
+    info = model.checkpoint.tensors.get(name)
+    alike = info is not None and info.shape == tuple(value.shape)
+    dtype = TORCH_DTYPES.get(info.dtype, torch.int8) if info is not None else torch.int8
+    if alike and dtype.is_floating_point and dtype.itemsize > 1:
+        return dtype
+    if model.layout.quantized:
         raise CompressionError(
             f"tensor {name!r} is stored quantised, so nothing can be trained into it; recover the model before it is "
-            "quantised, or choose --method router"
+            "quantised, or train what is not, as with --method router"
         )
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise CompressionError(f"tensor {name!r} is stored as {info.dtype}, so nothing can be trained into it")
-    return dtype
+    raise _unknown_storage(key)
 
 
 def _unknown_storage(key: str) -> CompressionError:

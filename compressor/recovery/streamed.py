@@ -43,7 +43,7 @@ class Streamed:
     ) -> None:
         self.model, self.stored, self.optimizer, self.now = model, stored, options.optimiser, now
         self.ranks = ALONE
-        self.layers = {layer.unit: layer for layer in layers}
+        self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}
         shutil.rmtree(now, ignore_errors=True)
         for unit, layer in self.layers.items():
             model.partial.load(layer.keys)

@@ -19,7 +19,7 @@ def in_peft(stock: Any, masters: dict[str, torch.Tensor], rank: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=list(ATTENTION),
+        r=rank, lora_alpha=2 * rank, target_modules=list(ATTENTION),
         target_parameters=[f"experts.{name}" for name in EXPERTS],
     )  # fmt: skip
     wrapped = get_peft_model(stock, config)

@@ -1,5 +1,6 @@
 """From the model's tensors back to the checkpoint's: what was read comes out as it is stored, in every family."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from compressor.model.opened import open_model
 from compressor.recovery.options import Recovery
 from compressor.recovery.stored import stored_dtypes, stored_tensors
 from compressor.recovery.trained import trained_layers
-from tests import small, zoo
+from tests import quantized, small, zoo
 from tests.opened import opened
 
 
@@ -44,3 +45,15 @@ def test_a_stored_tensor_that_is_none_of_the_stock_names_is_told(tmp_path: Path)
     del model.checkpoint.tensors[name]
     with pytest.raises(CompressionError, match="is not stored as transformers would write it"):
         stored_dtypes(model, trained_layers(model, Recovery()))
+
+
+@pytest.mark.parametrize("save", [quantized.save_fp8, quantized.save_mxfp4, quantized.save_compressed_tensors])
+def test_quantised_tensors_are_refused_by_name_and_plain_ones_beside_them_are_not(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
+    save(tmp_path)
+    model = open_model(locate(str(tmp_path)), "auto", "cpu")
+    with pytest.raises(CompressionError, match=r"tensor '\S+' is stored quantised.* --method router"):
+        stored_dtypes(model, trained_layers(model, Recovery("experts")))
+    router = stored_dtypes(model, trained_layers(model, Recovery("router")))
+    assert router and all(dtype.itemsize > 1 for dtype in router.values())
