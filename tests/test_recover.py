@@ -20,9 +20,11 @@ from torch import Tensor
 
 import compressor
 from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.build import card_text
 from compressor.recovery import objective, running
 from compressor.recovery.engine import Judgement
 from compressor.recovery.memory import InMemory
+from compressor.words import short
 from tests import small, zoo
 from tests.command_line import Run, names, refused, run_killed
 from tests.small import tree
@@ -100,6 +102,14 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(run: Run, origi
     plan = CompressionPlan.from_dict({**own["plan"], "recover": done})
     assert plan.digest() == record["plan_digest"] != own["plan_digest"]
     assert CompressionPlan.from_dict(json.loads(plan.to_json())) == plan
+    told = f"it is {short(done['result']['after'])} instead of {short(done['result']['before'])} nats per token away"
+    card = " ".join(card_text(outs[0], "me/small").text.split())
+    assert told in card and "trained what is left end to end" in card and "No weight was refitted" not in card
+    before = card_text(originals / "smaller", "me/small").text
+    assert "nats per token away" not in before and "No weight was refitted" in before
+    assert run("report", outs[0], "-o", tmp_path / "report.html").status == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "experts, 8 steps of 128 tokens at most; from the original on held-out text" in page
     again = run(*asked(originals, outs[1]))
     assert again.status == 0 and "is in place already" in again.err and tree(outs[0]) == tree(outs[1])
     refused(run(*asked(originals, outs[0], "--seed", 1)), "exists already")

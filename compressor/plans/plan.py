@@ -114,6 +114,12 @@ class CompressionPlan:
         """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
 
+    @property
+    def recovered(self) -> bool:
+        """Whether a recovery has changed the output."""
+        result = (self.recover or {}).get("result")
+        return isinstance(result, Mapping) and result.get("changed") is True
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, in the file's order."""
         protected = {name: list(experts) for name, experts in self.protected.items()}

@@ -76,10 +76,11 @@ def recover_tensors(
     """
     layers = trained_layers(smaller, options)
     stored = stored_dtypes(smaller, layers)
+    if options.stream:
+        tell_cost(smaller, options.steps)
     asked = read_original(text, original, options, progress)
     engine: Engine
     if options.stream:
-        tell_cost(smaller, options.steps)
         engine = Streamed(smaller, layers, stored, options, seed, place / "now")
     else:
         engine = InMemory(smaller, layers, stored, options, seed, ranks)
