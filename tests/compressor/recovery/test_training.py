@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.calibration import teacher
+from compressor.recovery import streamed
 from compressor.recovery.memory import InMemory
 from compressor.recovery.trained import trained_layers
 from compressor.recovery.updating import LayerState, update
+from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.opened import one_expert, plain_calls
 from tests.recoveries import Lesson, close, lesson, note_gradients, options, take_step
 
@@ -220,3 +222,25 @@ def test_the_contrastive_gradient_is_finite_differences_and_the_same_streamed(
     slope = (values[0] - values[1]) / 2e-3
     take_step(engine, text, term, 0, made.model)
     assert slope == pytest.approx(float((gradients[key] * direction).sum()), rel=0.02)
+
+
+def test_a_streamed_step_holds_one_layer_and_leaves_nothing_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, held = lesson("mixtral", tmp_path), list[list[str]]()
+    real = streamed.update
+
+    def noting(*given: Any) -> None:
+        held.append(sorted(loaded_units(made.model)))
+        real(*given)
+
+    monkeypatch.setattr(streamed, "update", noting)
+    wish = options(stream=True)
+    engine, text = made.engine(wish), made.text(wish)
+    take_step(engine, text, wish, 0, made.model)
+    assert held == [[unit] for unit in reversed(made.model.architecture.units)]
+    assert loaded(made.model.partial) == set()
+    engine.save(tmp_path / "kept")
+    before = [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
+    take_step(engine, text, wish, 1, made.model)  # which must not write into what was kept
+    assert before == [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
