@@ -258,6 +258,8 @@ def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, origina
     assert record["recover"]["steps"] == 2 and record["recover"]["result"]["after"] <= record["bake"]["result"]["after"]
     recipe = (tmp_path / "one" / "recipe.yaml").read_text()
     assert "recover: experts" in recipe and "recover_steps: 2" in recipe
+    command = " ".join(card_text(tmp_path / "one", "me/small").text.split())
+    assert "--bake router --recover experts --recover-steps 2" in command.replace("\\ ", "")
     refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")
 
 
