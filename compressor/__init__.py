@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from compressor.api.baking import calibrate_router
     from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
     from compressor.api.measuring import attribute, compare, gate, inspect
+    from compressor.api.recovering import RecoverySummary, recover
     from compressor.api.referencing import ReferenceSummary, reference
     from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompressionError",
+    "RecoverySummary",
     "ReferenceSummary",
     "Request",
     "Summary",
@@ -27,6 +29,7 @@ __all__ = [
     "inspect",
     "plan",
     "plan_per_source",
+    "recover",
     "reference",
     "train_comoe",
 ]
@@ -37,6 +40,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     **dict.fromkeys(("Summary", "apply", "compress", "plan", "plan_per_source"), "api.compressing"),
     "calibrate_router": "api.baking",
     **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
+    **dict.fromkeys(("RecoverySummary", "recover"), "api.recovering"),
     **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),
     **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),
 }

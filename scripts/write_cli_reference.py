@@ -1,7 +1,7 @@
 """Write docs/reference/command-line.md from the commands themselves, so that the page says what `--help` says.
 
-    python -m scripts.write_cli_reference            # print the page
-    python -m scripts.write_cli_reference --write    # put it into docs/reference/command-line.md
+python -m scripts.write_cli_reference            # print the page
+python -m scripts.write_cli_reference --write    # put it into docs/reference/command-line.md
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Write the tables of docs/reference/plan.md from the JSON Schemas beside it.
 
-    python -m scripts.write_schema_reference            # print the page
-    python -m scripts.write_schema_reference --write    # put the tables into docs/reference/plan.md
+python -m scripts.write_schema_reference            # print the page
+python -m scripts.write_schema_reference --write    # put the tables into docs/reference/plan.md
 """
 
 import argparse
@@ -19,6 +19,7 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("`calibration`", "plan", "calibration"),
     ("`correction`", "plan", "correction"),
     ("`bake`", "plan", "bake"),
+    ("`recover`", "plan", "recover"),
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),
     ("compression.json", "compression", None),

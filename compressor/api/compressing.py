@@ -24,6 +24,7 @@ from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan, check_against
 from compressor.progress import Progress
 from compressor.records import read_object
+from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
@@ -106,7 +107,7 @@ def apply(
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
     place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
-    dtype = (loaded.correction or loaded.bake or {}).get("dtype", "auto")
+    dtype = (loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
     with open_run(source, revision, dtype, progress=progress) as run:
         check_carried(run.model.source.folder)
         facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
@@ -233,6 +234,10 @@ def _carry_out(
             with clock.phase("bake"):
                 done = bake_finished(folder, model, plan.bake, run.folder / f"bake-{made.digest[:16]}", run.progress)
             plan = replace(plan, bake=done)
+        if plan.recover is not None and run.folder is not None:
+            with clock.phase("recover"):
+                kept = run.folder / f"recover-{made.digest[:16]}"
+                plan = replace(plan, recover=recover_finished(folder, model, plan.recover, kept, run.progress))
         made.verify(folder)
         if place.accept is not None:
             place.accept(folder)

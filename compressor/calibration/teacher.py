@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.calibration.batches import load_tokenizer
 from compressor.calibration.heldout import rows_at_once
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
@@ -32,10 +33,26 @@ class Distributions:
     others: Tensor  # [B, L] log of their mass
 
 
-def distributions(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> list[Distributions]:
+def check_teacher(smaller: OpenModel, original: OpenModel) -> None:
+    """Refuse an original that cannot teach the smaller model: one of another vocabulary or tokenizer."""
+    if smaller.vocabulary != original.vocabulary:
+        raise CompressionError(
+            f"{original.source.label} knows {original.vocabulary} tokens, {smaller.source.label} {smaller.vocabulary}; "
+            "name the model that the checkpoint was made of"
+        )
+    if load_tokenizer(smaller.source.folder).get_vocab() != load_tokenizer(original.source.folder).get_vocab():
+        raise CompressionError(
+            f"{original.source.label} and {smaller.source.label} have different tokenizers; name the model that the "
+            "checkpoint was made of"
+        )
+
+
+def distributions(
+    model: OpenModel, batches: Sequence[Tensor], progress: Progress, *visitors: LayerVisitor
+) -> list[Distributions]:
     """What the model expects after every position of these batches (token ids [B, L]), from one streamed pass.
 
-    Raises `CompressionError` for a model without a language-model head.
+    Visitors see the same pass. Raises `CompressionError` for a model without a language-model head.
     """
     if head_of(model.partial.model) is None:
         raise CompressionError(
@@ -45,7 +62,7 @@ def distributions(model: OpenModel, batches: Sequence[Tensor], progress: Progres
     seen = _Keeping(len(batches))
     stream = LayerStream(model.partial, batches, units, units, range(len(batches)))
     progress.start("ask the original", len(units))
-    for unit in stream.passing(seen):
+    for unit in stream.passing(*visitors, seen):
         progress.advance(unit)
     return [entry for entry in seen.found if entry is not None]
 

@@ -219,6 +219,7 @@ def _fetch(
 
 def _silent_bar(tell: Callable[[int], None]) -> Any:
     """A progress bar class for the Hub client that draws nothing; it may use several at once for one file."""
+
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})

@@ -181,7 +181,8 @@ class _Calls(LayerVisitor):
 
 def _another_way(partial: PartialModel, how: str) -> CompressionError:
     return CompressionError(
-        f"{type(partial.model).__name__}: {how}, so gradients cannot be taken layer by layer; use what needs none"
+        f"{type(partial.model).__name__}: {how}, so gradients cannot be taken layer by layer; use what needs "
+        "none, or takes them in memory"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from compressor.calibration.batches import Calibration, calibrate, load_tokenizer, recalibrate
 from compressor.calibration.heldout import rows_at_once
 from compressor.calibration.sources import WeightedSource
+from compressor.calibration.teacher import check_teacher
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
@@ -89,16 +90,7 @@ def _rows(bake: Bake, model: OpenModel) -> int:
 
 def check_pair(smaller: OpenModel, original: OpenModel) -> None:
     """Refuse an original that cannot teach the smaller model, and routers whose logits cannot be moved as stored."""
-    if smaller.vocabulary != original.vocabulary:
-        raise CompressionError(
-            f"{original.source.label} knows {original.vocabulary} tokens, {smaller.source.label} {smaller.vocabulary}; "
-            "name the model that the checkpoint was made of"
-        )
-    if load_tokenizer(smaller.source.folder).get_vocab() != load_tokenizer(original.source.folder).get_vocab():
-        raise CompressionError(
-            f"{original.source.label} and {smaller.source.label} have different tokenizers; name the model that the "
-            "checkpoint was made of"
-        )
+    check_teacher(smaller, original)
     stored_routers(smaller)
 
 

@@ -10,12 +10,10 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways.bake import Bake, repeated_text
 from compressor.pathways.bake_routers import bake_routers
+from compressor.pathways.keeping import keep, kept
 from compressor.pathways.reference import ReferenceSet
-from compressor.pathways.rewriting import keep, kept, put_into
-from compressor.plans.json import readable_json
 from compressor.progress import Progress
-from compressor.records import read_object
-from compressor.run_record import COMPRESSION
+from compressor.surgery.rewriting import note_result, put_into
 
 
 def refuse_references(asked: Mapping[str, Any]) -> None:
@@ -49,8 +47,4 @@ def bake_finished(
         baked = bake_routers(smaller, original, bake, text, progress, reference)
         keep(place, baked)
     put_into(folder, baked.tensors)
-    record = read_object(folder / COMPRESSION)
-    done = {**asked, "result": dict(baked.result)}
-    record["plan"]["bake"] = {**record["plan"]["bake"], "result": dict(baked.result)}
-    (folder / COMPRESSION).write_text(readable_json(record), encoding="utf-8")
-    return done
+    return note_result(folder, "bake", asked, baked.result)

@@ -11,8 +11,8 @@ from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
-from compressor.pathways.bake import Bake, bake_text, stored_routers
 from compressor.planning import make
+from compressor.planning.afterwards import check_afterwards, with_afterwards
 from compressor.planning.make import Wish
 from compressor.planning.protecting import Protected, given_protected, protect_found
 from compressor.planning.registry import load_strategy
@@ -38,8 +38,7 @@ def settle(model: OpenModel, request: Request) -> Wish:
     elif correction.wanted and (shared := shared_experts(model)):
         logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
         correction = Correction()
-    if request.bakes:
-        stored_routers(model)
+    check_afterwards(model, request)
     return Wish(strategy, experts, request.options, correction)
 
 
@@ -86,7 +85,7 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
             model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected, steering
         )
     corrected = _with_correction(made, model, wish.correction, calibration)
-    return _with_bake(corrected, model, request, calibration), calibration
+    return with_afterwards(corrected, model, request, calibration), calibration
 
 
 def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionPlan, Calibration | None]:
@@ -151,21 +150,9 @@ def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
     alone = [calibration.only(number) for number in range(len(request.sources))]
     plans = [planned.plan for planned in made] if reads else [made[0].plan] * (1 + len(alone))
     return [
-        _with_bake(_with_correction(plan, model, wish.correction, data), model, request, calibration)
+        with_afterwards(_with_correction(plan, model, wish.correction, data), model, request, calibration)
         for plan, data in zip(plans, [calibration, *alone], strict=True)
     ]
-
-
-def _with_bake(
-    plan: CompressionPlan, model: OpenModel, request: Request, calibration: Calibration | None
-) -> CompressionPlan:
-    """The plan, asking for the bake; it is judged on text that lies behind what the plan was made with."""
-    if not request.bakes:
-        return plan
-    bake = Bake(str(request.bake), request.bake_rounds, request.bake_sequences)
-    used = 0 if calibration is None else request.samples * request.sequence_length
-    text = bake_text(bake, request.sources, model, request.seed, used)
-    return replace(plan, bake=bake.to_dict(model, text))
 
 
 def _with_correction(

@@ -143,9 +143,7 @@ def strongest_that_fit(
     return found
 
 
-def protect_found(
-    found: Attribution, layers: Sequence[MoeLayer], keep: int, central: int | None = None
-) -> Protected:
+def protect_found(found: Attribution, layers: Sequence[MoeLayer], keep: int, central: int | None = None) -> Protected:
     """The routing hubs that an attribution shows, at the default threshold, as far as they fit.
 
 

@@ -56,7 +56,9 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         "seed": plan.seed,
         "correct": correction["method"],
         **{name: (plan.bake or {}).get(entry) for name, entry in BAKE.items()},
-        "dtype": correction.get("dtype", (plan.bake or {}).get("dtype")),
+        "recover": (plan.recover or {}).get("method"),
+        "recover_steps": (plan.recover or {}).get("steps"),
+        "dtype": (plan.correction or plan.bake or plan.recover or {}).get("dtype"),
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)

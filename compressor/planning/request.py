@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 AUTO, GRAPH = "auto", "graph:"
 KEEP, STRATEGY, CALIBRATION = "What to keep", "Strategy", "Calibration"
+TRAINING, LOSS = "Training", "Loss"
 CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING = "Correction", "Gate", "Routing", "Publishing", "Running"
-PANELS = (KEEP, STRATEGY, CALIBRATION, CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING)  # of the help, in this order
+PANELS = (KEEP, STRATEGY, CALIBRATION, TRAINING, LOSS, CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
 DEFAULT_LENGTH = 512
 
 
@@ -69,6 +70,12 @@ class Request:
     bake_sequences: int = described(
         400, CORRECTION, "Sequences of 256 tokens that --bake reads; 48 more judge.", min=1
     )
+    recover: str | None = described(
+        None,
+        CORRECTION,
+        "Then train toward the original on text: none, experts, router, lora or all (default: none).",
+    )
+    recover_steps: int = described(400, CORRECTION, "With --recover: steps of 2,048 tokens.", min=1)
     device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
@@ -86,6 +93,11 @@ class Request:
                 raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(known)}")
             if self.bakes:
                 Bake(self.bake, self.bake_rounds, self.bake_sequences)  # which refuses what is out of range
+        if self.recover is not None:
+            from compressor.recovery.options import METHODS as RECOVERIES
+
+            if self.recover not in (methods := ("none", *RECOVERIES)):
+                raise CompressionError(f"there is no recovery {self.recover!r}; known are {', '.join(methods)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)
@@ -152,6 +164,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.seed,
         request.correct,
         (request.bake, request.bake_rounds, request.bake_sequences),
+        (request.recover, request.recover_steps),
         request.sequential,
         request.protect if request.protects_what_data_shows else _content(request.protect),
         str(model.partial.device),

@@ -65,6 +65,7 @@ class CompressionPlan:
     correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
     bake: Mapping[str, Any] | None = None  # how the routers are moved in the end, on what text, and what came of it
+    recover: Mapping[str, Any] | None = None  # how all is trained after that, on what text, and what came of it
 
     def __post_init__(self) -> None:
         if self.correction is not None and self.calibration is None:
@@ -75,8 +76,9 @@ class CompressionPlan:
         for name in ("method", "dtype"):
             if not isinstance(asked[name], str):
                 raise CompressionError(f"the correction's {name} should be text, it is {asked[name]!r}; restore it")
-        if self.bake is not None and not isinstance(self.bake.get("calibration"), Mapping):
-            raise CompressionError("the bake should name its calibration; restore it, or write null for the bake")
+        for name, entry in (("bake", self.bake), ("recover", self.recover)):
+            if entry is not None and not isinstance(entry.get("calibration"), Mapping):
+                raise CompressionError(f"{name} should name its calibration; restore it, or write null for {name}")
         names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
             if names[layer.module] > 1:
@@ -112,6 +114,12 @@ class CompressionPlan:
         """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
 
+    @property
+    def recovered(self) -> bool:
+        """Whether a recovery has changed the output."""
+        result = (self.recover or {}).get("result")
+        return isinstance(result, Mapping) and result.get("changed") is True
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, in the file's order."""
         protected = {name: list(experts) for name, experts in self.protected.items()}
@@ -125,6 +133,7 @@ class CompressionPlan:
             "sequential": self.sequential,
             "correction": None if self.correction is None else dict(self.correction),
             **({} if self.bake is None else {"bake": dict(self.bake)}),
+            **({} if self.recover is None else {"recover": dict(self.recover)}),
             "versions": dict(self.versions),
             "experts": self.experts,
             **({"protected": protected} if protected else {}),
@@ -144,9 +153,10 @@ class CompressionPlan:
         if self.correction is not None:
             data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
             decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
-        if self.bake is not None:
-            facts = {name: value for name, value in self.bake.items() if name not in ("calibration", "result")}
-            decisive["bake"] = {**facts, "sha256": self.bake["calibration"].get("sha256")}
+        for step, entry in (("bake", self.bake), ("recover", self.recover)):
+            if entry is not None:
+                facts = {name: value for name, value in entry.items() if name not in ("calibration", "result")}
+                decisive[step] = {**facts, "sha256": entry["calibration"].get("sha256")}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     @classmethod
@@ -157,7 +167,8 @@ class CompressionPlan:
         refuse_unknown(content, field_names(CompressionPlan, "format"), where)
         refuse_crowds(content.get("layers"))
         try:
-            for read in (content["calibration"], (content.get("bake") or {}).get("calibration")):
+            entries = [content.get(name) or {} for name in ("bake", "recover")]
+            for read in (content["calibration"], *(entry.get("calibration") for entry in entries)):
                 _refuse_floods(read)
             return cls(
                 source=_source_from_dict(content["source"]),
@@ -172,6 +183,7 @@ class CompressionPlan:
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
                 bake=None if content.get("bake") is None else dict(content["bake"]),
+                recover=None if content.get("recover") is None else dict(content["recover"]),
             )
         except KeyError as error:
             raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error

@@ -11,7 +11,7 @@ from compressor.gates.document import advice_blocks, task_table, tested_blocks, 
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
 from compressor.report.layers import shown
-from compressor.words import counted, human_bytes, share
+from compressor.words import counted, human_bytes, share, short
 
 
 def done(data: ReportData) -> list[Block]:
@@ -24,6 +24,7 @@ def done(data: ReportData) -> list[Block]:
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
         ("MoE layers", f"{len(data.layers):,}"),
         ("Correction", shown(data.correction) if data.correction else "none"),
+        *([("Recovery", _recovery(data.recover))] if data.recover else []),
         ("Sequential", "each layer on what the compressed earlier ones put out" if data.sequential else "no"),
         *_calibration(data.calibration),
         *([("Measured for this report", measured)] if data.measured_tokens else []),
@@ -35,6 +36,17 @@ def done(data: ReportData) -> list[Block]:
     told = Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
     missing = (Heading("What is missing here", 3), Items(data.missing))
     return [Facts(tuple(rows)), Heading("Command", 3), told, *(missing if data.missing else ())]
+
+
+def _recovery(asked: Mapping[str, Any]) -> str:
+    """What was trained, how long, and what held-out text said of it."""
+    result = asked.get("result")
+    told = result if isinstance(result, Mapping) else {}
+    how = f"{asked.get('method')}, {asked.get('steps')} steps of {asked.get('tokens_per_step')} tokens at most"
+    if not told.get("changed"):
+        return f"{how}; nothing was changed"
+    before, after = (short(told.get(name)) for name in ("before", "after"))
+    return f"{how}; from the original on held-out text {before} to {after} nats per token, after {told.get('best')}"
 
 
 def _calibration(identity: Mapping[str, Any] | None) -> list[tuple[str, Words | Items]]:

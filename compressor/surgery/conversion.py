@@ -20,7 +20,8 @@ from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
 
 
-def _saved_names(small: Any, state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+def saved_names(small: Any, state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with quiet_transformers():
@@ -39,7 +40,7 @@ def converted_outputs(partial: PartialModel, architecture: Architecture, small: 
     outputs = list[OutputTensor]()
     for unit in ("", *architecture.units):
         keys = [key for key in _keys_of(partial, unit, architecture.units) if key in state]
-        saved = _saved_names(small, {key: state[key] for key in keys})
+        saved = saved_names(small, {key: state[key] for key in keys})
         outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
     return outputs
 
@@ -69,7 +70,7 @@ def convert_unit(
             cut[key] = value.to(cut[key].dtype)
             if made:  # in float32, and refitted
                 refuse_overflow(key, cut[key])
-    for name, tensor in _saved_names(small, cut):
+    for name, tensor in saved_names(small, cut):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])
     for key in keys:

@@ -64,8 +64,8 @@ def _record(
     content["source"]["model"] = model.source.label
     if content["calibration"] is not None:
         content["calibration"] = without_folders(content["calibration"])
-    if "bake" in content:
-        content["bake"]["calibration"] = without_folders(content["bake"]["calibration"])
+    for name in {"bake", "recover"} & content.keys():
+        content[name]["calibration"] = without_folders(content[name]["calibration"])
     record = readable_json(
         {
             "tool": TOOL,

@@ -31,9 +31,7 @@ class Outer:
 
 
 COUNTS = some.integers(1 - 2**MOST_BITS, 2**MOST_BITS - 1)
-INNER = some.builds(
-    Inner, some.text(), some.floats(allow_nan=False), some.none() | some.tuples(COUNTS, some.text())
-)
+INNER = some.builds(Inner, some.text(), some.floats(allow_nan=False), some.none() | some.tuples(COUNTS, some.text()))
 OUTER = some.builds(
     Outer,
     some.sampled_from(["one", "two"]),

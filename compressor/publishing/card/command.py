@@ -43,6 +43,7 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
         *data,
         *("--seed", str(plan.seed)),
         *correct,
+        *_afterwards(plan),
         *(["--sequential"] if plan.sequential else []),
         *(["--protect", PROTECTED] if plan.protected else []),
     ]
@@ -54,6 +55,15 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     planned = _line("plan", model, "-o", "plan.json", *shared, "--per-source")
     (file,) = source_files(Path("plan.json"), [label(str(only))])
     return Command((planned, _line("apply", str(file), "-o", out)), protected)
+
+
+def _afterwards(plan: CompressionPlan) -> list[str]:
+    """The bake and the recovery, where `compress` was asked for them; `teacher` tells that another command was."""
+    bake, recover = ({} if not asked or "teacher" in asked else asked for asked in (plan.bake, plan.recover))
+    return [
+        *(["--bake", str(bake.get("method"))] if bake else []),
+        *(["--recover", str(recover.get("method")), "--recover-steps", str(recover.get("steps"))] if recover else []),
+    ]
 
 
 def _line(*arguments: str) -> str:

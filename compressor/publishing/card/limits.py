@@ -54,6 +54,11 @@ def _text(plan: CompressionPlan) -> str:
 
 
 def _refitted(plan: CompressionPlan) -> str:
+    if plan.recovered:
+        return (
+            "The recovery trained what is left end to end on text that its maker chose, toward the original; what the "
+            "original gets wrong, and what that text does not show, did not come closer to right."
+        )
     if plan.correction is None:
         return "Nothing was refitted or fine-tuned after experts were taken out."
     return (

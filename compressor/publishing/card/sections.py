@@ -1,5 +1,6 @@
 """The text of a model card, section by section, as blocks; every figure in it was measured or is recorded."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from compressor.document.blocks import Block, Code, Heading, Items, Link, Listing, Strong, Table, Text, Words
@@ -13,7 +14,7 @@ from compressor.publishing.card.command import Command, sources_of
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
 from compressor.publishing.card.metadata import base_id
-from compressor.words import counted, joined, label, one_line
+from compressor.words import counted, joined, label, one_line, short
 
 Blocks = tuple[Block, ...]
 
@@ -48,15 +49,15 @@ def introduction(facts: Facts) -> Blocks:
     said = (
         f" with {plan.experts} instead of {experts_before(plan)} experts in each of its "
         f"{counted(len(plan.layers), 'MoE layer')}: {Fates.of(plan)}. Strategy: {cited(plan.strategy)}{decided}. "
-        f"{_corrected(plan)} It was made with moe-compressor and is an ordinary checkpoint of its architecture, with "
-        "fewer experts."
+        f"{_corrected(plan)} {_recovered(plan)}It was made with moe-compressor and is an ordinary checkpoint of its "
+        "architecture, with fewer experts."
     )
     return (Text(("This is ", base_name(plan), said)),)
 
 
 def _corrected(plan: CompressionPlan) -> str:
     if plan.correction is None:
-        return "No weight was refitted afterwards."
+        return "No layer was refitted by itself afterwards." if plan.recovered else "No weight was refitted afterwards."
     method = str(plan.correction.get("method"))
     figures = [correction_of(layer) for layer in plan.layers]
     better = sum(entry.get("kept") not in (None, "none") for entry in figures)
@@ -65,6 +66,22 @@ def _corrected(plan: CompressionPlan) -> str:
         f"What was left was then refitted to each layer's original output (correction {one_line(method)}{what}), which "
         f"was kept in {better} of {counted(len(figures), 'layer')}."
     )
+
+
+def _recovered(plan: CompressionPlan) -> str:
+    """What a recovery brought, on text that it was not trained on; nothing where there was none."""
+    if not plan.recovered or plan.recover is None:
+        return ""
+    result = plan.recover["result"]
+    return (
+        f"At last it was trained toward the original's next-token distributions (recovery: {_trained(plan.recover)}), "
+        f"from which it is {short(result.get('after'))} instead of {short(result.get('before'))} nats per token away "
+        "on text held out of that. "
+    )
+
+
+def _trained(asked: Mapping[str, Any]) -> str:
+    return f"{one_line(str(asked.get('method')))}, {one_line(str(asked.get('steps')))} steps at most"
 
 
 def comparison(facts: Facts) -> Blocks:

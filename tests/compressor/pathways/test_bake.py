@@ -22,7 +22,7 @@ from compressor.pathways.bake import stored_routers
 from compressor.pathways.bake_routers import RoutersBaked
 from compressor.pathways.bake_weights import bake_weights
 from compressor.pathways.judging import Text, Weights, judged
-from compressor.pathways.rewriting import keep, kept
+from compressor.pathways.keeping import keep, kept
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
 from tests import small, zoo

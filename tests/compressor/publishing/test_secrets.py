@@ -64,7 +64,7 @@ SPELLINGS: dict[str, Callable[[str], bytes]] = {
     "in JSON in JSON": lambda secret: json.dumps(json.dumps({"key": f"\u0120{secret}\u0120"})).encode(),
     "in escaped JSON in JSON": lambda secret: json.dumps(f'["{escaped(secret)}"]').encode(),
     "with escaped slashes": lambda secret: json.dumps(secret).replace("/", "\\/").encode(),
-    "in YAML": lambda secret: ("key: \"" + "".join(f"\\x{ord(letter):02x}" for letter in secret) + '"').encode(),
+    "in YAML": lambda secret: ('key: "' + "".join(f"\\x{ord(letter):02x}" for letter in secret) + '"').encode(),
     "in XML": lambda secret: "".join(f"&#{ord(letter)};" for letter in secret).encode(),
     "in XML by sixteen": lambda secret: "".join(f"&#x{ord(letter):x};" for letter in secret).encode(),
     "in an address": lambda secret: "".join(f"%{ord(letter):02X}" for letter in secret).encode(),

@@ -1,0 +1,49 @@
+"""What a plan has done to the finished output: the bake into the routers, and the recovery."""
+
+from dataclasses import replace
+
+from compressor.calibration.batches import Calibration
+from compressor.model.opened import OpenModel
+from compressor.pathways.bake import Bake, bake_text, stored_routers
+from compressor.planning.request import Request
+from compressor.plans.plan import CompressionPlan
+from compressor.recovery.options import Recovery
+from compressor.recovery.stored import stored_dtypes
+from compressor.recovery.text import recovery_text
+from compressor.recovery.trained import trained_layers
+
+
+def check_afterwards(model: OpenModel, request: Request) -> None:
+    """Refuse what the model is not fit for, as far as its own storage tells."""
+    if request.bakes:
+        stored_routers(model)
+    if _asked(request.recover):
+        layers = trained_layers(model, _recovery(request))
+        if not model.layout.quantized:  # which a merge or a correction would dequantise first
+            stored_dtypes(model, layers)
+
+
+def with_afterwards(
+    plan: CompressionPlan, model: OpenModel, request: Request, calibration: Calibration | None
+) -> CompressionPlan:
+    """The plan, asking for both; they are judged on text that lies behind what the plan was made with."""
+    used = 0 if calibration is None else request.samples * request.sequence_length
+    if request.bakes:
+        bake = Bake(str(request.bake), request.bake_rounds, request.bake_sequences)
+        text = bake_text(bake, request.sources, model, request.seed, used)
+        plan = replace(plan, bake=bake.to_dict(model, text))
+    if _asked(request.recover):
+        options = _recovery(request)
+        text = recovery_text(options, request.sources, model, request.seed, used)
+        dtype = str(model.partial.dtype).removeprefix("torch.")
+        asked = {**options.to_dict(), "seed": request.seed, "dtype": dtype, "calibration": text.identity}
+        plan = replace(plan, recover=asked)
+    return plan
+
+
+def _asked(name: str | None) -> bool:
+    return name not in (None, "none")
+
+
+def _recovery(request: Request) -> Recovery:
+    return Recovery(str(request.recover), steps=request.recover_steps)

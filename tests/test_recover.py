@@ -1,0 +1,294 @@
+"""`recover` from the command line: what it changes, what it keeps, where it goes on, and what it refuses."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import compressor
+from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.build import card_text
+from compressor.recovery import objective, running
+from compressor.recovery.engine import Judgement
+from compressor.recovery.memory import InMemory
+from compressor.words import short
+from tests import small, zoo
+from tests.command_line import Run, names, refused, run_killed
+from tests.small import tree
+
+pytestmark = pytest.mark.usefixtures("offline")
+SIZES = ("--sequence-length", 32, "--tokens-per-step", 128, "--steps", 8, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its copy of four experts, and text."""
+    folder = tmp_path_factory.mktemp("originals")
+    small.save(folder / "model")
+    text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(400))
+    data = str(small.text_file(folder, text))
+    plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none", "calibration": data}
+    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    return folder
+
+
+def asked(folder: Path, out: Path, *more: Any) -> list[str]:
+    data = ("--data", folder / "calibration.txt", "--teacher", folder / "model")
+    return [str(part) for part in ("recover", folder / "smaller", "-o", out, *data, *SIZES, *more)]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [("experts", ()), ("router", ("--learning-rate", 0.1)), ("lora", ("--stream",))]
+)
+def test_the_output_is_stock_and_nearer_to_the_original(
+    method: str, more: tuple[Any, ...], run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[dict[str, Tensor]] = []
+    real = InMemory.values
+
+    def noting(engine: InMemory, folder: Path, unit: str) -> Any:
+        trained.append(dict(found := real(engine, folder, unit)))
+        return found
+
+    monkeypatch.setattr(InMemory, "values", noting)
+    result = run(*asked(originals, tmp_path / "out", "--method", method, "--json", *more))
+    assert result.status == 0, result
+    told = json.loads(result.out)
+    assert told["changed"] and told["after"] < told["before"] == told["curve"][0]["kl"]
+    assert told["after"] == min(entry["kl"] for entry in told["curve"]) and told["curve"][-1]["step"] == 8
+    before, after = (load_file(folder / "model.safetensors") for folder in (originals / "smaller", tmp_path / "out"))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert before.keys() == after.keys() and changed
+    wanted = {"router": ("gate.weight",), "experts": ("gate.weight", "block_sparse_moe.experts")}
+    kinds = {
+        kind for kind in ("self_attn", "experts", "gate.weight", "norm", "embed") if any(kind in key for key in changed)
+    }
+    assert kinds == {"router": {"gate.weight"}, "experts": {"gate.weight", "experts"},
+                     "lora": {"gate.weight", "experts", "self_attn"}}[method], wanted  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.num_local_experts == 4
+    if trained:  # the model as it was in memory, loaded by other means
+        own = transformers.AutoModelForCausalLM.from_pretrained(originals / "smaller")
+        own.load_state_dict({**own.state_dict(), **{key: value for layer in trained for key, value in layer.items()}})
+        tokens = zoo.tokens(model, 2, 16)
+        assert torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
+
+
+def test_the_record_says_how_and_the_same_command_writes_nothing(run: Run, originals: Path, tmp_path: Path) -> None:
+    outs = [tmp_path / name for name in ("one", "two")]
+    for out in outs:
+        result = run(*asked(originals, out))
+        assert result.status == 0 and "The state after" in result.out, result
+    assert tree(outs[0]) == tree(outs[1]) and names(tmp_path) == ["one", "two"]
+    record, own = (json.loads((folder / "compression.json").read_text()) for folder in (outs[0], originals / "smaller"))
+    done = record["plan"].pop("recover")
+    assert record["plan"] == own["plan"] and record["bytes"] == own["bytes"]
+    assert (done["method"], done["steps"], done["optimizer"], done["teacher"]) == ("experts", 8, "adam", "model")
+    assert done["calibration"]["source"] == "calibration.txt" and len(done["calibration"]["sha256"]) == 64
+    assert [entry["step"] for entry in done["result"]["curve"]] == list(range(9))
+    plan = CompressionPlan.from_dict({**own["plan"], "recover": done})
+    assert plan.digest() == record["plan_digest"] != own["plan_digest"]
+    assert CompressionPlan.from_dict(json.loads(plan.to_json())) == plan
+    told = f"it is {short(done['result']['after'])} instead of {short(done['result']['before'])} nats per token away"
+    card = " ".join(card_text(outs[0], "me/small").text.split())
+    assert told in card and "trained what is left end to end" in card and "No weight was refitted" not in card
+    before = card_text(originals / "smaller", "me/small").text
+    assert "nats per token away" not in before and "No weight was refitted" in before
+    assert run("report", outs[0], "-o", tmp_path / "report.html").status == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "experts, 8 steps of 128 tokens at most; from the original on held-out text" in page
+    again = run(*asked(originals, outs[1]))
+    assert again.status == 0 and "is in place already" in again.err and tree(outs[0]) == tree(outs[1])
+    refused(run(*asked(originals, outs[0], "--seed", 1)), "exists already")
+
+
+MOMENTS = [  # of a run of 8 evaluations
+    ("compressor.recovery.updating", "keep_tensors", 9, ("--stream",)),
+    ("compressor.recovery.running", "write_whole", 4, ()),
+    ("compressor.recovery.running", "write_whole", 4, ("--stream", "--method", "lora")),
+    ("compressor.recovery.recover", "keep_tensors", 2, ()),
+    ("compressor.recovery.finished", "put_into", 2, ("--method", "lora")),
+]
+
+
+@pytest.mark.parametrize(("module", "function", "nth", "more"), MOMENTS)
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    module: str, function: str, nth: int, more: tuple[str, ...], run: Run, originals: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert run(*asked(originals, tmp_path / "whole", *more)).status == 0
+    command = asked(originals, tmp_path / "out", *more)
+    assert run_killed(command, module, function, nth) == -signal.SIGKILL and not (tmp_path / "out").exists()
+    steps: list[int] = []
+    real = running.Objective
+
+    def noting(*given: Any) -> Any:
+        steps.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(running, "Objective", noting)
+    assert run(*command).status == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
+    assert len(steps) < 8
+
+
+def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(run: Run, originals: Path, tmp_path: Path) -> None:
+    assert run(*asked(originals, tmp_path / "whole")).status == 0
+    command = asked(originals, tmp_path / "out")
+    assert run_killed(command, "compressor.recovery.running", "write_whole", 4) == -signal.SIGKILL
+    for path in (tmp_path / ".out.moe-compressor").rglob("step-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert run(*command).status == 0 and tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def unchanged(run: Run, originals: Path, out: Path, *more: Any) -> dict[str, Any]:
+    """What is told of a run that must leave all tensors as they are."""
+    result = run(*asked(originals, out, "--json", *more))
+    assert result.status == 0, result
+    told: dict[str, Any] = json.loads(result.out)
+    assert not told["changed"] and told["after"] == told["before"]
+    smaller = load_file(originals / "smaller" / "model.safetensors")
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(value, written[key]) for key, value in smaller.items())
+    return told
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_a_rate_that_diverges_changes_nothing(
+    stream: tuple[str, ...], run: Run, originals: Path, tmp_path: Path
+) -> None:
+    told = unchanged(run, originals, tmp_path / "far", "--learning-rate", 1000, *stream)
+    assert told["ended"] == running.APART and len(told["curve"]) == 2
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+@pytest.mark.parametrize("good", [0, 4])
+def test_a_loss_that_is_no_number_ends_it_with_the_best_state_kept(
+    good: int, stream: tuple[str, ...], run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = [0], objective.divergence
+
+    def divergence(*given: Any) -> Tensor:
+        calls[0] += 1
+        return real(*given) if calls[0] <= good else real(*given) * math.nan
+
+    monkeypatch.setattr(objective, "divergence", divergence)
+    if not good:
+        told = unchanged(run, originals, tmp_path / "out", *stream)
+    else:
+        result = run(*asked(originals, tmp_path / "out", "--json", *stream))
+        told = json.loads(result.out)
+        assert result.status == 0 and told["changed"] and 0 < told["best"] <= good
+    assert told["ended"] == running.NOT_A_NUMBER and len(told["curve"]) == good + 1
+
+
+def test_it_ends_where_nothing_better_comes_and_takes_the_best(
+    run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = iter([1.0, 0.9, 0.8, 0.85, 0.81, 0.9, 0.7])
+
+    def judged(engine: InMemory, batches: Any) -> Judgement:
+        value = next(curve)
+        return Judgement(torch.tensor([value, value + 0.01]), torch.tensor([value, value]))
+
+    monkeypatch.setattr(InMemory, "judged", judged)
+    result = run(*asked(originals, tmp_path / "out", "--json"))
+    told = json.loads(result.out)
+    assert told["changed"] and told["best"] == 2 and told["ended"] == running.NO_BETTER and len(told["curve"]) == 6
+
+
+def test_refusals(run: Run, originals: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for more, message in (
+        (("--method", "biases"), "no recovery method 'biases'; known are experts, router, lora, all"),
+        (("--optimizer", "sgd"), "no optimizer 'sgd'; known are adam, adafactor"),
+        (("--steps", 0), "--steps 0 is out of range"),
+        (("--distill", "nan"), "--distill nan is out of range"),
+        (("--distill", 0), "nothing is learnt of no loss"),
+        (("--steps", 10**6, "--tokens-per-step", 10**6), "are more than 1,000,000,000 tokens; ask for fewer"),
+        (("--tokens-per-step", 16), "less than one sequence of 32"),
+    ):
+        refused(run(*asked(originals, out, *more)), message)
+    short = run(*asked(originals, out, "--tokens-per-step", 10**6))
+    assert short.status == 2 and "sequences of 32 tokens to train on, and a step takes 31250" in short.err
+    refused(run(*asked(originals, originals / "smaller")), "is read; name another output folder")
+    zoo.save("mixtral", tmp_path / "other")
+    small.tokenizer().save_pretrained(tmp_path / "other")
+    refused(run(*asked(originals, out, "--teacher", tmp_path / "other")), "knows 96 tokens, smaller 259")
+    small.save(tmp_path / "zaya", "zaya")
+    data = ("--teacher", tmp_path / "zaya", "--data", originals / "calibration.txt", *SIZES, "--stream")
+    zaya = run("recover", tmp_path / "zaya", "-o", out, *data)
+    assert zaya.status == 2 and re.search("Error: Zaya.* layer by layer; use what needs none, or takes them", zaya.err)
+    assert not out.exists() and names(tmp_path) == ["other", "zaya"]
+
+
+def test_another_teacher_than_the_source_is_told(run: Run, originals: Path, tmp_path: Path) -> None:
+    shutil.copytree(originals / "model", tmp_path / "other")
+    small.edit_tensors(tmp_path / "other", lambda tensors: [
+        tensors.update({key: value + 0.1}) for key, value in list(tensors.items()) if key.endswith("gate.weight")
+    ])  # fmt: skip
+    warned = run(*asked(originals, tmp_path / "out", "--teacher", tmp_path / "other", "--steps", 1))
+    assert warned.status == 0 and "whose fingerprint is not that of other" in warned.err
+    fine = run(*asked(originals, tmp_path / "fine", "--steps", 1))
+    assert fine.status == 0 and "fingerprint" not in fine.err
+
+
+def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, originals: Path, tmp_path: Path) -> None:
+    data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+    ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--correct", "ridge")
+    wish = ("--bake", "router", "--recover", "experts", "--recover-steps", 2)
+    assert run("compress", *ask, *wish, "-o", tmp_path / "one").status == 0
+    assert run("plan", *ask, *wish, "-o", tmp_path / "plan.json").status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
+    assert record["recover"]["steps"] == 2 and record["recover"]["result"]["after"] <= record["bake"]["result"]["after"]
+    recipe = (tmp_path / "one" / "recipe.yaml").read_text()
+    assert "recover: experts" in recipe and "recover_steps: 2" in recipe
+    command = " ".join(card_text(tmp_path / "one", "me/small").text.split())
+    assert "--bake router --recover experts --recover-steps 2" in command.replace("\\ ", "")
+    refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_processes_that_train_together_come_to_what_one_does(run: Run, originals: Path, tmp_path: Path) -> None:
+    more = ("--contrastive", 0.0, "--cross-entropy", 0.5, "--steps", 3, "--evaluate-every", 1)
+    assert run(*asked(originals, tmp_path / "one", *more)).status == 0
+    command = [sys.executable, "-m", "compressor", *asked(originals, tmp_path / "two", *more)]
+    port, started = str(free_port()), []
+    for number in ("0", "1"):
+        place = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+        own = {**os.environ, **place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        started.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    (out, err), (silent, other) = (process.communicate(timeout=300) for process in started)
+    assert [process.returncode for process in started] == [0, 0], err + other
+    assert "The state after" in out and silent == ""
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-5, msg=key)
+    curves = [
+        json.loads((tmp_path / name / "compression.json").read_text())["plan"]["recover"]["result"]["curve"]
+        for name in ("one", "two")
+    ]
+    for alone, together in zip(*curves, strict=True):
+        assert together["kl"] == pytest.approx(alone["kl"], rel=1e-4)
+        assert together["training"] == pytest.approx(alone["training"], rel=1e-4)
+    assert names(tmp_path) == ["one", "two"]
