@@ -1,6 +1,6 @@
 """Measure C3PO on a compressed checkpoint: at test time, and baked into its routers.
 
-    python -m scripts.benchmark_pathways SMALL --text train.jsonl --heldout valid.jsonl [--baked moved ...] [--items 100]
+    python -m scripts.benchmark_pathways SMALL --text train.jsonl --heldout valid.jsonl [--baked moved ...]
 
 An item is 64 tokens of text and the token that follows. The reference set is what SMALL answers right of `--text`; the
 items are of `--heldout`, right or wrong. Prints the log likelihood of the right answer on SMALL's own pathway, and what
