@@ -61,9 +61,17 @@ def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
         ("Size on disk", human_bytes(d), f"{share(d, c)} of {human_bytes(c)}"),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
-         counted(len(data.gate.tasks), "task") if data.gate else "see below"),
+         _gate_note(data)),
     ]  # fmt: skip
     return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)
+
+
+def _gate_note(data: ReportData) -> str:
+    """On how much the verdict stands; a routed model is not the checkpoint as stock loaders run it."""
+    if data.gate is None:
+        return "see below"
+    routed = f", routed by {data.gate.routing.method}" if data.gate.routing is not None else ""
+    return counted(len(data.gate.tasks), "task") + routed
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:

@@ -39,7 +39,13 @@ def _accuracy(gate: GateResult | None) -> str:
     limit = gate.options.get("limit")
     first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
     tasks = joined([one_line(task.task) for task in gate.tasks]) or "no task"
-    return f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    told = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    if gate.routing is None:
+        return told
+    return (
+        f"{told} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as stock "
+        "loaders run these weights, their accuracy was not measured."
+    )
 
 
 def _text(plan: CompressionPlan) -> str:

@@ -11,6 +11,7 @@ import pytest
 from compressor.document.html import POLICY, stylesheet
 from compressor.drawing.palette import ROLES
 from compressor.gates.content import cells, verdict_line
+from compressor.gates.verdict import RoutedBy
 from compressor.report.data import ReportData, load_of
 from compressor.report.figures import figures
 from compressor.report.page import page
@@ -205,6 +206,11 @@ def test_hostile_names_are_shown_as_they_are() -> None:
 def test_inconclusive_gate_says_what_would_decide() -> None:
     text = text_of(made(replace(bare(), gate=gate(task("openbookqa", "inconclusive")))))
     assert "What would decide it" in text and "items would decide it instead of 500" in text
+
+
+def test_the_verdict_on_a_routed_model_says_so_where_one_looks_first() -> None:
+    routed = gate(task(), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
+    assert "1 task, routed by c3po" in text_of(made(replace(bare(), gate=routed)))
 
 
 def test_figures_may_be_left_out() -> None:

@@ -21,7 +21,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import identity
 from compressor.gates.report import card_metrics, gate_json
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.publishing.card.build import Card, card_text
 from compressor.report.data import LayerMeasures, Measured
 from exporters.onnx_verify import Verification
@@ -170,6 +170,13 @@ def test_the_gate_beside_the_weights_is_in_table_picture_and_metadata(copied: Pa
     assert "Accuracy was measured on boolq, rte, openbookqa and wikitext" in body(card)
     assert "commit c0ffee" in body(card) and "Accuracy was not measured" not in card.text
     assert card_text(copied, REPOSITORY, result) == card
+
+
+def test_a_card_does_not_claim_the_accuracy_of_a_routed_model(copied: Path) -> None:
+    routed = replace(about(copied, gate(task())), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
+    (copied / "gate.json").write_text(gate_json(routed))
+    told = " ".join(body(card_text(copied, REPOSITORY)).split())
+    assert "on pathways that c3po optimised at test time; as stock loaders run these weights, their accuracy" in told
 
 
 def test_a_copied_model_keeps_its_gate_and_a_changed_one_does_not(copied: Path, tmp_path: Path) -> None:
