@@ -50,7 +50,9 @@ def _accuracy(gate: GateResult | None) -> str:
 
 def _text(plan: CompressionPlan) -> str:
     if plan.calibration is None:
-        return "No text was read: weights alone decided."
+        if plan.bake is None and plan.recover is None:
+            return "No text was read: weights alone decided."
+        return "No text was read to choose experts: weights alone decided."
     names = [label(str(entry["source"])) for entry in sources_of(plan.calibration)] or ["unnamed text"]
     only = plan.calibration.get("only")
     chosen = [label(str(only))] if only is not None else names
@@ -60,17 +62,25 @@ def _text(plan: CompressionPlan) -> str:
 
 
 def _refitted(plan: CompressionPlan) -> str:
+    """What was tuned afterwards, and what that leaves; a bake or a recovery that changed nothing does not count."""
+    errors = "The errors before and after are those of single layers and say nothing about accuracy."
+    corrected = "The correction brings back each layer's own output on the calibration text; "
     if plan.recovered:
-        return (
+        told = (
             "The recovery trained what is left end to end on text that its maker chose, toward the original; what the "
             "original gets wrong, and what that text does not show, did not come closer to right."
         )
-    if plan.correction is None:
+    elif plan.baked:
+        before = "" if plan.correction is None else corrected
+        told = (
+            f"{before}the bake moved the routers alone toward the original's next token, on text that its maker chose."
+        )
+        told = told[0].upper() + told[1:]
+    elif plan.correction is None:
         return "Nothing was refitted or fine-tuned after experts were taken out."
-    return (
-        "The correction brings back each layer's own output on the calibration text; nothing was fine-tuned end to "
-        "end. The errors before and after are those of single layers and say nothing about accuracy."
-    )
+    else:
+        told = f"{corrected}nothing was fine-tuned end to end."
+    return told if plan.correction is None else f"{told} {errors}"
 
 
 def _format(facts: Facts) -> str:
