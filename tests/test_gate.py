@@ -190,6 +190,11 @@ def test_a_gated_command_that_is_repeated_finds_its_output(base: Path, tmp_path:
     assert json.loads(again.out)["tasks"] == json.loads(first.out)["tasks"] and tree(tmp_path) == before
     for other in (("--confidence", 0.9), ("--keep-failed",), ("--limit", 50)):
         refused(gated_run(base, tmp_path / "out", *ask, *other), "exists already")
+    content = json.loads((tmp_path / "out" / "gate.json").read_text())
+    content["routing"] = {"method": "c3po", "reference": "d1ce", "options": {}, "cost": 3.5, "left_plain": 0}
+    (tmp_path / "out" / "gate.json").write_text(json.dumps(content))
+    routed = gated_run(base, tmp_path / "out", *ask)
+    assert routed.status == 2 and "is of a routed model; compress again with --overwrite" in routed.err, routed
 
 
 def test_a_search_that_was_stopped_goes_on_over_what_it_had_put_in_place(

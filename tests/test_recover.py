@@ -102,8 +102,11 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(run: Run, origi
     plan = CompressionPlan.from_dict({**own["plan"], "recover": done})
     assert plan.digest() == record["plan_digest"] != own["plan_digest"]
     assert CompressionPlan.from_dict(json.loads(plan.to_json())) == plan
-    told = f"it is {short(done['result']['after'])} instead of {short(done['result']['before'])} nats per token away"
+    told = (
+        f"it was then {short(done['result']['after'])} instead of {short(done['result']['before'])} nats per token away"
+    )
     card = " ".join(card_text(outs[0], "me/small").text.split())
+    assert "No text was read to choose experts" in card and "images/recovery.png" in card
     assert told in card and "trained what is left end to end" in card and "No weight was refitted" not in card
     before = card_text(originals / "smaller", "me/small").text
     assert "nats per token away" not in before and "No weight was refitted" in before

@@ -20,7 +20,7 @@ def refuse_references(asked: Mapping[str, Any]) -> None:
     """Refuse a plan whose bake is of a reference set: a plan names such a set, but does not hold it."""
     if Bake.from_plan(asked).reference:
         raise CompressionError(
-            "the plan's bake is of a reference set, which it does not hold; remove \"bake\" from it, and run "
+            'the plan\'s bake is of a reference set, which it does not hold; remove "bake" from it, and run '
             "`moe-compress calibrate-router OUTPUT --reference DIR` afterwards"
         )
 

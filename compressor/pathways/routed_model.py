@@ -24,9 +24,7 @@ from compressor.pathways.reference import ReferenceSet
 
 logger = logging.getLogger(__name__)
 
-ONLY = (
-    "moe-c3po answers multiple choice alone, items of another kind have no prompt to optimise; ask the plain model"
-)
+ONLY = "moe-c3po answers multiple choice alone, items of another kind have no prompt to optimise; ask the plain model"
 
 
 class RoutedModel(LM):

@@ -63,13 +63,13 @@ class Request:
         None, CORRECTION, "Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."
     )
     bake: str | None = described(
-        None, CORRECTION, "Then move the routers toward the original on text: none, router (their weights), bias "
-        "(one for each expert) or auto (the better one; default: none)."
+        None,
+        CORRECTION,
+        "Then move the routers toward the original on text: none, router (their weights), bias "
+        "(one for each expert) or auto (the better one; default: none).",
     )
     bake_rounds: int = described(4, CORRECTION, "Gradients that --bake takes, each on its share of the text.", min=1)
-    bake_sequences: int = described(
-        400, CORRECTION, "Sequences of 256 tokens that --bake reads; 48 more judge.", min=1
-    )
+    bake_sequences: int = described(400, CORRECTION, "Sequences of 256 tokens that --bake reads; 48 more judge.", min=1)
     recover: str | None = described(
         None,
         CORRECTION,

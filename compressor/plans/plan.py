@@ -115,6 +115,14 @@ class CompressionPlan:
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
 
     @property
+    def baked(self) -> bool:
+        """Whether a bake has moved the routers of the output."""
+        result = (self.bake or {}).get("result")
+        told = result if isinstance(result, Mapping) else {}
+        before, after = told.get("before"), told.get("after")
+        return isinstance(before, int | float) and isinstance(after, int | float) and after < before
+
+    @property
     def recovered(self) -> bool:
         """Whether a recovery has changed the output."""
         result = (self.recover or {}).get("result")

@@ -144,6 +144,7 @@ class ReportData:
     zeroed_fields: tuple[str, ...] = ()
     measured_tokens: int = 0
     measured_text: str | None = None
+    bake: Mapping[str, Any] | None = None
     recover: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
@@ -225,7 +226,7 @@ def report_data(
         return ReportData(
             title=Path(folder).resolve().name, source=plan.source.model, revision=plan.source.revision,
             strategy=plan.strategy, options=plan.options, correction=plan.correction, sequential=plan.sequential,
-            recover=plan.recover,
+            bake=plan.bake, recover=plan.recover,
             experts_before=max((layer.experts for layer in plan.layers), default=plan.experts),
             experts_after=plan.experts,
             top_k=max((layer.top_k for layer in plan.layers), default=0),

@@ -13,6 +13,7 @@ from compressor.drawing.keys import draw_key
 from compressor.drawing.palette import FONT, ROLES
 from compressor.drawing.picture import Drawing
 from compressor.gates.picture import gate_figure
+from compressor.report.afterwards import recovery
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.layers import brief_end, named, roles, share
 from compressor.report.matrices import experts, similarity
@@ -202,8 +203,8 @@ def gate(data: ReportData) -> Figure | None:
 
 
 MADE: Mapping[str, Callable[[ReportData], Figure | None]] = {
-    "sizes": sizes, "experts": experts, "similarity": similarity, "visits": visits, "errors": errors, "gate": gate,
-    "times": times,
+    "sizes": sizes, "experts": experts, "similarity": similarity, "visits": visits, "errors": errors,
+    "recovery": recovery, "gate": gate, "times": times,
 }  # fmt: skip
 NAMES = tuple(MADE)  # in the order of the page
 

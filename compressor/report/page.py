@@ -16,10 +16,11 @@ from compressor.gates.content import SIGNS
 from compressor.locking import alone
 from compressor.replaceable import is_page
 from compressor.report import run_sections, sections
+from compressor.report.afterwards import afterwards, moved, trained
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures
 from compressor.report.layers import mean
-from compressor.words import counted, human_bytes, human_count, share, short
+from compressor.words import counted, human_bytes, human_count, joined, share, short
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
@@ -31,6 +32,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[ReportData], list[Block
     ("similarity", "Similarity and groups", "similarity", sections.similarity),
     ("visits", "Visits before and after", "visits", sections.visits),
     ("errors", "Reconstruction error", "errors", sections.errors),
+    ("afterwards", "Bake and recovery", "recovery", afterwards),
     ("hubs", "Hubs and protected experts", None, sections.hubs),
     ("gate", "Accuracy gate", "gate", run_sections.gate),
     ("cost", "Time and memory", "times", run_sections.cost),
@@ -43,9 +45,11 @@ def page(data: ReportData, drawn: Sequence[Figure]) -> str:
     blocks: list[Block] = []
     for anchor, heading, name, body in SECTIONS:
         blocks += [Heading(heading, 2, anchor), *([by_name[name]] if name in by_name else []), *body(data)]
+    done = (data.correction, "a correction"), (moved(data.bake), "a bake"), (trained(data.recover), "a recovery")
+    ways = [data.strategy, *(name for is_done, name in done if is_done)]
     said = (
         f"{data.source} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in each MoE "
-        f"layer, by {data.strategy}{' and a correction' if data.correction else ''}."
+        f"layer, by {joined(ways)}."
     )
     made_by = f"{MADE_BY} {data.title}; plan {data.plan_digest[:12]}."
     return html.page(data.title, "Compression report", said, Facts(_tiles(data)), blocks, made_by)
@@ -61,9 +65,17 @@ def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
         ("Size on disk", human_bytes(d), f"{share(d, c)} of {human_bytes(c)}"),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
-         counted(len(data.gate.tasks), "task") if data.gate else "see below"),
+         _gate_note(data)),
     ]  # fmt: skip
     return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)
+
+
+def _gate_note(data: ReportData) -> str:
+    """On how much the verdict stands; a routed model is not the checkpoint as stock loaders run it."""
+    if data.gate is None:
+        return "see below"
+    routed = f", routed by {data.gate.routing.method}" if data.gate.routing is not None else ""
+    return counted(len(data.gate.tasks), "task") + routed
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:

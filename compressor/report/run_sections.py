@@ -1,17 +1,17 @@
 """A report's sections that tell what was done and what it took: the run, the sizes, the gate, time and memory."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Items, Listing, Table, Text, Words
 from compressor.gates.content import SIGNS
 from compressor.gates.document import advice_blocks, task_table, tested_blocks, verdict_block
+from compressor.report.afterwards import bake_line, recovery_line
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
 from compressor.report.layers import shown
-from compressor.words import counted, human_bytes, share, short
+from compressor.words import counted, human_bytes, share
 
 
 def done(data: ReportData) -> list[Block]:
@@ -24,9 +24,10 @@ def done(data: ReportData) -> list[Block]:
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
         ("MoE layers", f"{len(data.layers):,}"),
         ("Correction", shown(data.correction) if data.correction else "none"),
-        *([("Recovery", _recovery(data.recover))] if data.recover else []),
+        *([("Bake", bake_line(data.bake))] if data.bake else []),
+        *([("Recovery", recovery_line(data.recover))] if data.recover else []),
         ("Sequential", "each layer on what the compressed earlier ones put out" if data.sequential else "no"),
-        *_calibration(data.calibration),
+        *_calibration(data),
         *([("Measured for this report", measured)] if data.measured_tokens else []),
         *([("Left out of the output", shown(data.left_out))] if data.left_out else []),
         *([("Fields set to zero", shown(data.zeroed_fields))] if data.zeroed_fields else []),
@@ -38,20 +39,9 @@ def done(data: ReportData) -> list[Block]:
     return [Facts(tuple(rows)), Heading("Command", 3), told, *(missing if data.missing else ())]
 
 
-def _recovery(asked: Mapping[str, Any]) -> str:
-    """What was trained, how long, and what held-out text said of it."""
-    result = asked.get("result")
-    told = result if isinstance(result, Mapping) else {}
-    how = f"{asked.get('method')}, {asked.get('steps')} steps of {asked.get('tokens_per_step')} tokens at most"
-    if not told.get("changed"):
-        return f"{how}; nothing was changed"
-    before, after = (short(told.get(name)) for name in ("before", "after"))
-    return f"{how}; from the original on held-out text {before} to {after} nats per token, after {told.get('best')}"
-
-
-def _calibration(identity: Mapping[str, Any] | None) -> list[tuple[str, Words | Items]]:
-    if identity is None:
-        return [("Calibration", "none; no text was read")]
+def _calibration(data: ReportData) -> list[tuple[str, Words | Items]]:
+    if (identity := data.calibration) is None:
+        return [("Calibration", "none; no text was read" + (" to choose experts" if data.bake or data.recover else ""))]
     skipped, sources = ("source", "sources", "sha256", "asked"), identity.get("sources")
     sizes = {str(name).replace("_", " "): value for name, value in identity.items() if name not in skipped}
     several = isinstance(sources, Sequence) and len(sources) > 1

@@ -52,7 +52,10 @@ def card_text(
         raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
     facts = read_facts(folder, gate)
     data = replace(report_data(folder, measured), gate=facts.gate)
-    drawn = {figure.name: figure for figure in figures(data, ("experts", "gate", *(MEASURED if measured else ())))}
+    drawn = {
+        figure.name: figure
+        for figure in figures(data, ("experts", "gate", "recovery", *(MEASURED if measured else ())))
+    }
     images = {name: f"images/{name}.png" for name in drawn}
     header = metadata(facts, repo_id, base_metadata(facts.plan, base))
     name = repo_id.rpartition("/")[2]
@@ -62,7 +65,7 @@ def card_text(
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        *_pictures(drawn, "gate"),
+        *_pictures(drawn, "gate", "recovery"),
         *making(facts, command, again),
         Heading("Experts"),
         *_pictures(drawn, "experts"),

@@ -39,12 +39,20 @@ def _accuracy(gate: GateResult | None) -> str:
     limit = gate.options.get("limit")
     first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
     tasks = joined([one_line(task.task) for task in gate.tasks]) or "no task"
-    return f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    told = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    if gate.routing is None:
+        return told
+    return (
+        f"{told} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as stock "
+        "loaders run these weights, their accuracy was not measured."
+    )
 
 
 def _text(plan: CompressionPlan) -> str:
     if plan.calibration is None:
-        return "No text was read: weights alone decided."
+        if plan.bake is None and plan.recover is None:
+            return "No text was read: weights alone decided."
+        return "No text was read to choose experts: weights alone decided."
     names = [label(str(entry["source"])) for entry in sources_of(plan.calibration)] or ["unnamed text"]
     only = plan.calibration.get("only")
     chosen = [label(str(only))] if only is not None else names
@@ -54,17 +62,25 @@ def _text(plan: CompressionPlan) -> str:
 
 
 def _refitted(plan: CompressionPlan) -> str:
+    """What was tuned afterwards, and what that leaves; a bake or a recovery that changed nothing does not count."""
+    errors = "The errors before and after are those of single layers and say nothing about accuracy."
+    corrected = "The correction brings back each layer's own output on the calibration text; "
     if plan.recovered:
-        return (
+        told = (
             "The recovery trained what is left end to end on text that its maker chose, toward the original; what the "
             "original gets wrong, and what that text does not show, did not come closer to right."
         )
-    if plan.correction is None:
+    elif plan.baked:
+        before = "" if plan.correction is None else corrected
+        told = (
+            f"{before}the bake moved the routers alone toward the original's next token, on text that its maker chose."
+        )
+        told = told[0].upper() + told[1:]
+    elif plan.correction is None:
         return "Nothing was refitted or fine-tuned after experts were taken out."
-    return (
-        "The correction brings back each layer's own output on the calibration text; nothing was fine-tuned end to "
-        "end. The errors before and after are those of single layers and say nothing about accuracy."
-    )
+    else:
+        told = f"{corrected}nothing was fine-tuned end to end."
+    return told if plan.correction is None else f"{told} {errors}"
 
 
 def _format(facts: Facts) -> str:

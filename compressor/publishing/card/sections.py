@@ -49,15 +49,16 @@ def introduction(facts: Facts) -> Blocks:
     said = (
         f" with {plan.experts} instead of {experts_before(plan)} experts in each of its "
         f"{counted(len(plan.layers), 'MoE layer')}: {Fates.of(plan)}. Strategy: {cited(plan.strategy)}{decided}. "
-        f"{_corrected(plan)} {_recovered(plan)}It was made with moe-compressor and is an ordinary checkpoint of its "
-        "architecture, with fewer experts."
+        f"{_corrected(plan)} {_baked(plan)}{_recovered(plan)}It was made with moe-compressor and is an ordinary "
+        "checkpoint of its architecture, with fewer experts."
     )
     return (Text(("This is ", base_name(plan), said)),)
 
 
 def _corrected(plan: CompressionPlan) -> str:
     if plan.correction is None:
-        return "No layer was refitted by itself afterwards." if plan.recovered else "No weight was refitted afterwards."
+        changed = plan.baked or plan.recovered
+        return "No layer was refitted by itself afterwards." if changed else "No weight was refitted afterwards."
     method = str(plan.correction.get("method"))
     figures = [correction_of(layer) for layer in plan.layers]
     better = sum(entry.get("kept") not in (None, "none") for entry in figures)
@@ -68,15 +69,32 @@ def _corrected(plan: CompressionPlan) -> str:
     )
 
 
-def _recovered(plan: CompressionPlan) -> str:
-    """What a recovery brought, on text that it was not trained on; nothing where there was none."""
-    if not plan.recovered or plan.recover is None:
+def _baked(plan: CompressionPlan) -> str:
+    """What a bake brought, on text that it was not made of; nothing where none was asked for."""
+    if plan.bake is None:
         return ""
+    if not plan.baked:
+        return "A bake into the routers was tried and changed nothing, for held-out text liked no step of it. "
+    result = plan.bake["result"]
+    taken = result.get("taken", plan.bake.get("method"))
+    return (
+        "The routers were moved toward the original's next-token distributions (bake: "
+        f"{one_line(str(taken))}), from which it was then {short(result.get('after'))} instead of "
+        f"{short(result.get('before'))} nats per token away on text held out of that. "
+    )
+
+
+def _recovered(plan: CompressionPlan) -> str:
+    """What a recovery brought, on text that it was not trained on; nothing where none was asked for."""
+    if plan.recover is None:
+        return ""
+    if not plan.recovered:
+        return "A recovery was tried and changed nothing, for held-out text came no nearer to the original. "
     result = plan.recover["result"]
     return (
-        f"At last it was trained toward the original's next-token distributions (recovery: {_trained(plan.recover)}), "
-        f"from which it is {short(result.get('after'))} instead of {short(result.get('before'))} nats per token away "
-        "on text held out of that. "
+        f"It was trained toward the original's next-token distributions (recovery: {_trained(plan.recover)}), "
+        f"from which it was then {short(result.get('after'))} instead of {short(result.get('before'))} nats per token "
+        "away on text held out of that. "
     )
 
 
@@ -157,18 +175,23 @@ def making(facts: Facts, command: str | None, again: Command | None) -> Blocks:
 
 
 def _data(plan: CompressionPlan) -> Blocks:
-    """The calibration sources with their digests, as a table."""
+    """The sources of the calibration, the bake and the recovery with their digests, a table for each."""
+    texts = (("the bake", plan.bake), ("the recovery", plan.recover))
+    later = [_sources(f"Text of {name}", entry["calibration"]) for name, entry in texts if entry is not None]
     if plan.calibration is None:
-        return (Text("No text was read to make it."),)
+        return Text("No text was read to choose experts." if later else "No text was read to make it."), *later
+    table, only = _sources("Calibration text", plan.calibration), plan.calibration.get("only")
+    told = () if only is None else (Text(f"Of these sources only {label(str(only))} decided."),)
+    return table, *told, *later
+
+
+def _sources(title: str, calibration: Mapping[str, Any]) -> Table:
     columns = ("source", "weight", "sequences", "tokens", "held out", "SHA-256 of the token ids")
     fields = ("weight", "samples", "tokens", "heldout_samples", "sha256")
     rows = tuple(
-        (label(str(entry["source"])), *(_cell(entry.get(name)) for name in fields))
-        for entry in sources_of(plan.calibration)
+        (label(str(entry["source"])), *(_cell(entry.get(name)) for name in fields)) for entry in sources_of(calibration)
     )
-    table = Table("Calibration text", columns, rows, frozenset({columns[-1]}))
-    only = plan.calibration.get("only")
-    return (table,) if only is None else (table, Text(f"Of these sources only {label(str(only))} decided."))
+    return Table(title, columns, rows, frozenset({columns[-1]}))
 
 
 def _cell(value: Any) -> str:

@@ -17,6 +17,7 @@ from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.evaluation.scores import identity, judged_identity
 from compressor.gates.report import write_gate
+from compressor.gates.verdict import RoutedBy
 from compressor.publishing import check as push_check
 from compressor.publishing.check import verify_folder
 from compressor.publishing.push import push
@@ -130,6 +131,15 @@ def test_a_gate_that_passed_this_very_model(folder: Path, hub: Hub, tmp_path: Pa
 def test_a_gate_that_did_not_pass(folder: Path, hub: Hub, tmp_path: Path, verdict: str) -> None:
     write_gate(gate_of(folder, verdict), tmp_path / "gate")
     refusal(folder, hub, f"says {verdict} for smaller, so nothing was pushed", require_gate=tmp_path / "gate")
+    assert hub.requests == []
+
+
+def test_a_gate_of_a_routed_model_says_nothing_of_its_weights_alone(folder: Path, hub: Hub, tmp_path: Path) -> None:
+    routed = replace(gate_of(folder), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
+    write_gate(routed, tmp_path / "gate")
+    assert routed.verdict == "pass"
+    told = "judged smaller on pathways optimised by c3po, .* without --routing"
+    refusal(folder, hub, told, require_gate=tmp_path / "gate")
     assert hub.requests == []
 
 

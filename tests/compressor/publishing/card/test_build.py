@@ -21,7 +21,8 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import identity
 from compressor.gates.report import card_metrics, gate_json
-from compressor.gates.verdict import GateResult
+from compressor.gates.verdict import GateResult, RoutedBy
+from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import Card, card_text
 from compressor.report.data import LayerMeasures, Measured
 from exporters.onnx_verify import Verification
@@ -170,6 +171,57 @@ def test_the_gate_beside_the_weights_is_in_table_picture_and_metadata(copied: Pa
     assert "Accuracy was measured on boolq, rte, openbookqa and wikitext" in body(card)
     assert "commit c0ffee" in body(card) and "Accuracy was not measured" not in card.text
     assert card_text(copied, REPOSITORY, result) == card
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("bake", [None, False, True])
+@pytest.mark.parametrize("recover", [None, False, True])
+def test_what_was_tuned_is_told_as_it_was(
+    corrected: bool, bake: bool | None, recover: bool | None, copied: Path
+) -> None:
+    """None: not asked for; False: tried, and nothing changed."""
+    record = json.loads((copied / "compression.json").read_text())
+    plan, text = record["plan"], record["plan"]["calibration"]
+    curve = [{"step": step, "kl": 0.3 - step / 100, "loss": 2.0, "training": {}} for step in (0, 9)]
+    if corrected:
+        plan["correction"] = {"method": "ridge", "dtype": "float32"}
+    if bake is not None:
+        told: dict[str, Any] = {"before": 0.4, "after": 0.34 if bake else 0.4, "steps": []}
+        plan["bake"] = {
+            "method": "router",
+            "rounds": 4,
+            "sequences": 8,
+            "length": 32,
+            "calibration": text,
+            "result": told,
+        }
+    if recover is not None:
+        told = {"changed": recover, "before": 0.3, "after": 0.21, "best": 9, "curve": curve}
+        plan["recover"] = {"method": "experts", "steps": 9, "calibration": text, "result": told}
+    record["plan_digest"] = CompressionPlan.from_dict(plan).digest()
+    (copied / "compression.json").write_text(json.dumps(record))
+    card = card_text(copied, REPOSITORY)
+    said = " ".join(body(card).split())
+    tuned = bool(bake or recover)
+    assert ("No weight was refitted afterwards" in said) == (not corrected and not tuned)
+    assert ("No layer was refitted by itself" in said) == (not corrected and tuned)
+    assert ("Nothing was refitted or fine-tuned" in said) == (not corrected and not tuned)
+    assert ("nothing was fine-tuned end to end" in said) == (corrected and not tuned)
+    assert ("errors before and after are those of single layers" in said) == corrected
+    assert ("0.34 instead of 0.4 nats" in said) == (bake is True)
+    assert ("bake moved the routers alone" in said) == (bake is True and not recover)
+    assert ("0.21 instead of 0.3 nats" in said) == ("recovery trained what is left" in said) == (recover is True)
+    assert ("A bake into the routers was tried and changed nothing" in said) == (bake is False)
+    assert ("A recovery was tried and changed nothing" in said) == (recover is False)
+    assert ("images/recovery.png" in card.pictures) == ("](images/recovery.png)" in said) == (recover is not None)
+    assert ("Text of the bake" in said, "Text of the recovery" in said) == (bake is not None, recover is not None)
+
+
+def test_a_card_does_not_claim_the_accuracy_of_a_routed_model(copied: Path) -> None:
+    routed = replace(about(copied, gate(task())), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
+    (copied / "gate.json").write_text(gate_json(routed))
+    told = " ".join(body(card_text(copied, REPOSITORY)).split())
+    assert "on pathways that c3po optimised at test time; as stock loaders run these weights, their accuracy" in told
 
 
 def test_a_copied_model_keeps_its_gate_and_a_changed_one_does_not(copied: Path, tmp_path: Path) -> None:
