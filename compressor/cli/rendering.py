@@ -12,6 +12,7 @@ from compressor.planning.options import helps
 from compressor.plans.document import first_of, plan_blocks, protected_blocks
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.document import push_blocks
+from compressor.report.afterwards import bake_line, recovery_line
 from compressor.words import human_bytes, human_count, share
 
 if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
@@ -70,7 +71,14 @@ def summary_dict(summary: "Summary") -> dict[str, Any]:
         "peak_memory_bytes": summary.peak_memory,
         "left_out": list(summary.left_out), "zeroed_fields": list(summary.zeroed_fields),
         "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
+        **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
     }  # fmt: skip
+
+
+def _afterwards(plan: CompressionPlan) -> dict[str, Mapping[str, Any]]:
+    """The bake and the recovery of a plan that have been carried out."""
+    entries = {"bake": plan.bake, "recover": plan.recover}
+    return {name: entry for name, entry in entries.items() if entry is not None and "result" in entry}
 
 
 def show_summary(summary: "Summary", as_json: bool, pushed: "PushSummary | None" = None) -> None:
@@ -91,10 +99,13 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
     fields = f"; set to zero in the config: {', '.join(zeroed)}" if zeroed else ""
     names = f"left out, as stock transformers does not load them: {first_of(summary.left_out, 4)}{fields}"
+    lines = {"bake": bake_line, "recover": recovery_line}
+    done = [Text(f"{name}: {lines[name](entry)}") for name, entry in _afterwards(summary.plan).items()]
     return (
         Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
         Text(f"{phases}; peak memory {human_bytes(summary.peak_memory)}"),
         *protected_blocks(summary.plan),
+        *done,
         *([Text(names)] if summary.left_out else []),
         Text(f"Written to {summary.out}"),
         *(push_blocks(pushed) if pushed is not None else ()),

@@ -133,12 +133,14 @@ def test_the_command_moves_routers_alone_and_says_what_it_took(run: Run, origina
 def test_compress_bakes_and_apply_repeats_it(run: Run, originals: Path, tmp_path: Path) -> None:
     data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
     ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data)
-    assert run("compress", *ask, "--bake", "router", "--correct", "ridge", "-o", tmp_path / "one").status == 0
+    made = run("compress", *ask, "--bake", "router", "--correct", "ridge", "-o", tmp_path / "one", "--json")
+    assert made.status == 0
     assert run("plan", *ask, "--bake", "router", "--correct", "ridge", "-o", tmp_path / "plan.json").status == 0
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
     record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]["bake"]
     assert record["result"]["after"] <= record["result"]["before"]
+    assert json.loads(made.out)["bake"] == record["result"]
     assert "bake: router" in (tmp_path / "one" / "recipe.yaml").read_text()
 
 
