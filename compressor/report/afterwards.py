@@ -5,7 +5,7 @@ All figures are of held-out text, in nats per token; a record that anybody may h
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from compressor.document.blocks import Block, Figure, Table, Text
 from compressor.drawing.lines import Line, draw_lines, spaced
@@ -143,6 +143,6 @@ def _figure(value: Any) -> str:
     return short(value) if _is_number(value) else "-"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Whether it can be shown and drawn; JSON has whole numbers beyond all floats."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e308
