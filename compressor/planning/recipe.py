@@ -61,6 +61,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         **{name: own["bake"].get(entry) for name, entry in BAKE.items() if "bake" in own},
         "recover": own.get("recover", {}).get("method"),
         "recover_steps": own.get("recover", {}).get("steps"),
+        "recover_stream": own.get("recover", {}).get("stream") or None,
         "dtype": (plan.correction or own.get("bake") or own.get("recover") or {}).get("dtype"),
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}

@@ -75,6 +75,7 @@ def _afterwards(plan: CompressionPlan) -> list[str]:
     return [
         *(["--bake", str(bake.get("method"))] if bake else []),
         *(["--recover", str(recover.get("method")), "--recover-steps", str(recover.get("steps"))] if recover else []),
+        *(["--recover-stream"] if recover and recover.get("stream") is True else []),
     ]
 
 
