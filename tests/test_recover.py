@@ -22,6 +22,8 @@ import compressor
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import card_text
 from compressor.recovery import objective, running
+from compressor.recovery import recover as recovery
+from compressor.recovery import text as recovery_text
 from compressor.recovery.engine import Judgement
 from compressor.recovery.memory import InMemory
 from compressor.words import short
@@ -136,6 +138,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     command = asked(originals, tmp_path / "out", *more)
     assert run_killed(command, module, function, nth) == -signal.SIGKILL and not (tmp_path / "out").exists()
     steps: list[int] = []
+    monkeypatch.setattr(recovery_text, "distributions", lambda *_: pytest.fail("the original was asked again"))
     real = running.Objective
 
     def noting(*given: Any) -> Any:
@@ -152,7 +155,10 @@ def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(run: Run, origin
     assert run(*asked(originals, tmp_path / "whole")).status == 0
     command = asked(originals, tmp_path / "out")
     assert run_killed(command, "compressor.recovery.running", "write_whole", 4) == -signal.SIGKILL
-    for path in (tmp_path / ".out.moe-compressor").rglob("step-*/*.safetensors"):
+    work = tmp_path / ".out.moe-compressor"
+    states, answers = [*work.rglob("step-*/*.safetensors")], [*work.rglob("asked/*.safetensors")]
+    assert states and answers
+    for path in (*states, *answers[-1:]):
         path.write_bytes(path.read_bytes()[:-1])
     assert run(*command).status == 0 and tree(tmp_path / "out") == tree(tmp_path / "whole")
 
@@ -249,6 +255,31 @@ def test_another_teacher_than_the_source_is_told(run: Run, originals: Path, tmp_
     assert fine.status == 0 and "fingerprint" not in fine.err
 
 
+def test_compress_recovers_layer_by_layer(
+    run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no model whole in memory; recipe and plan ask for the same again."""
+    data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+    ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--dtype", "float32")
+    wish = ("--recover", "experts", "--recover-steps", 2)
+    monkeypatch.setattr(recovery, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
+    made = run("compress", *ask, *wish, "--recover-stream", "-o", tmp_path / "one")
+    assert made.status == 0 and "training layer by layer reads the model's" in made.err
+    record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
+    assert record["recover"]["stream"] is True and record["recover"]["optimizer"] == "adafactor"
+    assert record["recover"]["result"]["changed"]
+    assert run("plan", *ask, *wish, "--recover-stream", "-o", tmp_path / "plan.json").status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    recipe = tmp_path / "one" / "recipe.yaml"
+    assert "recover_stream: true" in recipe.read_text()
+    assert run("compress", "--recipe", recipe, "-o", tmp_path / "three").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "three")
+    command = " ".join(card_text(tmp_path / "one", "me/small").text.split()).replace("\\ ", "")
+    assert "--recover experts --recover-steps 2 --recover-stream" in command
+    refused(run("compress", *ask, *wish, "-o", tmp_path / "one"), "exists already")  # another request
+
+
 def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, originals: Path, tmp_path: Path) -> None:
     data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
     ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--correct", "ridge")
@@ -263,6 +294,7 @@ def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, origina
     assert "recover: experts" in recipe and "recover_steps: 2" in recipe
     command = " ".join(card_text(tmp_path / "one", "me/small").text.split())
     assert "--bake router --recover experts --recover-steps 2" in command.replace("\\ ", "")
+    assert "recover_stream" not in recipe and "--recover-stream" not in command
     refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")
 
 

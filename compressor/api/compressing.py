@@ -16,6 +16,7 @@ from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
+from compressor.planning.further import refuse_part
 from compressor.planning.make import correct
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
@@ -29,6 +30,8 @@ from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
+
+AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,7 @@ def _carry_out(
     model, clock, cut = run.model, run.clock, run.cut
     check_against(plan, model.architecture.layers, model.fingerprint)
     _check_target(model, place, plan.experts, plan.correction is not None)
+    refuse_part(plan)
     if plan.bake is not None:
         refuse_references(plan.bake)
     if plan.correction is not None and cut is not None:
@@ -230,14 +234,12 @@ def _carry_out(
 
     def verify(folder: Path) -> None:
         nonlocal plan
-        if plan.bake is not None and run.folder is not None:
-            with clock.phase("bake"):
-                done = bake_finished(folder, model, plan.bake, run.folder / f"bake-{made.digest[:16]}", run.progress)
-            plan = replace(plan, bake=done)
-        if plan.recover is not None and run.folder is not None:
-            with clock.phase("recover"):
-                kept = run.folder / f"recover-{made.digest[:16]}"
-                plan = replace(plan, recover=recover_finished(folder, model, plan.recover, kept, run.progress))
+        for name in plan.afterwards:
+            assert run.folder is not None
+            kept = run.folder / f"{name}-{made.digest[:16]}"
+            with clock.phase(name):
+                done: dict[str, Any] = {name: AFTERWARDS[name](folder, model, getattr(plan, name), kept, run.progress)}
+            plan = replace(plan, **done)
         made.verify(folder)
         if place.accept is not None:
             place.accept(folder)

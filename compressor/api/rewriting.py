@@ -13,6 +13,7 @@ from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_model
+from compressor.planning.further import KEPT_WHOLE
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run
@@ -21,8 +22,6 @@ from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
-
-KEPT_WHOLE = "none"  # the strategy of a checkpoint that no plan of ours has made smaller
 
 Change = Callable[[Path, Path], dict[str, Any]]  # (written folder, where work is kept) -> the entry with its result
 
@@ -54,9 +53,10 @@ def write_anew(
     """
     name, asked = entry
     smaller, writer = run.model, load_exporter("safetensors")
-    asked = {**asked, "teacher": original.source.label}
+    own = plan_of(smaller)
+    asked = {**asked, "teacher": original.source.label, **({"after": [*own.afterwards]} if own.afterwards else {})}
     changed: dict[str, Any] = {name: asked}
-    plan = replace(plan_of(smaller), **changed)
+    plan = replace(own, **changed)
     facts = [smaller.checkpoint.stamp(), original.checkpoint.stamp(), str(smaller.partial.device)]
     key = request_key(name, plan.to_dict(), versions(), *facts)
     with alone(out) as folder:

@@ -46,4 +46,4 @@ def _asked(name: str | None) -> bool:
 
 
 def _recovery(request: Request) -> Recovery:
-    return Recovery(str(request.recover), steps=request.recover_steps)
+    return Recovery(str(request.recover), steps=request.recover_steps, stream=request.recover_stream)

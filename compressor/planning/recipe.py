@@ -17,6 +17,7 @@ import yaml
 
 from compressor.calibration.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
+from compressor.planning.further import first_output, further_commands, separate
 from compressor.planning.request import Request
 from compressor.plans.plan import CompressionPlan
 from compressor.records import MOST_DEPTH
@@ -35,7 +36,8 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 def recipe_of(plan: CompressionPlan, model: str) -> bytes:
     """The recipe that asks for this plan of `model` again, as far as the plan tells; folders are left out.
 
-    Protected experts stand in it one by one, whether they were listed or found.
+    What commands of their own have done to the output stands above it, as these commands. Protected experts stand in it
+    one by one, whether they were listed or found.
     """
     often = Counter(layer.layer for layer in plan.layers)
     protected = [
@@ -44,6 +46,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         for expert in plan.protected.get(layer.module, ())
     ]
     correction = plan.correction or {"method": "none"}
+    own = {name: getattr(plan, name) for name in plan.afterwards if name not in separate(plan)}
     content = {
         "model": model,
         "revision": plan.source.revision,
@@ -55,17 +58,19 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         **_data(plan.calibration),
         "seed": plan.seed,
         "correct": correction["method"],
-        **{name: (plan.bake or {}).get(entry) for name, entry in BAKE.items()},
-        "recover": (plan.recover or {}).get("method"),
-        "recover_steps": (plan.recover or {}).get("steps"),
-        "dtype": (plan.correction or plan.bake or plan.recover or {}).get("dtype"),
+        **{name: own["bake"].get(entry) for name, entry in BAKE.items() if "bake" in own},
+        "recover": own.get("recover", {}).get("method"),
+        "recover_steps": own.get("recover", {}).get("steps"),
+        "recover_stream": own.get("recover", {}).get("stream") or None,
+        "dtype": (plan.correction or own.get("bake") or own.get("recover") or {}).get("dtype"),
     }
     said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
-    heading = "# moe-compress compress --recipe recipe.yaml -o OUTPUT\n"
+    heading = f"# moe-compress compress --recipe recipe.yaml -o {first_output(plan, 'OUTPUT')}\n"
     if (plan.calibration or {}).get("only") is not None:  # the plan of one source of several takes two commands
         heading = "# One of the plans of: moe-compress plan --recipe recipe.yaml --per-source -o plan.json\n"
-    return (heading + text).encode(errors="backslashreplace")
+    further = [f"# {line}\n" for line in further_commands(plan, "OUTPUT") or ()]
+    return ("".join([heading, *further]) + text).encode(errors="backslashreplace")
 
 
 def _data(calibration: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -76,6 +76,9 @@ class Request:
         "Then train toward the original on text: none, experts, router, lora or all (default: none).",
     )
     recover_steps: int = described(400, CORRECTION, "With --recover: steps of 2,048 tokens.", min=1)
+    recover_stream: bool = described(
+        False, CORRECTION, "With --recover: train with one layer in memory at a time.", name="--recover-stream"
+    )
     device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
@@ -164,7 +167,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.seed,
         request.correct,
         (request.bake, request.bake_rounds, request.bake_sequences),
-        (request.recover, request.recover_steps),
+        (request.recover, request.recover_steps, request.recover_stream),
         request.sequential,
         request.protect if request.protects_what_data_shows else _content(request.protect),
         str(model.partial.device),

@@ -79,6 +79,8 @@ class CompressionPlan:
         for name, entry in (("bake", self.bake), ("recover", self.recover)):
             if entry is not None and not isinstance(entry.get("calibration"), Mapping):
                 raise CompressionError(f"{name} should name its calibration; restore it, or write null for {name}")
+            if entry is not None and not isinstance(entry.get("after", []), list):
+                raise CompressionError(f"{name} should list what was done before it as 'after'; restore it")
         names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
             if names[layer.module] > 1:
@@ -113,6 +115,13 @@ class CompressionPlan:
     def stored_as_is(self) -> bool:
         """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
+
+    @property
+    def afterwards(self) -> tuple[str, ...]:
+        """The entries of what was done to the finished output, in the order in which it was."""
+        found = {"bake": self.bake, "recover": self.recover}
+        names = [name for name, entry in found.items() if entry is not None]
+        return tuple(sorted(names, key=lambda name: len((found[name] or {}).get("after", []))))
 
     @property
     def baked(self) -> bool:

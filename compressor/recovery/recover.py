@@ -26,6 +26,7 @@ from compressor.recovery.trained import trained_layers
 from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
 MADE = "made"  # the folder of new stored tensors, a file for each layer
+ASKED = "asked"  # the folder of what the original says of the text
 TOLD = "told.safetensors"  # there once all of them are
 
 
@@ -78,7 +79,8 @@ def recover_tensors(
     stored = stored_dtypes(smaller, layers)
     if options.stream:
         tell_cost(smaller, options.steps)
-    asked = read_original(text, original, options, progress)
+    alone = ranks.count == 1  # with others, who ask at the same time, none would wait for them
+    asked = read_original(text, original, options, progress, place / ASKED if alone else None)
     engine: Engine
     if options.stream:
         engine = Streamed(smaller, layers, stored, options, seed, place / "now")
@@ -96,8 +98,8 @@ def recover_tensors(
     finally:
         engine.close()
     keep_tensors(place / MADE / TOLD, {}, result(state, state.better))
-    shutil.rmtree(place / "now", ignore_errors=True)
-    shutil.rmtree(steps, ignore_errors=True)
+    for folder in (place / "now", place / ASKED, steps):
+        shutil.rmtree(folder, ignore_errors=True)
     return Recovered(place / MADE, result(state, state.better))
 
 

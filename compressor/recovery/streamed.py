@@ -138,6 +138,6 @@ def tell_cost(model: OpenModel, steps: int) -> None:
     """Say beforehand how much will be read."""
     size = sum(info.nbytes for info in model.checkpoint.tensors.values())
     logger.warning(
-        "--stream reads the model's %s %d times a step: %s in %d steps",
+        "training layer by layer reads the model's %s %d times a step: %s in %d steps",
         human_bytes(size), READS, human_bytes(READS * steps * size), steps,
     )  # fmt: skip

@@ -5,6 +5,7 @@ B sequences of L tokens, H hidden.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from compressor.model.streaming import Forward, LayerVisitor
 from compressor.plans.json import refuse_floods
 from compressor.progress import Progress
 from compressor.recovery.options import Recovery
+from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
 HELDOUT = 48  # sequences that judge and train nothing
 MOST_HELDOUT = 0.2  # of a short text
@@ -141,13 +143,50 @@ class _HiddenStates(LayerVisitor):
         return forward
 
 
-def read_original(text: Calibration, original: OpenModel, options: Recovery, progress: Progress) -> Text:
-    """Ask the original once about all of the text; its answers lie on disk, and it need not be read again."""
-    states = _HiddenStates(original.architecture.units[-1])
-    asked = distributions(original, text.batches, progress, *([states] if options.hidden_states else []))
-    batches = tuple(
-        Batch(tokens, made, states.found.get(number))
-        for number, (tokens, made) in enumerate(zip(text.batches, asked, strict=True))
-    )
-    heldout = tuple(batches[number] for number in sorted(text.heldout))
-    return Text(batches, tuple(_places(text)), heldout, _rows(options, original))
+def read_original(
+    text: Calibration, original: OpenModel, options: Recovery, progress: Progress, place: Path | None = None
+) -> Text:
+    """Ask the original once about all of the text; its answers lie on disk, and it need not be read again.
+
+    In the folder `place`, if one is given, they outlast a run that is killed, for the one that goes on.
+    """
+    found = None if place is None else _kept(text, original, options, place)
+    if found is None:
+        states = _HiddenStates(original.architecture.units[-1])
+        asked = distributions(original, text.batches, progress, *([states] if options.hidden_states else []))
+        found = []
+        for number, tokens in enumerate(text.batches):  # each leaves the disk where it lay once it is kept
+            made = Batch(tokens, asked.pop(0), states.found.pop(number, None))
+            found.append(made if place is None else _keep(made, place, number, _facts(text, original, options)))
+    heldout = tuple(found[number] for number in sorted(text.heldout))
+    return Text(tuple(found), tuple(_places(text)), heldout, _rows(options, original))
+
+
+def _facts(text: Calibration, original: OpenModel, options: Recovery) -> list[Any]:
+    """What decides the original's answers."""
+    return [text.identity.get("sha256"), original.fingerprint, str(original.partial.dtype), bool(options.hidden_states)]
+
+
+def _keep(batch: Batch, place: Path, number: int, facts: list[Any]) -> Batch:
+    """Write what the original says of a batch, and have it lie there, mapped."""
+    known, path = batch.original, _file(place, number)
+    hidden = {} if batch.hidden is None else {"hidden": batch.hidden}
+    keep_tensors(path, {"tokens": known.tokens, "logs": known.logs, "others": known.others, **hidden}, facts)
+    return _read(path, batch.tokens)
+
+
+def _kept(text: Calibration, original: OpenModel, options: Recovery, place: Path) -> list[Batch] | None:
+    """What an earlier run has kept of all batches; None if anything is missing, cut short or of another question."""
+    files = [_file(place, number) for number in range(len(text.batches))]
+    if any(told_of(path) != _facts(text, original, options) for path in files):
+        return None
+    return [_read(path, tokens) for path, tokens in zip(files, text.batches, strict=True)]
+
+
+def _file(place: Path, number: int) -> Path:
+    return place / f"batch-{number:07d}.safetensors"
+
+
+def _read(path: Path, tokens: Tensor) -> Batch:
+    found = kept_tensors(path)
+    return Batch(tokens, Distributions(found["tokens"], found["logs"], found["others"]), found.get("hidden"))

@@ -1,16 +1,24 @@
 """The command that makes a plan again, from the plan alone."""
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.planning.further import (
+    KEPT_WHOLE,
+    command_text,
+    data_arguments,
+    first_output,
+    further_commands,
+    is_whole,
+    separate,
+)
 from compressor.plans.files import source_files
 from compressor.plans.plan import CompressionPlan
-from compressor.words import label, one_line
+from compressor.words import label
 
 PROTECTED = "protected.json"
 
@@ -24,14 +32,17 @@ class Command:
 
 
 def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
-    """What asks for this plan again and writes it to `out`; None where the plan does not say on which text.
+    """What asks for this plan again and writes it to `out`; None where the plan does not say all that was done.
 
-    A plan of one source of several (`--per-source`) needs two commands. Text files and local models stand there by
-    their names alone.
+    A plan of one source of several (`--per-source`) needs two commands, and so does one whose output was baked or
+    recovered by a command of its own. Text files and local models stand there by their names alone.
     """
-    data = _data_arguments(plan)
-    if data is None:
+    data, further = _data_arguments(plan), further_commands(plan, out)
+    if data is None or further is None or not is_whole(plan):
         return None
+    if plan.strategy == KEPT_WHOLE:
+        return Command(tuple(further))
+    out = first_output(plan, out)
     base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
     refit = {"method": "none"} if plan.correction is None else plan.correction  # said, for strategies differ in theirs
     dtype = refit.get("dtype")
@@ -51,23 +62,21 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     only = (plan.calibration or {}).get("only")
     model = plan.source.model if base else f"./{label(plan.source.model)}"  # which cannot be taken for an option
     if only is None:
-        return Command((_line("compress", model, "-o", out, *shared),), protected)
-    planned = _line("plan", model, "-o", "plan.json", *shared, "--per-source")
+        return Command((command_text("compress", model, "-o", out, *shared), *further), protected)
+    planned = command_text("plan", model, "-o", "plan.json", *shared, "--per-source")
     (file,) = source_files(Path("plan.json"), [label(str(only))])
-    return Command((planned, _line("apply", str(file), "-o", out)), protected)
+    return Command((planned, command_text("apply", str(file), "-o", out), *further), protected)
 
 
 def _afterwards(plan: CompressionPlan) -> list[str]:
-    """The bake and the recovery, where `compress` was asked for them; `teacher` tells that another command was."""
-    bake, recover = ({} if not asked or "teacher" in asked else asked for asked in (plan.bake, plan.recover))
+    """The bake and the recovery, where `compress` was asked for them."""
+    own = {name: getattr(plan, name) for name in plan.afterwards if name not in separate(plan)}
+    bake, recover = own.get("bake"), own.get("recover")
     return [
         *(["--bake", str(bake.get("method"))] if bake else []),
         *(["--recover", str(recover.get("method")), "--recover-steps", str(recover.get("steps"))] if recover else []),
+        *(["--recover-stream"] if recover and recover.get("stream") is True else []),
     ]
-
-
-def _line(*arguments: str) -> str:
-    return shlex.join(["moe-compress", *map(one_line, arguments)])
 
 
 def option_text(name: str, value: Any) -> str:
@@ -85,33 +94,11 @@ def _data_arguments(plan: CompressionPlan) -> list[str] | None:
     """Sources and sizes; nothing if no data was read, and None where the plan lacks what was asked for."""
     if plan.calibration is None:
         return []
-    asked, sources = plan.calibration.get("asked"), sources_of(plan.calibration)
-    if not isinstance(asked, Mapping) or not sources:
+    asked, found = plan.calibration.get("asked"), data_arguments(plan.calibration, "--calibration")
+    if not isinstance(asked, Mapping) or found is None:
         return None
-    weights = [entry.get("weight", 1.0) for entry in sources]
-    alike = len(set(weights)) == 1
-    found = []
-    for entry, weight in zip(sources, weights, strict=True):
-        name = label(str(entry["source"]))
-        found += ["--calibration", name if alike and not _looks_weighted(name) else f"{name}={weight!r}"]
     samples, length = asked.get("samples"), asked.get("sequence_length")
     return [*found, "--samples", str(samples), "--sequence-length", str(length)]
-
-
-def sources_of(calibration: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is recorded of each calibration source."""
-    stored = calibration.get("sources")
-    entries = stored if isinstance(stored, list) else []
-    return [entry for entry in entries if isinstance(entry, Mapping) and "source" in entry]
-
-
-def _looks_weighted(name: str) -> bool:
-    """Whether the command line would read the end of a name as its weight."""
-    try:
-        float(name.rpartition("=")[2])
-    except ValueError:
-        return False
-    return "=" in name
 
 
 def protected_list(plan: CompressionPlan) -> str:

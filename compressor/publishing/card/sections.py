@@ -7,10 +7,11 @@ from compressor.document.blocks import Block, Code, Heading, Items, Link, Listin
 from compressor.errors import CompressionError
 from compressor.gates.content import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
+from compressor.planning.further import sources_of
 from compressor.planning.registry import load_strategy
 from compressor.plans.layer import correction_of
 from compressor.plans.plan import CompressionPlan
-from compressor.publishing.card.command import Command, sources_of
+from compressor.publishing.card.command import Command
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
 from compressor.publishing.card.metadata import base_id

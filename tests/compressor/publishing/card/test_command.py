@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from compressor.api import compressing as api
+from compressor.api.baking import calibrate_router
+from compressor.api.recovering import recover
+from compressor.errors import CompressionError
 from compressor.planning.registry import read_option
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.command import option_text, protected_list, rebuilt
@@ -88,6 +91,47 @@ def test_a_plan_for_one_source_of_several_takes_two_commands(place: Path) -> Non
     api.apply(plans[2], "out")
     again = run_again(place / "out", place)
     assert again.digest() == plans[2].digest() and again.calibration is not None and again.calibration["only"] == "b=2"
+
+
+RECOVERY: dict[str, Any] = {"steps": 2, "length": 32, "tokens_per_step": 64, "method": "router"}
+BAKE: dict[str, Any] = {"rounds": 1, "sequences": 8, "sequence_length": 32}
+
+
+def test_separate_commands_follow_in_the_order_in_which_they_were_given(place: Path) -> None:
+    api.compress("checkpoint", "small", **SMALL, strategy="count-guided", calibration="demo")
+    recover("small", "recovered", teacher="checkpoint", data=["demo", "a.txt"], seed=3, learning_rate=1e-4, **RECOVERY)
+    calibrate_router("recovered", "out", teacher="checkpoint", calibration="demo", **BAKE)
+    plan = published(place / "out")[1]
+    command = rebuilt(plan, "again")
+    assert command is not None and plan.afterwards == ("recover", "bake")
+    assert [line.split()[1] for line in command.lines] == ["compress", "recover", "calibrate-router"]
+    assert "--learning-rate 0.0001" in command.lines[1] and "--bake" not in command.lines[0]
+    again = run_again(place / "out", place)
+    assert again.digest() == plan.digest() and again.to_dict() == plan.to_dict()
+    assert (place / "again" / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
+    recipe = (place / "out" / "recipe.yaml").read_text()
+    heading = [line for line in recipe.splitlines() if line.startswith("#")]
+    assert [line.split()[2] for line in heading] == ["compress", "recover", "calibrate-router"]
+    assert heading[0].endswith("-o OUTPUT-before-recover") and "bake:" not in recipe and "recover:" not in recipe
+    api.apply(plan, "applied")  # in that order, too
+    assert (place / "applied" / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
+
+
+def test_a_second_recovery_leaves_no_command_and_no_plan_to_carry_out(place: Path) -> None:
+    api.compress("checkpoint", "small", **SMALL, strategy="count-guided", calibration="demo", recover="router",
+                 recover_steps=1)  # fmt: skip
+    recover("small", "out", teacher="checkpoint", data="demo", **RECOVERY)
+    plan = published(place / "out")[1]
+    assert (plan.recover or {})["after"] == ["recover"] and rebuilt(plan, "again") is None
+    with pytest.raises(CompressionError, match="the last of several bakes or recoveries alone"):
+        api.apply(plan, "applied")
+
+
+def test_the_recovery_of_a_model_that_is_whole_needs_no_compress(place: Path) -> None:
+    recover("checkpoint", "out", teacher="checkpoint", data="demo", **RECOVERY)
+    command = rebuilt(published(place / "out")[1], "again")
+    assert command is not None and len(command.lines) == 1
+    assert command.lines[0].startswith("moe-compress recover ./checkpoint -o again --teacher ./checkpoint")
 
 
 @pytest.mark.parametrize("value", [1, 2.5, True, None, "text", "7", "true", '"quoted"', "a b'c", [1, "x"]])
