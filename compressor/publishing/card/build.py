@@ -11,6 +11,7 @@ from compressor.document.markdown import markdown
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.gates.verdict import GateResult
+from compressor.planning.further import separate
 from compressor.publishing.card.command import rebuilt
 from compressor.publishing.card.facts import read_facts
 from compressor.publishing.card.layers import layer_details
@@ -61,6 +62,7 @@ def card_text(
     name = repo_id.rpartition("/")[2]
     again = rebuilt(facts.plan, name)
     command = None if command is None else without_paths(command)
+    is_shown = again is not None and (command is None or bool(separate(facts.plan)))  # rather than the last command
     blocks = (
         Heading(one_line(name), 1),
         *introduction(facts),
@@ -69,7 +71,7 @@ def card_text(
         *making(facts, command, again),
         Heading("Experts"),
         *_pictures(drawn, "experts"),
-        *layer_details(facts.plan, None if again is None or command is not None else again.protected),
+        *layer_details(facts.plan, again.protected if again is not None and is_shown else None),
         *_pictures(drawn, *MEASURED),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),

@@ -104,8 +104,8 @@ def layer_details(plan: CompressionPlan, protected: str | None) -> tuple[Block, 
     too_long = sum(len(str(cell)) for row in found.rows for cell in row) > MOST_TABLE
     table: Block = Text((*told, Code("plan"), ".")) if too_long else found
     legend = (
-        "Numbers are those of the original's experts. Kept: as they were, apart from a correction. Merged: the experts "
-        "joined by + became one; one that stands there alone was rescaled."
+        "Numbers are those of the original's experts. Kept: as they were, apart from a correction or a recovery. "
+        "Merged: the experts joined by + became one; one that stands there alone was rescaled."
     )
     if any(correction_of(layer) for layer in plan.layers):
         legend += (

@@ -7,7 +7,7 @@ from compressor.document.blocks import Block, Code, Heading, Items, Link, Listin
 from compressor.errors import CompressionError
 from compressor.gates.content import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
-from compressor.planning.further import sources_of
+from compressor.planning.further import separate, sources_of
 from compressor.planning.registry import load_strategy
 from compressor.plans.layer import correction_of
 from compressor.plans.plan import CompressionPlan
@@ -153,15 +153,23 @@ def _gate_notes(gate: GateResult) -> Blocks:
 
 
 def making(facts: Facts, command: str | None, again: Command | None) -> Blocks:
-    """The command, the text that was read, versions and digest; `command` is the one that was run, if it is known."""
+    """The commands, the text that was read, versions and digest; `command` is the last that was run, if it is known.
+
+    Where there were several, those rebuilt from the plan stand there, if all of them can be.
+    """
     plan = facts.plan
+    several = bool(separate(plan))
     told: Blocks = (Text("The plan does not record what it was asked for, so there is no command to repeat it."),)
-    if command is not None:
-        told = Text("Made by this command, in which paths are shortened to names:"), Listing(command, "bash")
+    if command is not None and (again is None or not several):
+        which = "By this command as the last of several" if several else "Made by this command"
+        told = Text(f"{which}, in which paths are shortened to names:"), Listing(command, "bash")
     elif again is not None:
         said = (
-            "This command asks for the same plan. It is rebuilt from the plan, so it says nothing of edits by hand; "
-            "local files and folders stand in it by their names alone."
+            "These commands, one after another, ask for the same again. They are rebuilt from the plan, so they say "
+            "nothing of edits by hand; local files and folders stand in them by their names alone."
+            if several
+            else "This command asks for the same plan. It is rebuilt from the plan, so it says nothing of edits by "
+            "hand; local files and folders stand in it by their names alone."
         )
         told = Text(said), Listing("\n".join(again.lines), "bash")
     versions = joined([f"{one_line(name)} {one_line(str(version))}" for name, version in facts.versions.items()])

@@ -14,6 +14,7 @@ from compressor.api.recovering import recover
 from compressor.errors import CompressionError
 from compressor.planning.registry import read_option
 from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.build import card_text
 from compressor.publishing.card.command import option_text, protected_list, rebuilt
 from tests.command_line import captured
 
@@ -106,6 +107,9 @@ def test_separate_commands_follow_in_the_order_in_which_they_were_given(place: P
     assert command is not None and plan.afterwards == ("recover", "bake")
     assert [line.split()[1] for line in command.lines] == ["compress", "recover", "calibrate-router"]
     assert "--learning-rate 0.0001" in command.lines[1] and "--bake" not in command.lines[0]
+    for known in (None, "moe-compress calibrate-router recovered -o out"):  # the last one alone would not tell it all
+        card = " ".join(card_text(place / "out", "me/again", command=known).text.split())
+        assert "These commands, one after another" in card and all(line in card for line in command.lines)
     again = run_again(place / "out", place)
     assert again.digest() == plan.digest() and again.to_dict() == plan.to_dict()
     assert (place / "again" / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
@@ -123,6 +127,10 @@ def test_a_second_recovery_leaves_no_command_and_no_plan_to_carry_out(place: Pat
     recover("small", "out", teacher="checkpoint", data="demo", **RECOVERY)
     plan = published(place / "out")[1]
     assert (plan.recover or {})["after"] == ["recover"] and rebuilt(plan, "again") is None
+    card = card_text(place / "out", "me/again", command="moe-compress recover small -o out").text
+    assert (
+        "By this command as the last of several" in card and "does not record" in card_text(place / "out", "me/a").text
+    )
     with pytest.raises(CompressionError, match="the last of several bakes or recoveries alone"):
         api.apply(plan, "applied")
 
