@@ -32,7 +32,7 @@ REFUSED = {  # why, by family
         GROUPS,
     ),
     **dict.fromkeys(("hunyuan_v1_moe", "deepseek_v4", "jamba", "inkling"), SHARED),
-    "phimoe": "differ by 0.8 of the largest",  # it chooses two experts one after the other, whatever the top-k
+    "phimoe": r"differ by 0\.\d of the largest",  # it chooses two experts one after the other, whatever the top-k
     "zaya": "its router weighs more than the routed experts",
     "muse_spark": "normalises what each expert puts out",
 }  # fmt: skip
