@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from compressor.api import splitting
 from compressor.errors import CompressionError
 from compressor.model.verification import verify_checkpoint
 from compressor.progress import Silent
+from compressor.publishing.card.command import rebuilt
+from compressor.publishing.card.facts import read_facts
+from compressor.publishing.card.sections import introduction
 from tests import quantized, small, zoo
 from tests.command_line import Run
 from tests.small import tree
@@ -190,3 +194,20 @@ def test_a_plan_of_a_split_is_not_applied(model: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(CompressionError, match="run `moe-compress split` again instead of applying it"):
         compressor.apply(tmp_path / "plan.json", tmp_path / "out", model=str(model))
+
+
+@pytest.mark.parametrize("by", ["weights", "clusters"])
+def test_the_card_says_so_and_its_command_makes_the_same_again(
+    by: str, model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {} if by == "weights" else {"by": by, **data(tmp_path)}
+    splitting.split(str(model), tmp_path / "split", 2, **asked)
+    facts = read_facts(tmp_path / "split")
+    text = str(introduction(facts))
+    assert "each of the 8 experts in its 2 MoE layers split into 2 narrower ones, 16 in all" in text
+    told = rebuilt(facts.plan, "again")
+    assert told is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    assert run(*shlex.split(told.lines[0])[1:]).status == 0
+    assert tree(tmp_path / "split") == tree(tmp_path / "again")

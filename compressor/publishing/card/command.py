@@ -29,10 +29,12 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     A plan of one source of several (`--per-source`) needs two commands. Text files and local models stand there by
     their names alone.
     """
-    data = _data_arguments(plan)
+    data = _data_arguments(plan.calibration)
     if data is None:
         return None
     base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
+    if plan.split is not None:
+        return _splitting(plan, plan.split, out, base)
     refit = {"method": "none"} if plan.correction is None else plan.correction  # said, for strategies differ in theirs
     dtype = refit.get("dtype")
     correct = ["--correct", str(refit.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
@@ -55,6 +57,18 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     planned = _line("plan", model, "-o", "plan.json", *shared, "--per-source")
     (file,) = source_files(Path("plan.json"), [label(str(only))])
     return Command((planned, _line("apply", str(file), "-o", out)), protected)
+
+
+def _splitting(plan: CompressionPlan, split: Mapping[str, Any], out: str, base: list[str]) -> Command | None:
+    """What splits the experts again."""
+    data = _data_arguments(split.get("calibration"))
+    if data is None:
+        return None
+    by = ["--split-by", "clusters"] if split.get("by") == "clusters" else []
+    said = ["--data" if word == "--calibration" else word for word in data]
+    model = plan.source.model if base else f"./{label(plan.source.model)}"
+    asked = [*base, "--split", str(split.get("parts")), *by, *said, "--seed", str(plan.seed)]
+    return Command((_line("split", model, "-o", out, *asked),))
 
 
 def _afterwards(plan: CompressionPlan) -> list[str]:
@@ -81,11 +95,11 @@ def option_text(name: str, value: Any) -> str:
     return f"{name}={json.dumps(value)}"
 
 
-def _data_arguments(plan: CompressionPlan) -> list[str] | None:
+def _data_arguments(calibration: Mapping[str, Any] | None) -> list[str] | None:
     """Sources and sizes; nothing if no data was read, and None where the plan lacks what was asked for."""
-    if plan.calibration is None:
+    if calibration is None:
         return []
-    asked, sources = plan.calibration.get("asked"), sources_of(plan.calibration)
+    asked, sources = calibration.get("asked"), sources_of(calibration)
     if not isinstance(asked, Mapping) or not sources:
         return None
     weights = [entry.get("weight", 1.0) for entry in sources]
