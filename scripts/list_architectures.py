@@ -27,12 +27,15 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
+from compressor.splitting.exact import factors_of
+from compressor.splitting.shape import split_shape
 from compressor.surgery.configuration import announces_head
 from exporters import onnx
 from tests import zoo
 
 PAGE = Path("docs/architectures.md")
-COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX", "Notes")
+COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX", "Split", "Notes")
+EXACT = "exact"
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
 SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}  # defaults that do not build
@@ -55,6 +58,9 @@ an MoE layer where it is not one node; or why a family cannot be exported. Both 
 processor to processor, so each is given as a power of ten that is at least twice what was found. Where an indexer
 chooses the tokens that are attended to, the graph is of a model with {heads} index heads: with 2, many tokens score
 exactly 0, and which of equals is chosen is nobody's promise.
+
+Split says whether `moe-compress split` leaves the function of the family's stock block as it is, found by running it,
+or why not; variants for which it is otherwise are in parentheses.
 """
 
 
@@ -68,11 +74,13 @@ class Row:
     routing: str
     attribution: str
     onnx: str
+    split: str
     notes: str
 
     def text(self) -> str:
         """The line in Markdown."""
-        cells = (self.family, self.model_class, self.supported, self.routing, self.attribution, self.onnx, self.notes)
+        described = (self.routing, self.attribution, self.onnx, self.split, self.notes)
+        cells = (self.family, self.model_class, self.supported, *described)
         return f"| {' | '.join(cells)} |"
 
 
@@ -197,6 +205,23 @@ def _onnx(place: Path, out: Path) -> str:
     return f"no: {reason}"
 
 
+def _split(architectures: Mapping[str, Architecture]) -> str:
+    """Whether experts in two parts compute the same, or why they do not; variants that differ in that are named."""
+    (_, own), *others = found = [(case, _split_one(each)) for case, each in architectures.items()]
+    differing = [case for case, told in others if (told == EXACT) != (own == EXACT)]
+    kind = EXACT if own != EXACT else "not"
+    return own + (f" ({kind}: {', '.join(differing)})" if differing and len(found) > 1 else "")
+
+
+def _split_one(architecture: Architecture) -> str:
+    try:
+        factors_of(architecture, split_shape(architecture, 2))
+    except CompressionError as error:
+        why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(" of the largest, for ")
+        return f"no: {why[2] or re.sub(r' by [0-9.e-]+ of the largest', '', why[0])}"
+    return EXACT
+
+
 def _variants(name: str) -> list[str]:
     return [variant for variant in zoo.VARIANTS if variant.split("-")[0] == name]
 
@@ -214,11 +239,12 @@ def supported_row(name: str) -> Row:
             if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
                 raise CompressionError("the reloaded model's logits are not finite")
         except CompressionError as error:
-            return Row(name, model_class, f"no: {error}", "", "", "", "")
+            return Row(name, model_class, f"no: {error}", "", "", "", "", "")
         opened = [open_model(locate(str(place), None)) for place in places.values()]
         return Row(
             name, model_class, "yes", _routing(opened), _attribution(opened[0]),
-            _onnx(_for_graph(name, places[name], Path(folder) / "heads"), Path(folder) / "graph"), _notes(opened[0]),
+            _onnx(_for_graph(name, places[name], Path(folder) / "heads"), Path(folder) / "graph"),
+            _split({case: model.architecture for case, model in zip(places, opened, strict=True)}), _notes(opened[0]),
         )  # fmt: skip
 
 
@@ -258,7 +284,7 @@ def refused_row(family: str) -> Row:
         config.architectures = [name]
         discover(config)
     except CompressionError as error:
-        return Row(family, name, "no", "", "", "", str(error))
+        return Row(family, name, "no", "", "", "", "", str(error))
     raise RuntimeError(f"{family} is not refused: give it a place in tests/zoo_configs.py")
 
 

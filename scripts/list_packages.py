@@ -37,6 +37,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "correction": (6, "refitting what is left"),
     "pathways": (6, "which experts a token visits, changed after the fact"),
     "recovery": (6, "what is lost, trained back; CoMoE"),
+    "splitting": (6, "each expert as several narrower ones that compute the same"),
     "planning": (7, "from a request to a plan"),
     "plugins": (8, "the one import that a plugin's author needs"),
     "strategies": (9, "one file each"),

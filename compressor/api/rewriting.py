@@ -33,7 +33,7 @@ def open_original(run: Run, teacher: str, revision: str | None, out: Path) -> Op
         locate(teacher, revision, run.progress), str(partial.dtype).removeprefix("torch."), str(partial.device)
     )
     check_carried(run.model.source.folder)
-    _refuse_places(out, (run.model, original))
+    refuse_places(out, (run.model, original))
     return original
 
 
@@ -92,7 +92,7 @@ def plan_of(model: OpenModel) -> CompressionPlan:
     return CompressionPlan.from_dict(read_object(path).get("plan") or {}, str(path))
 
 
-def _refuse_places(out: Path, models: Sequence[OpenModel]) -> None:
+def refuse_places(out: Path, models: Sequence[OpenModel]) -> None:
     """Refuse an output in a checkpoint that is read, or one that would replace it."""
     target = out.resolve()
     for model in models:

@@ -22,6 +22,7 @@ from compressor.cli.commands import (
     referencing,
     reporting,
     showing,
+    splitting,
 )
 from compressor.cli.parameters import spread
 from compressor.cli.terminal import PROGRAM
@@ -122,6 +123,7 @@ for command in (
     making.plan,
     making.apply,
     making.compress,
+    splitting.split,
     calibrating.calibrate_router,
     recovering.recover,
     measuring.compare,

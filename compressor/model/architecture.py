@@ -71,10 +71,10 @@ class Architecture:
 
     def with_experts(self, count: int) -> Any:
         """A copy of the config that asks for `count` experts."""
-        return _with_field(self.config, self.count_field, count)
+        return with_field(self.config, self.count_field, count)
 
 
-def _with_field(config: Any, dotted: str, value: Any) -> Any:
+def with_field(config: Any, dotted: str, value: Any) -> Any:
     """A copy of the config with another value at a dotted path."""
     copied = copy.deepcopy(config)
     owner, _, name = dotted.rpartition(".")
@@ -217,7 +217,7 @@ def find_count_field(config: Any, model: nn.Module) -> str:
         )
     for candidate in _candidate_fields(config, count)[:MOST_CANDIDATES]:
         with suppress(CompressionError, ValueError, TypeError):
-            doubled = build_meta(_with_field(config, candidate, 2 * count))
+            doubled = build_meta(with_field(config, candidate, 2 * count))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
                 return candidate
     raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
@@ -252,7 +252,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         )
     count_field = find_count_field(config, model)
     count = int(attrgetter(count_field)(config))
-    tensors = expert_tensors(model, build_meta(_with_field(config, count_field, 2 * count)), count)
+    tensors = expert_tensors(model, build_meta(with_field(config, count_field, 2 * count)), count)
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     modules = dict(model.named_modules())

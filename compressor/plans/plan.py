@@ -66,6 +66,7 @@ class CompressionPlan:
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
     bake: Mapping[str, Any] | None = None  # how the routers are moved in the end, on what text, and what came of it
     recover: Mapping[str, Any] | None = None  # how all is trained after that, on what text, and what came of it
+    split: Mapping[str, Any] | None = None  # how each of the source's experts became several, which the plan numbers
 
     def __post_init__(self) -> None:
         if self.correction is not None and self.calibration is None:
@@ -149,6 +150,7 @@ class CompressionPlan:
             "calibration": None if self.calibration is None else dict(self.calibration),
             "sequential": self.sequential,
             "correction": None if self.correction is None else dict(self.correction),
+            **({} if self.split is None else {"split": dict(self.split)}),
             **({} if self.bake is None else {"bake": dict(self.bake)}),
             **({} if self.recover is None else {"recover": dict(self.recover)}),
             "versions": dict(self.versions),
@@ -170,6 +172,8 @@ class CompressionPlan:
         if self.correction is not None:
             data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
             decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
+        if self.split is not None:
+            decisive["split"] = {name: value for name, value in self.split.items() if name != "calibration"}
         for step, entry in (("bake", self.bake), ("recover", self.recover)):
             if entry is not None:
                 facts = {name: value for name, value in entry.items() if name not in ("calibration", "result")}
@@ -199,6 +203,7 @@ class CompressionPlan:
                 sequential=bool(content.get("sequential", False)),
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
+                split=None if content.get("split") is None else dict(content["split"]),
                 bake=None if content.get("bake") is None else dict(content["bake"]),
                 recover=None if content.get("recover") is None else dict(content["recover"]),
             )
@@ -243,6 +248,8 @@ def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint
             "the plan was made for another model: its source fingerprint "
             f"{plan.source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}; plan again for this one"
         )
+    if plan.split is not None:
+        raise CompressionError("the plan splits experts; run `moe-compress split` again instead of applying it")
     known = {layer.name: layer for layer in layers}
     for layer_plan in plan.layers:
         if (layer := known.get(layer_plan.module)) is None:

@@ -40,18 +40,19 @@ def matching(experts: Any, head: int, member: int) -> Tensor:
 
 
 def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
-    """One parameter of an expert with its neurons in the order [I]."""
+    """One parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
     if name == "down_proj_bias":
         return value
     if name == "down_proj":
         return value.index_select(0 if experts.is_transposed else 1, order)
+    dim = value.dim() - 1 if experts.is_transposed else 0
     if not experts.has_gate:
         rows = order
     elif experts.is_concatenated:
-        rows = torch.cat([order, order + len(order)])
+        rows = torch.cat([order, order + value.shape[dim] // 2])
     else:
         rows = torch.stack([2 * order, 2 * order + 1], dim=1).flatten()
-    return value.index_select(value.dim() - 1 if experts.is_transposed else 0, rows)
+    return value.index_select(dim, rows)
 
 
 def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:

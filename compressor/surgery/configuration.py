@@ -25,22 +25,24 @@ def _aliases(config: Any, name: str) -> set[str]:
     return {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
 
 
-def _set_count(raw: dict[str, Any], architecture: Architecture, count: int) -> None:
-    *parents, name = architecture.count_field.split(".")
+def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
+    """Set a field of `config` in its JSON, by whatever name it stands there; in a list, where its value stood."""
+    *parents, name = path.split(".")
     node = raw
     for parent in parents:
         node = node.setdefault(parent, {})
-    owner = attrgetter(".".join(parents))(architecture.config) if parents else architecture.config
-    names, before = _aliases(owner, name), architecture.experts
+    owner = attrgetter(".".join(parents))(config) if parents else config
+    names, before = _aliases(owner, name), getattr(owner, name)
     for alias in sorted(names & set(node)) or [name]:
-        value = node.get(alias)
-        node[alias] = [count if item == before else item for item in value] if isinstance(value, list) else count
-    for key, value in node.items():
-        if isinstance(value, dict) and not hasattr(getattr(owner, key, None), "model_type"):
-            _set_repeats(value, names, before, count)
+        old = node.get(alias)
+        in_list = isinstance(old, list) and not isinstance(value, list)
+        node[alias] = [value if item == before else item for item in old or ()] if in_list else value
+    for key, inner in node.items():
+        if isinstance(inner, dict) and not hasattr(getattr(owner, key, None), "model_type"):
+            _set_repeats(inner, names, before, value)
 
 
-def _set_repeats(node: dict[str, Any], names: set[str], before: int, count: int) -> None:
+def _set_repeats(node: dict[str, Any], names: set[str], before: Any, count: Any) -> None:
     """Update fields of the same name in tables that no stock config reads, such as a sparsity recipe's."""
     for key, value in node.items():
         if isinstance(value, dict):
@@ -134,6 +136,18 @@ def _renumber_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
     return _renumber_text(node, renames) if isinstance(node, str) else node
 
 
+def config_with(
+    raw: Mapping[str, Any], architecture: Architecture, layout: Layout, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it."""
+    config = copy.deepcopy(dict(raw))
+    for path, value in fields.items():
+        _set_field(config, architecture.config, path, value)
+    config.pop("auto_map", None)  # stock loading only: remote code does not travel
+    _drop_kernels(config)
+    return config, zero_extra_heads(config) if layout.left_out else []
+
+
 def output_config(
     raw: Mapping[str, Any],
     architecture: Architecture,
@@ -142,11 +156,8 @@ def output_config(
     dequantized_dtype: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json of the output, dotted names of fields set to zero because their tensors are left out)."""
-    config = copy.deepcopy(dict(raw))
-    _set_count(config, architecture, plan.experts)
-    config.pop("auto_map", None)  # stock loading only: remote code does not travel
-    _drop_kernels(config)
-    zeroed = zero_extra_heads(config) if layout.left_out else []
+    fields = {architecture.count_field: plan.experts}
+    config, zeroed = config_with(raw, architecture, layout, fields)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:
             del node["quantization_config"]

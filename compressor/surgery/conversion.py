@@ -4,7 +4,7 @@ Needed where stored tensors cannot be mixed as they are: quantised experts that 
 experts whose neurons are aligned first, and storage that only transformers' reversible conversions understand.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture
+from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.loading import PartialModel
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import quiet_transformers
@@ -54,22 +54,38 @@ def convert_unit(
     unit: str,
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
     """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
-    keys = _keys_of(partial, unit, architecture.units)
-    partial.load(keys)
-    state = partial.model.state_dict()
-    cut = {key: state[key] for key in keys}
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
-    layers = [layer for layer in architecture.layers if layer.unit == unit]
-    for layer in layers:
+
+    def cut(layer: MoeLayer) -> Mapping[str, torch.Tensor]:
         made = files.tensors(layer) if files else {}
         if plan.correction is not None and not made:
             raise CompressionError(
                 f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
             )
-        for key, value in (made or cut_layers(partial.model, [layer], plans)).items():
-            cut[key] = value.to(cut[key].dtype)
-            if made:  # in float32, and refitted
-                refuse_overflow(key, cut[key])
+        for key, value in made.items():  # in float32, and refitted
+            refuse_overflow(key, value.to(partial.model.state_dict()[key].dtype))
+        return made or cut_layers(partial.model, [layer], plans)
+
+    yield from changed_unit(partial, architecture, small, cut, unit)
+
+
+def changed_unit(
+    partial: PartialModel,
+    architecture: Architecture,
+    small: Any,
+    change: Callable[[MoeLayer], Mapping[str, torch.Tensor]],
+    unit: str,
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    """Load a decoder layer ("" is the rest), put what `change` makes of its MoE layers in place, and yield all of it.
+
+    Tensors come out by the names and in the shapes in which stock `save_pretrained` would write the model `small`.
+    """
+    keys = _keys_of(partial, unit, architecture.units)
+    partial.load(keys)
+    state = partial.model.state_dict()
+    cut = {key: state[key] for key in keys}
+    for layer in (layer for layer in architecture.layers if layer.unit == unit):
+        cut.update({key: value.to(cut[key].dtype) for key, value in change(layer).items()})
     for name, tensor in saved_names(small, cut):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])

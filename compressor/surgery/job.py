@@ -51,7 +51,7 @@ def _visible(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(".")]
 
 
-def _record(
+def compression_record(
     model: OpenModel,
     plan: CompressionPlan,
     outputs: Iterable[OutputTensor],
@@ -64,8 +64,9 @@ def _record(
     content["source"]["model"] = model.source.label
     if content["calibration"] is not None:
         content["calibration"] = without_folders(content["calibration"])
-    for name in {"bake", "recover"} & content.keys():
-        content[name]["calibration"] = without_folders(content[name]["calibration"])
+    for name in {"bake", "recover", "split"} & content.keys():
+        if content[name]["calibration"] is not None:
+            content[name]["calibration"] = without_folders(content[name]["calibration"])
     record = readable_json(
         {
             "tool": TOOL,
@@ -82,6 +83,14 @@ def _record(
     return record.encode()
 
 
+def stored_partial(model: OpenModel) -> PartialModel:
+    """The model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
+    partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
+    if (partial.dtype, partial.device) == (dtype, device):
+        return partial
+    return PartialModel(model.checkpoint, model.config, dtype, device)
+
+
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
@@ -90,10 +99,7 @@ def make_job(
     through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
     dequantized: str | None = None
     if through_model:
-        # in the checkpoint's own dtype on the CPU, whatever dtype and device the plan was made with
-        partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
-        if (partial.dtype, partial.device) != (dtype, device):
-            partial = PartialModel(model.checkpoint, model.config, dtype, device)
+        partial = stored_partial(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
         produce: Any = bind(convert_unit, partial, architecture, plan, small, cut)
@@ -104,7 +110,7 @@ def make_job(
     config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
     config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     carried = carried_files(model.source.folder)
-    made = {"config.json": config_bytes, "compression.json": _record(model, plan, outputs, zeroed, carried)}
+    made = {"config.json": config_bytes, "compression.json": compression_record(model, plan, outputs, zeroed, carried)}
     shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     facts = [
         plan.to_dict(),

@@ -50,6 +50,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / (f"{name}.json" if command == "plan" else name)
         done = captured(command, model, "-o", target, "--experts", 4, *options)
         assert done.status == 0, done.err
+    done = captured("split", model, "-o", folder / "split", "--split", 2, "--data", text, *data[2:])
+    assert done.status == 0, done.err
     return folder
 
 
@@ -61,7 +63,7 @@ def test_the_schemas_are_schemas() -> None:
 def test_what_is_made_passes(made: Path) -> None:
     plans = [path for path in made.glob("*.json") if path.name != "protected.json"]
     outputs = list(made.glob("*/compression.json"))
-    assert len(plans) >= 6 and len(outputs) == 2
+    assert len(plans) >= 6 and len(outputs) == 3
     for name, files in (("plan", plans), ("compression", outputs)):
         for file in files:
             validator(name).validate(json.loads(file.read_text(encoding="utf-8")))

@@ -37,13 +37,20 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     A plan of one source of several (`--per-source`) needs two commands, and so does one whose output was baked or
     recovered by a command of its own. Text files and local models stand there by their names alone.
     """
+<<<<<<< HEAD
     data, further = _data_arguments(plan), further_commands(plan, out)
     if data is None or further is None or not is_whole(plan):
+=======
+    data = _data_arguments(plan.calibration)
+    if data is None:
+>>>>>>> split
         return None
     if plan.strategy == KEPT_WHOLE:
         return Command(tuple(further))
     out = first_output(plan, out)
     base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
+    if plan.split is not None:
+        return _splitting(plan, plan.split, out, base)
     refit = {"method": "none"} if plan.correction is None else plan.correction  # said, for strategies differ in theirs
     dtype = refit.get("dtype")
     correct = ["--correct", str(refit.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
@@ -68,6 +75,18 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     return Command((planned, command_text("apply", str(file), "-o", out), *further), protected)
 
 
+def _splitting(plan: CompressionPlan, split: Mapping[str, Any], out: str, base: list[str]) -> Command | None:
+    """What splits the experts again."""
+    data = _data_arguments(split.get("calibration"))
+    if data is None:
+        return None
+    by = ["--split-by", "clusters"] if split.get("by") == "clusters" else []
+    said = ["--data" if word == "--calibration" else word for word in data]
+    model = plan.source.model if base else f"./{label(plan.source.model)}"
+    asked = [*base, "--split", str(split.get("parts")), *by, *said, "--seed", str(plan.seed)]
+    return Command((_line("split", model, "-o", out, *asked),))
+
+
 def _afterwards(plan: CompressionPlan) -> list[str]:
     """The bake and the recovery, where `compress` was asked for them."""
     own = {name: getattr(plan, name) for name in plan.afterwards if name not in separate(plan)}
@@ -90,12 +109,17 @@ def option_text(name: str, value: Any) -> str:
     return f"{name}={json.dumps(value)}"
 
 
-def _data_arguments(plan: CompressionPlan) -> list[str] | None:
+def _data_arguments(calibration: Mapping[str, Any] | None) -> list[str] | None:
     """Sources and sizes; nothing if no data was read, and None where the plan lacks what was asked for."""
-    if plan.calibration is None:
+    if calibration is None:
         return []
+<<<<<<< HEAD
     asked, found = plan.calibration.get("asked"), data_arguments(plan.calibration, "--calibration")
     if not isinstance(asked, Mapping) or found is None:
+=======
+    asked, sources = calibration.get("asked"), sources_of(calibration)
+    if not isinstance(asked, Mapping) or not sources:
+>>>>>>> split
         return None
     samples, length = asked.get("samples"), asked.get("sequence_length")
     return [*found, "--samples", str(samples), "--sequence-length", str(length)]

@@ -45,6 +45,8 @@ def base_name(plan: CompressionPlan) -> Words:
 def introduction(facts: Facts) -> Blocks:
     """What it is, in one paragraph, with the strategies that won layers where several were tried."""
     plan = facts.plan
+    if plan.split is not None:
+        return (Text(("This is ", base_name(plan), _split_told(plan, plan.split))),)
     won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
     decided = f"; decided by {joined(won)}" if won else ""
     said = (
@@ -54,6 +56,16 @@ def introduction(facts: Facts) -> Blocks:
         "checkpoint of its architecture, with fewer experts."
     )
     return (Text(("This is ", base_name(plan), said)),)
+
+
+def _split_told(plan: CompressionPlan, split: Mapping[str, Any]) -> str:
+    """That experts were split and none was lost."""
+    return (
+        f" with each of the {split.get('experts')} experts in its {counted(len(plan.layers), 'MoE layer')} split into "
+        f"{split.get('parts')} narrower ones, {plan.experts} in all, of which a token visits so many times more. They "
+        f"compute what the original's do, up to rounding. {_recovered(plan)}It was made with moe-compressor and is an "
+        "ordinary checkpoint of its architecture."
+    )
 
 
 def _corrected(plan: CompressionPlan) -> str:

@@ -1,0 +1,1 @@
+"""Each routed expert as several narrower ones that compute the same."""

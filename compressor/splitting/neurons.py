@@ -1,0 +1,117 @@
+"""What each neuron of each expert does for the layer's output: measured on tokens, or read from the weights.
+
+E experts, I neurons of each, H hidden, n tokens that were sent to an expert.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.calibration.batches import Calibration
+from compressor.memory import give_back
+from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.experts import expert_parameters, intermediate, projections, routed
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.progress import Progress
+from compressor.splitting.shape import width_of
+
+SAMPLE = 256  # tokens of each expert whose activations are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Neurons:
+    """A layer's neurons: energies [E, I] float64, and for each expert what its neurons did [I, n], float32."""
+
+    layer: MoeLayer
+    energy: Tensor
+    activity: tuple[Tensor, ...] = ()
+
+
+@torch.no_grad()
+def energy_of_weights(experts: Any) -> Tensor:
+    """|gate row| * |up row| * |down column| of every neuron, [E, I] float64; without a gate, of the other two."""
+    found = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
+    for expert in range(len(found)):
+        own = projections(experts, expert)
+        product = own.up.double().norm(dim=1) * own.down.double().norm(dim=0)
+        found[expert] = (product if own.gate is None else product * own.gate.double().norm(dim=1)).cpu()
+    return found
+
+
+class Meter:
+    """Sums what the neurons of one loaded layer do while batches pass it; `sample` keeps their activity as well.
+
+    The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the token's gate weight, z
+    enters the down projection, so it is the squared norm of what the neuron adds to the output.
+    """
+
+    def __init__(self, layer: MoeLayer, experts: Any, sample: bool) -> None:
+        self.layer, self.experts, self.sample = layer, experts, sample
+        self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=experts.down_proj.device)
+        self.kept: list[list[Tensor]] = [[] for _ in range(layer.experts)]
+        self.handle = experts.register_forward_pre_hook(self._called)
+
+    @torch.no_grad()
+    def _called(self, module: Any, args: tuple[Tensor, ...]) -> None:
+        hidden, index, weights = args
+        for expert, rows, slots in routed(weights, index):
+            inner = intermediate(self.experts, expert_parameters(self.experts, expert), hidden[rows])
+            gated = inner.double() * weights[rows, slots, None].double()
+            self.sums[expert] += gated.square().sum(0)
+            kept = self.kept[expert]
+            if self.sample and (room := SAMPLE - sum(map(len, kept))) > 0:
+                kept.append(gated[:room].float().cpu())
+
+    @torch.no_grad()
+    def finish(self) -> Neurons:
+        """The measures of the layer; an expert that no token reached has those of its weights."""
+        self.handle.remove()
+        by_weights, found = energy_of_weights(self.experts), self.sums.cpu()
+        activity = []
+        for expert in range(len(found)):
+            lengths = projections(self.experts, expert).down.double().norm(dim=0).cpu()
+            found[expert] *= lengths.square()
+            kept = torch.cat(self.kept[expert]) if self.kept[expert] else torch.zeros(0, len(lengths))
+            activity.append((kept * lengths.float()).T)
+        reached = found.sum(1, keepdim=True) > 0
+        return Neurons(self.layer, torch.where(reached, found, by_weights), tuple(activity) if self.sample else ())
+
+
+class _Watching(LayerVisitor):
+    def __init__(self, model: OpenModel, sample: bool) -> None:
+        self.model, self.sample, self.meters = model, sample, list[Meter]()
+        self.layers = layers_by_unit(model.architecture.layers)
+
+    def loaded(self, unit: str) -> None:
+        module = self.model.partial.model.get_submodule
+        self.meters = [Meter(layer, module(layer.name), self.sample) for layer in self.layers.get(unit, ())]
+
+
+def measured(
+    model: OpenModel, calibration: Calibration | None, progress: Progress, sample: bool, seed: int = 0
+) -> Iterator[Neurons]:
+    """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone."""
+    layers = model.architecture.layers
+    progress.start("measure neurons", len(layers))
+    if calibration is None:
+        for layer in layers:
+            model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
+            yield Neurons(layer, energy_of_weights(model.partial.model.get_submodule(layer.name)))
+            model.partial.release(layer.block)
+            give_back()
+            progress.advance(layer.name)
+        return
+    watching = _Watching(model, sample)
+    stream = LayerStream(model.partial, calibration.batches, model.architecture.units, watching.layers)
+    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching)) as passed:
+        torch.manual_seed(seed)
+        for _ in passed:
+            for meter in watching.meters:
+                yield meter.finish()
+                progress.advance(meter.layer.name)
+            watching.meters = []  # before their layer's memory is given back
