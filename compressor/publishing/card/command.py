@@ -37,13 +37,8 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     A plan of one source of several (`--per-source`) needs two commands, and so does one whose output was baked or
     recovered by a command of its own. Text files and local models stand there by their names alone.
     """
-<<<<<<< HEAD
-    data, further = _data_arguments(plan), further_commands(plan, out)
+    data, further = _data_arguments(plan.calibration), further_commands(plan, out)
     if data is None or further is None or not is_whole(plan):
-=======
-    data = _data_arguments(plan.calibration)
-    if data is None:
->>>>>>> split
         return None
     if plan.strategy == KEPT_WHOLE:
         return Command(tuple(further))
@@ -84,7 +79,7 @@ def _splitting(plan: CompressionPlan, split: Mapping[str, Any], out: str, base: 
     said = ["--data" if word == "--calibration" else word for word in data]
     model = plan.source.model if base else f"./{label(plan.source.model)}"
     asked = [*base, "--split", str(split.get("parts")), *by, *said, "--seed", str(plan.seed)]
-    return Command((_line("split", model, "-o", out, *asked),))
+    return Command((command_text("split", model, "-o", out, *asked),))
 
 
 def _afterwards(plan: CompressionPlan) -> list[str]:
@@ -92,10 +87,14 @@ def _afterwards(plan: CompressionPlan) -> list[str]:
     own = {name: getattr(plan, name) for name in plan.afterwards if name not in separate(plan)}
     bake, recover = own.get("bake"), own.get("recover")
     return [
-        *(["--bake", str(bake.get("method"))] if bake else []),
+        *(["--bake", str(bake.get("method")), *_sizes(bake)] if bake else []),
         *(["--recover", str(recover.get("method")), "--recover-steps", str(recover.get("steps"))] if recover else []),
         *(["--recover-stream"] if recover and recover.get("stream") is True else []),
     ]
+
+
+def _sizes(bake: Mapping[str, Any]) -> list[str]:
+    return ["--bake-rounds", str(bake.get("rounds")), "--bake-sequences", str(bake.get("sequences"))]
 
 
 def option_text(name: str, value: Any) -> str:
@@ -113,13 +112,8 @@ def _data_arguments(calibration: Mapping[str, Any] | None) -> list[str] | None:
     """Sources and sizes; nothing if no data was read, and None where the plan lacks what was asked for."""
     if calibration is None:
         return []
-<<<<<<< HEAD
-    asked, found = plan.calibration.get("asked"), data_arguments(plan.calibration, "--calibration")
+    asked, found = calibration.get("asked"), data_arguments(calibration, "--calibration")
     if not isinstance(asked, Mapping) or found is None:
-=======
-    asked, sources = calibration.get("asked"), sources_of(calibration)
-    if not isinstance(asked, Mapping) or not sources:
->>>>>>> split
         return None
     samples, length = asked.get("samples"), asked.get("sequence_length")
     return [*found, "--samples", str(samples), "--sequence-length", str(length)]
