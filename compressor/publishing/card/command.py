@@ -40,12 +40,13 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     data, further = _data_arguments(plan.calibration), further_commands(plan, out)
     if data is None or further is None or not is_whole(plan):
         return None
+    base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
+    if plan.split is not None:
+        split = _splitting(plan, plan.split, first_output(plan, out), base)
+        return None if split is None else Command((*split.lines, *further))
     if plan.strategy == KEPT_WHOLE:
         return Command(tuple(further))
     out = first_output(plan, out)
-    base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
-    if plan.split is not None:
-        return _splitting(plan, plan.split, out, base)
     refit = {"method": "none"} if plan.correction is None else plan.correction  # said, for strategies differ in theirs
     dtype = refit.get("dtype")
     correct = ["--correct", str(refit.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
