@@ -96,13 +96,13 @@ def split(
         with alone(place) as folder:
             if not overwrite and answers(place, key):
                 tell_in_place(place)
-            else:
-                try:
-                    kept = folder / f"split-{key[:16]}.safetensors"
-                    _write(run, shape, asked, text, place, key, kept, (seed, overwrite, max_shard_bytes))
-                except Exception:
-                    load_exporter("safetensors").discard(place)
-                    raise
+                return _summary(run, shape, str(place))
+            kept = folder / f"split-{key[:16]}.safetensors"
+            try:
+                _write(run, shape, asked, text, place, key, kept, (seed, overwrite, max_shard_bytes))
+            except Exception:
+                load_exporter("safetensors").discard(place)
+                raise
         words, seconds = None if command is None else tuple(command), dict(run.clock.seconds)
         source = run.model.source
         record_run(place, RunRecord(source.name, source.revision, told, seconds, run.peak.anonymous, words))
