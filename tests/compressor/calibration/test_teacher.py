@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM
 
+import compressor
 from compressor.calibration import teacher
+from compressor.calibration.batches import calibrate, load_tokenizer
 from compressor.calibration.teacher import Distributions, distributions, divergence
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.model.opened import open_model
 from compressor.progress import Silent
 from tests.opened import batches, opened
+
+DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
 
 
 @torch.no_grad()
@@ -63,6 +70,20 @@ def test_its_gradient_is_that_of_the_full_divergence(tmp_path: Path) -> None:
     (found,) = torch.autograd.grad(divergence(everything, other).sum(), other)
     (expected,) = torch.autograd.grad(full(logs, other).sum(), other)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
+
+
+def test_on_the_demos_text_what_is_kept_tells_the_divergence_within_a_hundredth(tmp_path: Path) -> None:
+    """Of the demo model from one whose first router is all zeros."""
+    model = open_model(locate(str(DEMO)), "float32", "cpu")
+    text = calibrate("demo", load_tokenizer(DEMO), samples=8, length=128, seed=0, vocab=model.vocabulary)
+    tokens = torch.cat(list(text.batches))
+    (kept,) = distributions(model, [tokens], Silent())
+    stock = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    logs = log_probabilities(stock, tokens)
+    stock.model.layers[0].mlp.gate.weight.data.zero_()
+    other = log_probabilities(stock, tokens).float()
+    expected = full(logs, other).mean()
+    assert expected > 0.01 and float(divergence(kept, other).mean()) == pytest.approx(float(expected), rel=0.01)
 
 
 def test_a_model_without_a_head_expects_nothing(tmp_path: Path) -> None:
