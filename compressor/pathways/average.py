@@ -84,9 +84,9 @@ def _rescored(model: PathwayModel, own: Tensor, change: Tensor) -> Tensor:
 def text_reference(
     model: OpenModel, batches: Sequence[Tensor], original: Sequence[Distributions], progress: Progress
 ) -> ReferenceSet:
-    """A reference set of text (token ids [B, L]): places whose next token the original finds likeliest, one a sequence.
+    """A reference set of text (token ids [B, L]): a place of each sequence, and the token that the original expects.
 
-    Raises `CompressionError` where there is none.
+    Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
     """
     tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
     found = [
@@ -94,21 +94,27 @@ def text_reference(
         for batch, asked in zip(batches, original, strict=True)
         for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
     ]
-    items = [item for item in found if item is not None]
+    items = [item for item in found if item is not None and _can_be_asked(item, tokenizer, model)]
     if not items:
-        raise CompressionError("the text has no token that the original foresees; give other text")
+        raise CompressionError("nothing that the original expects can be written as text; give --reference items")
     return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
 
 
+def _can_be_asked(item: Item, tokenizer: Any, model: OpenModel) -> bool:
+    """Whether prompt and answer still have tokens of their own when they are read as text."""
+    try:
+        rows_of(item, tokenizer, model.vocabulary, positions(model.config))
+    except CompressionError:
+        return False
+    return True
+
+
 def _text_item(tokens: list[int], likeliest: list[int], tokenizer: Any, draw: random.Random) -> Item | None:
-    """What follows a place drawn from the foreseen ones of a sequence's later half; None where that fails."""
-    length = len(tokens)
-    places = [at for at in range(max(1, length // 2), length) if likeliest[at - 1] == tokens[at]]
-    if not places:
-        return None
-    place = draw.choice(places)
+    """What is expected at a place drawn from a sequence's later half; None where it cannot be written as text."""
+    later = range(max(1, len(tokens) // 2), len(tokens))
+    place = draw.choice([at for at in later if likeliest[at - 1] == tokens[at]] or later)
     before = tokens[max(0, place - PROMPT) : place]
-    prompt, whole = (tokenizer.decode(part) for part in (before, [*before, tokens[place]]))
+    prompt, whole = (tokenizer.decode(part) for part in (before, [*before, likeliest[place - 1]]))
     answer = whole[len(prompt) :]
     if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
         return None
