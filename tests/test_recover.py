@@ -293,7 +293,8 @@ def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, origina
     recipe = (tmp_path / "one" / "recipe.yaml").read_text()
     assert "recover: experts" in recipe and "recover_steps: 2" in recipe
     command = " ".join(card_text(tmp_path / "one", "me/small").text.split())
-    assert "--bake router --recover experts --recover-steps 2" in command.replace("\\ ", "")
+    asked = "--bake router --bake-rounds 4 --bake-sequences 400 --recover experts --recover-steps 2"
+    assert asked in command.replace("\\ ", "")
     assert "recover_stream" not in recipe and "--recover-stream" not in command
     refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")
 

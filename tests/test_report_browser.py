@@ -25,7 +25,7 @@ from tests.reported import bare, hostile, report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH")
-HEIGHT = 9000
+HEIGHT = 12000
 SHOWN = ("done", "sizes", "experts", "similarity", "visits", "errors", "hubs", "gate", "cost")
 FRAME = """<!DOCTYPE html>
 <html style="color-scheme: light dark"><body style="margin: 0">
