@@ -13,7 +13,7 @@ METHODS = tuple(RATES)
 OPTIMIZERS = ("adam", "adafactor")
 WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
 EVALUATIONS = 8  # of held-out text, if nothing else is asked for
-PATIENCE = 3  # evaluations without a better one, after which nothing more is tried
+PATIENCE = 8  # evaluations without a better one: at high rates the best state comes as the rate falls to 0
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "distill": (0, 1e6), "cross_entropy": (0, 1e6), "hidden_states": (0, 1e6), "contrastive": (0, 1e6),
     "temperature": (1e-3, 1e3), "negatives": (1, 10**6), "steps": (1, 10**6), "tokens_per_step": (2, 10**8),
