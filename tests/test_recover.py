@@ -214,7 +214,7 @@ def test_it_ends_where_nothing_better_comes_and_takes_the_best(
         return Judgement(torch.tensor([value, value + 0.01]), torch.tensor([value, value]))
 
     monkeypatch.setattr(InMemory, "judged", judged)
-    result = run(*asked(originals, tmp_path / "out", "--json"))
+    result = run(*asked(originals, tmp_path / "out", "--patience", 3, "--json"))
     told = json.loads(result.out)
     assert told["changed"] and told["best"] == 2 and told["ended"] == running.NO_BETTER and len(told["curve"]) == 6
 

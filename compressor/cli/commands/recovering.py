@@ -61,7 +61,7 @@ def recover(
     ] = None,
     patience: Annotated[
         int, typer.Option(help="Evaluations without a better one before it stops.", rich_help_panel=TRAINING)
-    ] = 3,
+    ] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens in each sequence.", rich_help_panel=CALIBRATION)] = 256,
 ) -> None:
     """Train back what a smaller model has lost, toward its original's next-token distribution on text."""

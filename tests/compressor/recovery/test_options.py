@@ -1,6 +1,8 @@
 """Options of a recovery, its schedule, and the sequences of its steps."""
 
+import inspect
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.calibration.teacher import Distributions
+from compressor.cli.commands import recovering
 from compressor.errors import CompressionError
 from compressor.recovery.options import METHODS, Recovery
 from compressor.recovery.text import Batch, Text
@@ -22,6 +25,13 @@ def test_the_rate_rises_to_its_highest_and_falls_on_a_line(steps: int, rate: flo
     assert max(rates) == pytest.approx(rate) and 0 < rates[-1] <= rate and top + 1 <= max(1, round(0.05 * steps))
     falls = [one - two for one, two in zip(rates[top:-1], rates[top + 1 :], strict=True)]
     assert falls == pytest.approx([rates[-1]] * len(falls), rel=1e-3)
+
+
+def test_the_command_has_the_defaults_of_a_recovery() -> None:
+    given = {name: entry.default for name, entry in inspect.signature(recovering.recover).parameters.items()}
+    own = {"length" if name == "sequence_length" else name: value for name, value in given.items()}
+    for entry in fields(Recovery):
+        assert own[entry.name] == entry.default, entry.name
 
 
 @pytest.mark.parametrize("method", METHODS)
