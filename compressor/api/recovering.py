@@ -74,7 +74,7 @@ def recover(
             check_recovery(run.model, original, wish, ranks)
             _warn_of_another_source(run.model, original)
             text = recovery_text(wish, sources, original, seed)
-        asked = {**wish.to_dict(), "seed": seed, "dtype": _dtype(original), "calibration": text.identity}
+        asked = {**wish.to_dict(), "seed": seed, "dtype": original.dtype_name, "calibration": text.identity}
 
         def change(written: Path, kept: Path) -> dict[str, Any]:
             return recover_finished(written, original, asked, kept, run.progress, text, ranks)
@@ -90,10 +90,6 @@ def recover(
             str(out), original.source.label, wish.method, **told, ended=done["ended"], curve=tuple(done["curve"]),
             seconds=dict(run.clock.seconds),
         )  # fmt: skip
-
-
-def _dtype(model: OpenModel) -> str:
-    return str(model.partial.dtype).removeprefix("torch.")
 
 
 def _warn_of_another_source(smaller: OpenModel, original: OpenModel) -> None:

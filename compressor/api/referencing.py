@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, read_items
-from compressor.evaluation.task_items import task_items
-from compressor.evaluation.tasks import EvaluationOptions
+from compressor.evaluation.task_items import item_options, items_of
 from compressor.files import check_folder
 from compressor.locking import alone
 from compressor.model.opened import open_model
@@ -50,19 +47,12 @@ def reference(
     `CompressionError` where no item is answered right, or the model's late layers cannot be run by themselves.
     """
     folder = Path(output)
-    if bool(tasks) == (data is not None):
-        raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
-    options = EvaluationOptions(
-        tuple(tasks) or ("data",), limit, Path(include_path) if include_path is not None else None, dtype=dtype
-    )
+    options = item_options(tasks, data, limit, include_path, dtype)
     check_folder(folder, NAMES, overwrite)
     with alone(folder):
-        items = _items(options, None if data is None else Path(data))
+        items = items_of(options, data)
         opened = open_model(locate(model, revision, progress), dtype, device)
         made, asked = build_reference(opened, items, embedding, progress or Silent())
         files = write_reference(made, folder, overwrite)
     return ReferenceSummary(made.facts, len(made.items), asked, tuple(files))
 
-
-def _items(options: EvaluationOptions, data: Path | None) -> list[Item]:
-    return task_items(options) if data is None else read_items(data)[: options.limit]

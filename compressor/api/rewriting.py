@@ -12,13 +12,13 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
-from compressor.model.opened import OpenModel, open_model
-from compressor.planning.further import KEPT_WHOLE
+from compressor.model.opened import OpenModel, open_alike
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run
 from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
+from compressor.plans.plan import CompressionPlan
+from compressor.plans.whole import whole_plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
@@ -28,10 +28,7 @@ Change = Callable[[Path, Path], dict[str, Any]]  # (written folder, where work i
 
 def open_original(run: Run, teacher: str, revision: str | None, out: Path) -> OpenModel:
     """The original, computing as the smaller model of the run does; refuses places that cannot be written from it."""
-    partial = run.model.partial
-    original = open_model(
-        locate(teacher, revision, run.progress), str(partial.dtype).removeprefix("torch."), str(partial.device)
-    )
+    original = open_alike(locate(teacher, revision, run.progress), run.model)
     check_carried(run.model.source.folder)
     refuse_places(out, (run.model, original))
     return original
@@ -64,7 +61,7 @@ def write_anew(
             tell_in_place(out)
             found: dict[str, Any] = read_object(out / COMPRESSION)["plan"][name]
             return found
-        made, _ = make_job(smaller, _whole(smaller))
+        made, _ = make_job(smaller, whole_plan(smaller, smaller.architecture))
         done: dict[str, Any] = {}
 
         def verify(written: Path) -> None:
@@ -88,7 +85,7 @@ def plan_of(model: OpenModel) -> CompressionPlan:
     """The plan that a checkpoint of this tool was made by; of another one, the plan that keeps everything."""
     path = model.source.folder / COMPRESSION
     if not path.is_file():
-        return _whole(model)
+        return whole_plan(model, model.architecture)
     return CompressionPlan.from_dict(read_object(path).get("plan") or {}, str(path))
 
 
@@ -100,14 +97,6 @@ def refuse_places(out: Path, models: Sequence[OpenModel]) -> None:
             raise CompressionError(f"{out} holds {model.source.label}, which is read; name another output folder")
         if model.source.folder in target.parents:
             raise CompressionError(f"{out} lies in the checkpoint {model.source.label}; name another output folder")
-
-
-def _whole(model: OpenModel) -> CompressionPlan:
-    """The plan that keeps everything as it is."""
-    layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
-    source = Source(model.source.name, model.source.revision, model.fingerprint)
-    experts = model.architecture.experts
-    return CompressionPlan(source, experts, KEPT_WHOLE, {}, None, layers, versions=versions())
 
 
 def _record(model: OpenModel, plan: CompressionPlan, name: str, made: bytes | Path) -> bytes:

@@ -7,10 +7,8 @@ from typing import Any
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, read_items
 from compressor.evaluation.scores import identity
-from compressor.evaluation.task_items import task_items
-from compressor.evaluation.tasks import EvaluationOptions
+from compressor.evaluation.task_items import item_options, items_of
 from compressor.files import check_folder
 from compressor.model.architecture import load_config
 from compressor.model.opened import pick_device, pick_dtype
@@ -53,7 +51,7 @@ def train_comoe(
     if options.contrastive > 0:
         config.check_contrast()
     check_folder(folder, TRAINED, overwrite)
-    items = _items(tasks, data, limit, include_path, training=True)
+    items = items_of(item_options(tasks, data, limit, include_path), data, training=True)
     source = locate(model, revision, progress)
     tokenizer, loaded = _loaded(source, dtype)
     return train(
@@ -91,7 +89,7 @@ def evaluate_comoe(
     if folder is not None:
         check_folder(folder, NAMES, overwrite)
     facts = read_facts(Path(adapters))
-    items = _items(tasks, data, limit, include_path, training=False)
+    items = items_of(item_options(tasks, data, limit, include_path), data)
     source, place = locate(model, revision, progress), pick_device(device)
     tokenizer, loaded = _loaded(source, dtype)
     before = ask(loaded.to(place), tokenizer, items, batch_size=batch_size, progress=progress) if base else ()
@@ -103,16 +101,6 @@ def evaluate_comoe(
     if folder is not None:
         write_evaluation(made, folder, overwrite)
     return made
-
-
-def _items(
-    tasks: Sequence[str], data: str | Path | None, limit: int | None, include_path: str | Path | None, training: bool
-) -> list[Item]:
-    if bool(tasks) == (data is not None):
-        raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
-    own = Path(include_path) if include_path is not None else None
-    options = EvaluationOptions(tuple(tasks) or ("data",), limit, own)
-    return task_items(options, training) if data is None else read_items(Path(data))[:limit]
 
 
 def _loaded(source: ModelSource, dtype: str) -> tuple[Any, Any]:

@@ -1,14 +1,32 @@
 """The items of lm-eval's multiple-choice tasks, with the contexts and choices that lm-eval itself asks a model with."""
 
+from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, faults_told
-from compressor.evaluation.items import Item
+from compressor.evaluation.items import Item, read_items
 from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 
 CHOICE = "multiple_choice"
+
+
+def item_options(
+    tasks: Sequence[str], data: str | Path | None, limit: int | None, include_path: str | Path | None,
+    dtype: str = "auto",
+) -> EvaluationOptions:  # fmt: skip
+    """How items are asked for: by lm-eval `tasks` or by the JSONL file `data`, of which one has to be given."""
+    if bool(tasks) == (data is not None):
+        raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
+    own = Path(include_path) if include_path is not None else None
+    return EvaluationOptions(tuple(tasks) or ("data",), limit, own, dtype=dtype)
+
+
+def items_of(options: EvaluationOptions, data: str | Path | None, training: bool = False) -> list[Item]:
+    """The items of the tasks, or the first ones of the file."""
+    return task_items(options, training) if data is None else read_items(Path(data))[: options.limit]
 
 
 def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]:

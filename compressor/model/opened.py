@@ -70,6 +70,11 @@ class OpenModel:
         return fingerprint(self.checkpoint, self.layout)
 
     @property
+    def dtype_name(self) -> str:
+        """The dtype for computing, as options and plans name it."""
+        return str(self.partial.dtype).removeprefix("torch.")
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the token embedding."""
         return int(self.partial.model.get_input_embeddings().weight.shape[0])
@@ -82,6 +87,11 @@ def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -
     architecture = discover(config, build_meta(config, most=most_parts(checkpoint)))
     partial = PartialModel(checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
     return OpenModel(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
+
+
+def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
+    """Open a checkpoint that computes in the dtype and on the device of another model."""
+    return open_model(source, model.dtype_name, str(model.partial.device))
 
 
 def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: float | None) -> int:

@@ -88,7 +88,10 @@ class Answering:
     def _neighbour(self, place: int) -> Plain | None:
         if not needs_runs(self.options):
             return None
-        item = self.reference.items[place]
+        return self.answered(self.reference.items[place])
+
+    def answered(self, item: Item) -> Plain:
+        """A plain forward of an item's prompt with its right answer alone."""
         alone = Item(item.prompt, item.answer)
         return self.model.run(rows_of(alone, self.tokenizer, self.model.opened.vocabulary, self._most))
 
@@ -111,7 +114,7 @@ def open_answering(
     """
     routing = Routing(reference, options, embedding)
     found = trusted_reference(routing)
-    return load_answering(*opened_with(found, locate(model, revision, progress), dtype, device), found, routing)
+    return load_answering(*opened_with(found, locate(model, revision, progress), dtype, device), found, options)
 
 
 def trusted_reference(routing: Routing) -> ReferenceSet:
@@ -133,10 +136,9 @@ def opened_with(reference: ReferenceSet, source: ModelSource, dtype: str, device
     return opened, tokenizer
 
 
-def load_answering(opened: OpenModel, tokenizer: Any, reference: ReferenceSet, routing: Routing) -> Answering:
+def load_answering(opened: OpenModel, tokenizer: Any, reference: ReferenceSet, options: PathwayOptions) -> Answering:
     """Read the weights of a model that `reference` is of."""
-    options = routing.options
     late = min(options.layers, len(opened.architecture.layers))
     loaded = PathwayModel(opened, late, options.tokens, reference.facts.scores)
     loaded.load()
-    return Answering(loaded, tokenizer, reference, options, embedder(routing.embedding, loaded))
+    return Answering(loaded, tokenizer, reference, options, embedder(reference.facts.embedding, loaded))

@@ -17,10 +17,9 @@ from compressor.evaluation.answers import positions
 from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.answering import Answering
+from compressor.pathways.answering import load_answering
 from compressor.pathways.bake import OWN_ANSWER
 from compressor.pathways.building import build_reference
-from compressor.pathways.embedding import embedder
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import oracle
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
@@ -52,19 +51,14 @@ def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progr
     """
     own_answer = optimizer == OWN_ANSWER
     options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
-    late = min(options.layers, len(model.architecture.layers))
-    loaded = PathwayModel(model, late, options.tokens, found.facts.scores)
-    loaded.load()
-    embed = embedder(found.facts.embedding, loaded)
-    answering = Answering(loaded, load_tokenizer(model.source.folder), found, options, embed)
+    answering = load_answering(model, load_tokenizer(model.source.folder), found, options)
+    loaded = answering.model
     items = found.items if len(found.items) <= MOST else random.Random(0).sample(found.items, MOST)
     progress.start("optimise pathways", len(items))
     changes, scores = list[Tensor](), list[Tensor]()
     for item in items:
-        alone = Item(item.prompt, item.answer)
-        rows = rows_of(alone, answering.tokenizer, model.vocabulary, positions(model.config))
-        plain = loaded.run(rows)
-        own = plain.pathway[-late:]
+        plain = answering.answered(item)
+        own = plain.pathway[-loaded.late :]
         change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
         changes.append(change.detach())
         scores.append(_rescored(loaded, own, changes[-1]) - own)

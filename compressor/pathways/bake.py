@@ -49,12 +49,11 @@ class Bake:
 
     def to_dict(self, original: OpenModel, text: Calibration) -> dict[str, Any]:
         """What a plan says of it: how, in which dtype, and on what text."""
-        dtype = str(original.partial.dtype).removeprefix("torch.")
         said = asdict(self)
         for name in ("optimizer", "reference"):
             if self.method == "router" or not said[name]:
                 del said[name]
-        return {**said, "dtype": dtype, "calibration": text.identity}
+        return {**said, "dtype": original.dtype_name, "calibration": text.identity}
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

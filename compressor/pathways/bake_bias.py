@@ -37,12 +37,13 @@ def bake_bias(
     tried = [(scale, moved(scale)) for scale in SCALES]
     before, *found = judged(model, heldout, [own, *(trial for _, trial in tried)])
     (scale, weights), after = min(zip(tried, found, strict=True), key=lambda pair: float(pair[1].mean()))
-    while scale == max(SCALES) * 2 ** (len(tried) - len(SCALES)) and 2 * scale <= LARGEST:
-        tried.append((2 * scale, moved(2 * scale)))
-        (again,) = judged(model, heldout, [tried[-1][1]])
-        if float(again.mean()) >= float(after.mean()):
-            break
-        (scale, weights), after = tried[-1], again
+    largest = max(SCALES)
+    while scale == largest and 2 * scale <= LARGEST:
+        largest = 2 * scale
+        again = moved(largest)
+        (found_again,) = judged(model, heldout, [again])
+        if float(found_again.mean()) < float(after.mean()):
+            scale, weights, after = largest, again, found_again
     progress.advance("")
     step = gained(before, after, 0.0, scale)
     kept, last = (weights, after) if step.step else (own, before)

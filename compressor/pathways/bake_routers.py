@@ -10,7 +10,7 @@ from torch import Tensor
 from compressor.calibration.batches import Calibration
 from compressor.calibration.teacher import distributions
 from compressor.errors import CompressionError
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.opened import OpenModel, open_alike
 from compressor.pathways.average import average_pathway, text_reference
 from compressor.pathways.bake import Bake, stored_names, stored_routers
 from compressor.pathways.bake_bias import bake_bias
@@ -112,8 +112,7 @@ def _biased(
     progress: Progress,
 ) -> _Made:
     """The bake of a bias; it loads the smaller model whole."""
-    partial = smaller.partial
-    whole = open_model(smaller.source, str(partial.dtype).removeprefix("torch."), str(partial.device))
+    whole = open_alike(smaller.source, smaller)
     found = reference or text_reference(whole, fit.batches, fit.original, progress)
     average = average_pathway(whole, found, bake.optimizer, progress)
     whole.partial.release("")

@@ -7,7 +7,7 @@ from typing import Any
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.opened import OpenModel, open_alike
 from compressor.pathways.bake import Bake, repeated_text
 from compressor.pathways.bake_routers import bake_routers
 from compressor.pathways.keeping import keep, kept
@@ -40,8 +40,7 @@ def bake_finished(
     The text that the plan names is repeated, unless it has just been read; `reference` is the set that it names.
     """
     if (baked := kept(place)) is None:
-        partial = original.partial
-        smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
+        smaller = open_alike(locate(str(folder)), original)
         bake = Bake.from_plan(asked)
         text = text or repeated_text(bake, asked["calibration"], original)
         baked = bake_routers(smaller, original, bake, text, progress, reference)

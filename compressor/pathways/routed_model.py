@@ -78,7 +78,7 @@ def routed_model(
     """A model on optimised pathways while it is needed; its memory is free again afterwards."""
     opened, tokenizer = opened_with(reference, source, options.dtype, options.device)
     try:
-        yield RoutedModel(load_answering(opened, tokenizer, reference, routing))
+        yield RoutedModel(load_answering(opened, tokenizer, reference, routing.options))
     finally:
         opened.partial.release("")
         gc.collect()

@@ -17,7 +17,7 @@ def check_afterwards(model: OpenModel, request: Request) -> None:
     """Refuse what the model is not fit for, as far as its own storage tells."""
     if request.bakes:
         stored_routers(model)
-    if _asked(request.recover):
+    if request.recovers:
         layers = trained_layers(model, _recovery(request))
         if not model.layout.quantized:  # which a merge or a correction would dequantise first
             stored_dtypes(model, layers)
@@ -32,17 +32,12 @@ def with_afterwards(
         bake = Bake(str(request.bake), request.bake_rounds, request.bake_sequences)
         text = bake_text(bake, request.sources, model, request.seed, used)
         plan = replace(plan, bake=bake.to_dict(model, text))
-    if _asked(request.recover):
+    if request.recovers:
         options = _recovery(request)
         text = recovery_text(options, request.sources, model, request.seed, used)
-        dtype = str(model.partial.dtype).removeprefix("torch.")
-        asked = {**options.to_dict(), "seed": request.seed, "dtype": dtype, "calibration": text.identity}
+        asked = {**options.to_dict(), "seed": request.seed, "dtype": model.dtype_name, "calibration": text.identity}
         plan = replace(plan, recover=asked)
     return plan
-
-
-def _asked(name: str | None) -> bool:
-    return name not in (None, "none")
 
 
 def _recovery(request: Request) -> Recovery:

@@ -164,5 +164,5 @@ def _with_correction(
     named = replace(plan, calibration=plan.calibration or calibration.identity)
     if not correction.wanted:
         return named
-    asked = {**correction.to_dict(), "dtype": str(model.partial.dtype).removeprefix("torch.")}
+    asked = {**correction.to_dict(), "dtype": model.dtype_name}
     return replace(named, correction=asked)

@@ -10,10 +10,10 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.whole import KEPT_WHOLE
 from compressor.recovery.options import Recovery
 from compressor.words import label, one_line
 
-KEPT_WHOLE = "none"  # the strategy of a checkpoint that no plan of ours has made smaller
 COMMANDS = {"bake": "calibrate-router", "recover": "recover"}
 BAKE = {"method": "bake", "optimizer": "optimizer", "rounds": "rounds", "sequences": "sequences"}  # option by field
 REFERENCE = "REFERENCE"  # of whose place a plan knows nothing

@@ -122,6 +122,11 @@ class Request:
         return self.bake not in (None, "none")
 
     @property
+    def recovers(self) -> bool:
+        """Whether the output is to be trained in the end."""
+        return self.recover not in (None, "none")
+
+    @property
     def central(self) -> int | None:
         """N, where the N experts that stand highest in the routing graph are to be protected; 0 for what is no N."""
         if not isinstance(self.protect, str) or not self.protect.startswith(GRAPH):

@@ -6,7 +6,7 @@ from typing import Any
 
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.opened import OpenModel, open_alike
 from compressor.progress import Progress
 from compressor.recovery.options import Recovery
 from compressor.recovery.ranks import ALONE, Ranks
@@ -30,8 +30,7 @@ def recover_finished(
     plan names is repeated, unless it has just been read.
     """
     if (made := recovered(place)) is None:
-        partial = original.partial
-        smaller = open_model(locate(str(folder)), str(partial.dtype).removeprefix("torch."), str(partial.device))
+        smaller = open_alike(locate(str(folder)), original)
         options = Recovery.from_plan(asked)
         text = text or repeated_text(options, asked["calibration"], original)
         made = recover_tensors(smaller, original, options, text, int(asked.get("seed", 0)), place, progress, ranks)

@@ -97,10 +97,11 @@ def recover_tensors(
             keep_tensors(place / MADE / f"layer-{number:05d}.safetensors", made, {"unit": layer.unit})
     finally:
         engine.close()
-    keep_tensors(place / MADE / TOLD, {}, result(state, state.better))
+    told = result(state, state.better)
+    keep_tensors(place / MADE / TOLD, {}, told)
     for folder in (place / "now", place / ASKED, steps):
         shutil.rmtree(folder, ignore_errors=True)
-    return Recovered(place / MADE, result(state, state.better))
+    return Recovered(place / MADE, told)
 
 
 def help_recover(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, build_meta, discover, load_config
 from compressor.model.opened import OpenModel
 from compressor.model.verification import verify_output
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
-from compressor.run_record import COMPRESSION, versions
+from compressor.plans.plan import CompressionPlan
+from compressor.plans.whole import whole_plan
+from compressor.run_record import COMPRESSION
 from compressor.splitting.shape import SplitShape
 from compressor.splitting.tensors import Factors, split_layer
 from compressor.surgery.configuration import config_with
@@ -22,16 +24,10 @@ from compressor.surgery.conversion import changed_unit, converted_outputs
 from compressor.surgery.job import carried_files, compression_record, stored_partial
 from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob
 
-KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
-
 
 def split_plan(model: OpenModel, shape: SplitShape, split: Mapping[str, Any], seed: int) -> CompressionPlan:
     """The plan that keeps every part; its experts are numbered as they are after the split."""
-    layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in shape.architecture.layers)
-    source = Source(model.source.name, model.source.revision, model.fingerprint)
-    return CompressionPlan(
-        source, shape.architecture.experts, KEPT_WHOLE, {}, None, layers, seed=seed, versions=versions(), split=split
-    )
+    return replace(whole_plan(model, shape.architecture), seed=seed, split=split)
 
 
 def split_job(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from compressor.planning.further import (
-    KEPT_WHOLE,
     command_text,
     data_arguments,
     first_output,
@@ -18,6 +17,7 @@ from compressor.planning.further import (
 )
 from compressor.plans.files import source_files
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.whole import KEPT_WHOLE
 from compressor.words import label
 
 PROTECTED = "protected.json"

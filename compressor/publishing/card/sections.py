@@ -92,8 +92,14 @@ def _baked(plan: CompressionPlan) -> str:
     taken = result.get("taken", plan.bake.get("method"))
     return (
         "The routers were moved toward the original's next-token distributions (bake: "
-        f"{one_line(str(taken))}), from which it was then {short(result.get('after'))} instead of "
-        f"{short(result.get('before'))} nats per token away on text held out of that. "
+        f"{one_line(str(taken))}), {_nearer(result)}"
+    )
+
+
+def _nearer(result: Mapping[str, Any]) -> str:
+    return (
+        f"from which it was then {short(result.get('after'))} instead of {short(result.get('before'))} nats per token "
+        "away on text held out of that. "
     )
 
 
@@ -106,8 +112,7 @@ def _recovered(plan: CompressionPlan) -> str:
     result = plan.recover["result"]
     return (
         f"It was trained toward the original's next-token distributions (recovery: {_trained(plan.recover)}), "
-        f"from which it was then {short(result.get('after'))} instead of {short(result.get('before'))} nats per token "
-        "away on text held out of that. "
+        f"{_nearer(result)}"
     )
 
 
