@@ -9,9 +9,11 @@ from compressor.api.rewriting import open_original, write_anew
 from compressor.calibration.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
+from compressor.pathways.answering import trusted_reference
 from compressor.pathways.bake import OWN_ANSWER, Bake, bake_text, check_pair
 from compressor.pathways.finished import bake_finished
-from compressor.pathways.reference import ReferenceSet, read_reference, reference_digest
+from compressor.pathways.options import Routing
+from compressor.pathways.reference import ReferenceSet, reference_digest
 from compressor.planning.run import open_run
 from compressor.progress import Progress
 
@@ -90,9 +92,9 @@ def calibrate_router(
 
 
 def _reference(bake: str, folder: str | Path | None) -> ReferenceSet | None:
-    """The reference set whose pathways are averaged, if one is given."""
+    """The reference set whose pathways are averaged, if one is given; refused if it names a model to embed with."""
     if folder is None:
         return None
     if bake == "router":
         raise CompressionError("--reference is for --bake bias and --bake auto; name one of them, or leave it out")
-    return read_reference(Path(folder))
+    return trusted_reference(Routing(folder))

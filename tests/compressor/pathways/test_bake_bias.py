@@ -178,13 +178,16 @@ def test_what_does_not_belong_to_a_bias_is_refused(run: Run, originals: Path, tm
     refused(bias(run, originals, out, "--bake", "router"), "--reference is for --bake bias and --bake auto")
     refused(bias(run, originals, out, "--optimizer", "oracle"), "a bake has no optimizer 'oracle'; known are own, mode")
     refused(bias(run, originals, out, "--reference", tmp_path / "none"), "holds no reference.json")
+    shutil.copytree(originals / "reference", tmp_path / "foreign")
+    small.edit_json(tmp_path / "foreign" / "reference.json", lambda content: content.update(embedding="some/model"))
+    refused(bias(run, originals, out, "--reference", tmp_path / "foreign"), "are embedded by 'some/model', not 'own'")
     zoo.save("mixtral", tmp_path / "other")
     with pytest.raises(CompressionError, match="make one with `moe-compress reference"):
         compressor.calibrate_router(
             str(originals / "model"), out, teacher=str(originals / "model"), bake="bias",
             calibration=str(originals / "calibration.txt"), reference=originals / "reference",
         )  # fmt: skip
-    assert names(tmp_path) == ["other"]
+    assert names(tmp_path) == ["foreign", "other"]
 
 
 def test_compress_takes_every_bake_and_its_sizes(run: Run, originals: Path, tmp_path: Path) -> None:
