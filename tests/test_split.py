@@ -133,7 +133,7 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         splitting.split(str(model), second, 2, progress=Killed(1), **asked)
     assert not second.exists()
-    monkeypatch.setattr(splitting, "measured", lambda *_: pytest.fail("neurons are measured a second time"))
+    monkeypatch.setattr("compressor.splitting.dealing.measured", lambda *_: pytest.fail("neurons are measured twice"))
     splitting.split(str(model), second, 2, **asked)
     assert tree(first) == tree(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]
@@ -188,12 +188,16 @@ def test_the_command_says_what_it_did(model: Path, tmp_path: Path, run: Run) -> 
     assert again.status == 2 and "lies in the checkpoint" in again.err
 
 
-def test_a_plan_of_a_split_is_not_applied(model: Path, tmp_path: Path) -> None:
-    splitting.split(str(model), tmp_path / "split", 2)
+def test_a_plan_of_a_split_makes_the_same_again(model: Path, tmp_path: Path) -> None:
+    splitting.split(str(model), tmp_path / "split", 2, **data(tmp_path))
     plan = json.loads((tmp_path / "split" / "compression.json").read_text())["plan"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(CompressionError, match="run `moe-compress split` again instead of applying it"):
-        compressor.apply(tmp_path / "plan.json", tmp_path / "out", model=str(model))
+    compressor.apply(tmp_path / "plan.json", tmp_path / "out", model=str(model))
+    assert weights(tmp_path / "split") == weights(tmp_path / "out")
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in tree(folder).items() if name.endswith(".safetensors")}
 
 
 @pytest.mark.parametrize("by", ["weights", "clusters"])

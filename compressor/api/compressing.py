@@ -12,10 +12,16 @@ from compressor.checkpoint.headers import Size
 from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
-from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
 from compressor.pathways.finished import bake_finished, refuse_references
-from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
+from compressor.planning.answering import (
+    plan_or_resume,
+    plan_request,
+    plan_sources,
+    refuse_per_source,
+    seen,
+    settle,
+)
 from compressor.planning.further import refuse_part
 from compressor.planning.make import correct
 from compressor.planning.recipe import RECIPE, recipe_of
@@ -29,7 +35,8 @@ from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
-from compressor.surgery.job import make_job
+from compressor.splitting.opening import as_planned
+from compressor.surgery.job import make_job, output_size
 
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
 
@@ -74,6 +81,7 @@ def plan(
     """Plan the compression of a model without writing anything; keywords are those of `Request`, which may be given."""
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+        run.model = seen(run.model, asked)
         return plan_request(run, asked)[0]
 
 
@@ -89,6 +97,7 @@ def plan_per_source(
     asked = Request.of(request, wanted)
     refuse_per_source(asked)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+        run.model = seen(run.model, asked)
         return plan_sources(run, asked)
 
 
@@ -150,6 +159,7 @@ def compress(
     place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
+            run.model = seen(run.model, asked)
             wish = settle(run.model, asked)
             check_carried(run.model.source.folder)
             digest = request_digest(run.model, asked)
@@ -212,7 +222,7 @@ def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool
     """Refuse an output place that cannot work, before anything expensive is done; corrected layers wait there too."""
     out, writer = place.out, load_exporter("safetensors")
     writer.check_target(out, place.overwrite)
-    needed = stored_with(model.checkpoint.tensors, model.layout, experts).bytes
+    needed = output_size(model, experts).bytes
     writer.check_space(out, 2 * needed if corrected else needed)
 
 
@@ -220,7 +230,8 @@ def _carry_out(
     run: Run, plan: CompressionPlan, place: _Place, noted: Noted, calibration: Calibration | None = None
 ) -> Summary:
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
-    model, clock, cut = run.model, run.clock, run.cut
+    model = run.model = as_planned(run.model, plan)
+    clock, cut = run.clock, run.cut
     check_against(plan, model.architecture.layers, model.fingerprint)
     _check_target(model, place, plan.experts, plan.correction is not None)
     refuse_part(plan)
@@ -238,7 +249,8 @@ def _carry_out(
             assert run.folder is not None
             kept = run.folder / f"{name}-{made.digest[:16]}"
             with clock.phase(name):
-                done: dict[str, Any] = {name: AFTERWARDS[name](folder, model, getattr(plan, name), kept, run.progress)}
+                entry = AFTERWARDS[name](folder, model.whole or model, getattr(plan, name), kept, run.progress)
+            done: dict[str, Any] = {name: entry}
             plan = replace(plan, **done)
         made.verify(folder)
         if place.accept is not None:

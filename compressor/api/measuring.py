@@ -9,7 +9,7 @@ from compressor.attribution.figures import Attribution
 from compressor.calibration.batches import evaluation_sets, load_tokenizer
 from compressor.calibration.statistics import needs_attribution
 from compressor.checkpoint.source import locate
-from compressor.comparison.measure import Contender, compare_models, parse_contender, random_drop
+from compressor.comparison.measure import Contender, Variant, compare_models, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
@@ -32,7 +32,10 @@ from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
 from compressor.planning.steering import Steering
+from compressor.plans.split import ENERGY
 from compressor.progress import Progress, Silent
+from compressor.splitting.dealing import check_way, dealt
+from compressor.splitting.opening import seen_as, with_top_k
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,11 @@ def compare(
     model: str,
     request: Request | None = None,
     *,
-    experts: Sequence[int],
+    experts: Sequence[int] = (),
+    ratios: Sequence[float] = (),
+    splits: Sequence[int] = (1,),
+    split_by: str = ENERGY,
+    top_ks: Sequence[int] = (),
     strategies: Sequence[str] | None = None,
     evaluate: Sequence[str] = (),
     corrections: Sequence[str] | None = None,
@@ -60,16 +67,29 @@ def compare(
     """What each strategy costs on this model and data; keywords are those of `Request`, counts and options excepted.
 
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
-    by default each strategy's own beside none. Without `evaluate` the text is taken from the calibration's sources,
-    beyond what any plan or correction sees.
+    by default each strategy's own beside none. With several `splits` and `top_ks` there is a row for each of them;
+    what is kept is then said by `ratios`, for `experts` counts the parts of one split. Without `evaluate` the text is
+    taken from the calibration's sources, beyond what any plan or correction sees.
     """
     asked = Request.of(request, wanted)
     if per_source:
         refuse_per_source(asked)
+    if bool(experts) == bool(ratios) or (experts and len(splits) > 1):
+        raise CompressionError(
+            "say how many experts to keep by --experts or --ratio; with several --split by --ratio, for --experts "
+            "counts parts"
+        )
+    check_way(split_by, True, "")
     contenders = _contenders(strategies, corrections, random_seeds)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         opened = run.model
-        counts = _counts(opened, experts, asked)
+        seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
+        wanted_top_ks: list[int | None] = [*dict.fromkeys(top_ks)] or [None]
+        counts = {
+            (number, top_k): _counts(with_top_k(each, top_k), experts, ratios, asked)
+            for number, each in enumerate(seen)
+            for top_k in wanted_top_ks
+        }
         reserve = 0 if evaluate else evaluation_samples
         given = evaluation_sets(
             evaluate, load_tokenizer(opened.source.folder), length=asked.sequence_length, seed=asked.seed,
@@ -78,13 +98,18 @@ def compare(
         calibration = read_calibration(opened, asked, heldout=True, reserve=reserve)
         if per_source:
             refuse_unjudged_sources(calibration)
-        steering = Steering(opened, calibration, run.progress, asked.seed)
-        protected = protected_experts(asked, min(counts, default=opened.architecture.experts), steering)
-        contenders = _attributable(contenders, steering, named=bool(strategies))
-        return compare_models(
-            opened, contenders, counts, calibration, given or calibration.reserved, run.progress, asked.seed,
-            per_source, protected, steering,
-        )  # fmt: skip
+        ready = [
+            dealt(each, calibration, split_by, run.progress, asked.seed) if each.is_split else each for each in seen
+        ]
+        variants = []
+        for (number, top_k), kept in counts.items():
+            variant = with_top_k(ready[number], top_k)
+            steering = Steering(variant, calibration, run.progress, asked.seed)
+            protected = protected_experts(asked, min(kept, default=variant.architecture.experts), steering)
+            contenders = _attributable(contenders, steering, named=bool(strategies))
+            variants.append(Variant(variant, kept, protected, steering))
+        sets = given or calibration.reserved
+        return compare_models(opened, variants, contenders, calibration, sets, run.progress, asked.seed, per_source)
 
 
 def _contenders(
@@ -112,10 +137,11 @@ def _attributable(contenders: Sequence[Contender], steering: Steering, named: bo
     return list(contenders)
 
 
-def _counts(model: OpenModel, experts: Sequence[int], request: Request) -> list[int]:
+def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], request: Request) -> list[int]:
     """Experts to keep, each count once, checked against the model and what a list protects."""
     layers = model.architecture.layers
-    counts = [resolve_count(layers, count, None) for count in dict.fromkeys(experts)]
+    asked = [*((count, None) for count in experts), *((None, ratio) for ratio in ratios)]
+    counts = list(dict.fromkeys(resolve_count(layers, *one) for one in asked))
     given_protected(request.protect, layers, min(counts, default=model.architecture.experts))
     if shared := shared_experts(model):
         raise CompressionError(

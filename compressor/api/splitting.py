@@ -1,12 +1,8 @@
 """The Python API that makes finer experts: `split`."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from compressor.api.repeating import answers, note_request, request_key, tell_in_place
 from compressor.api.rewriting import refuse_places
@@ -18,19 +14,14 @@ from compressor.model.carried import check_carried
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run, open_run
 from compressor.plans.json import refuse_floods
+from compressor.plans.split import ENERGY, WEIGHTS
+from compressor.plans.whole import whole_plan
 from compressor.progress import Progress
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
-from compressor.splitting.exact import factors_of
-from compressor.splitting.job import split_job, split_plan
-from compressor.splitting.neurons import measured
-from compressor.splitting.order import CLUSTERS, ENERGY, WAYS, digest_of_orders, order_of
-from compressor.splitting.shape import SplitShape, split_shape
-from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
-
-logger = logging.getLogger(__name__)
-
-KERNEL_WIDTH = 64  # neurons: servers' kernels take experts of a multiple of it
+from compressor.splitting.dealing import check_way, dealt
+from compressor.splitting.opening import part_width, seen_as, warn_of_parts
+from compressor.surgery.job import make_job, output_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +66,14 @@ def split(
     of parts that the width is not divisible by, and for clusters without data.
     """
     place, sources = Path(out), parse_sources([data] if isinstance(data, str) else data) if data else ()
-    _check_way(by, bool(sources))
+    check_way(by, bool(sources), "give it by --data")
+    if parts < 2:
+        raise CompressionError(f"--split {parts} leaves every expert whole; give at least 2 parts")
     if sources:
         refuse_floods(samples, sequence_length)
     with open_run(model, revision, dtype, device, progress) as run:
         with run.clock.phase("open"):
-            shape = split_shape(run.model.architecture, parts)
-            asked = {"parts": parts, "by": by if sources else "weights"}
+            run.model = seen_as(run.model, parts)
             refuse_places(place, (run.model,))
             check_carried(run.model.source.folder)
             text = None
@@ -92,66 +84,40 @@ def split(
                 )
             facts = (run.model.checkpoint.stamp(), str(run.model.partial.device), str(run.model.partial.dtype))
             told = None if text is None else text.identity
+            asked = {"parts": parts, "by": by if sources else WEIGHTS}
             key = request_key("split", asked, told, seed, max_shard_bytes, versions(), *facts)
-        with alone(place) as folder:
+        with alone(place) as run.folder:
+            run.digest = key
             if not overwrite and answers(place, key):
                 tell_in_place(place)
-                return _summary(run, shape, str(place))
-            kept = folder / f"split-{key[:16]}.safetensors"
+                return _summary(run, str(place))
             try:
-                _write(run, shape, asked, text, place, key, kept, (seed, overwrite, max_shard_bytes))
+                _write(run, text, by, seed, place, overwrite, max_shard_bytes)
             except Exception:
                 load_exporter("safetensors").discard(place)
                 raise
         words, seconds = None if command is None else tuple(command), dict(run.clock.seconds)
         source = run.model.source
         record_run(place, RunRecord(source.name, source.revision, told, seconds, run.peak.anonymous, words))
-        return _summary(run, shape, str(place))
-
-
-def _check_way(by: str, with_data: bool) -> None:
-    if by not in WAYS:
-        raise CompressionError(f"there is no --split-by {by!r}; known are {', '.join(WAYS)}")
-    if by == CLUSTERS and not with_data:
-        raise CompressionError("--split-by clusters needs text on which neurons fire; give it by --data")
+        return _summary(run, str(place))
 
 
 def _write(
-    run: Run,
-    shape: SplitShape,
-    asked: Mapping[str, Any],
-    text: Calibration | None,
-    place: Path,
-    key: str,
-    kept: Path,
-    terms: tuple[int, bool, int | None],
+    run: Run, text: Calibration | None, by: str, seed: int, place: Path, overwrite: bool, max_shard_bytes: int | None
 ) -> None:
-    """Find out how to split, order the neurons, and write the output; orders that a killed run has `kept` are taken."""
-    seed, overwrite, max_shard_bytes = terms
-    model, writer = run.model, load_exporter("safetensors")
+    """Put the neurons in order and write the output; an order that a killed run has kept is taken."""
+    model, writer, key = run.model, load_exporter("safetensors"), run.digest
     writer.check_target(place, overwrite)
-    writer.check_space(place, sum(info.nbytes for info in model.checkpoint.tensors.values()))
-    with run.clock.phase("check"):
-        factors = factors_of(model.architecture, shape)
-    if model.layout.quantized:
-        logger.warning("%s is stored quantised; its parts are written in a plain dtype", model.source.label)
-    if shape.width % KERNEL_WIDTH:
-        logger.warning("parts of %d neurons are no multiple of %d, as servers' kernels want", shape.width, KERNEL_WIDTH)
+    writer.check_space(place, output_size(model, model.architecture.experts).bytes)
+    warn_of_parts(model)
     with run.clock.phase("measure"):
-        orders = _orders(run, shape.parts, asked["by"], text, seed, kept)
-    entry = {
-        **asked,
-        "experts": model.architecture.experts,
-        "output_factor": factors.output,
-        "selection_factor": factors.selection,
-        "order_sha256": digest_of_orders(orders.items()),
-        "calibration": None if text is None else text.identity,
-    }
-    job = split_job(model, shape, factors, orders, split_plan(model, shape, entry, seed), max_shard_bytes)
-    check = job.verify
+        assert run.folder is not None
+        run.model = model = dealt(model, text, by, run.progress, seed, run.folder / f"split-{key[:16]}.safetensors")
+    plan = replace(whole_plan(model, model.architecture), seed=seed, split=model.split)
+    job, _ = make_job(model, plan, max_shard_bytes)
 
     def verify(folder: Path) -> None:
-        check(folder)
+        job.verify(folder)
         note_request(folder, key)
 
     with run.clock.phase("write"):
@@ -164,21 +130,12 @@ def _write(
         )
 
 
-def _orders(run: Run, parts: int, by: str, text: Calibration | None, seed: int, kept: Path) -> dict[str, Tensor]:
-    """The order of every layer's neurons [E, I], by its name."""
-    if told_of(kept) is not None:
-        return kept_tensors(kept)
-    way = CLUSTERS if by == CLUSTERS else ENERGY
-    found = measured(run.model, text, run.progress, way == CLUSTERS, seed)
-    orders = {neurons.layer.name: order_of(neurons, parts, way, seed) for neurons in found}
-    keep_tensors(kept, orders, {"by": by})
-    return orders
-
-
-def _summary(run: Run, shape: SplitShape, out: str) -> SplitSummary:
-    before, after = run.model.architecture, shape.architecture
+def _summary(run: Run, out: str) -> SplitSummary:
+    after = run.model.architecture
+    before = (run.model.whole or run.model).architecture
+    parts, width = after.layers[0].parts, part_width(run.model)
     said = read_object(Path(out) / COMPRESSION)["plan"]["split"]
     return SplitSummary(
-        out, shape.parts, said["by"], before.experts, after.experts, before.layers[0].top_k, after.layers[0].top_k,
-        shape.width * shape.parts, shape.width, dict(run.clock.seconds),
+        out, parts, said["by"], before.experts, after.experts, before.layers[0].top_k, after.layers[0].top_k,
+        width * parts, width, dict(run.clock.seconds),
     )  # fmt: skip

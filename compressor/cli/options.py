@@ -158,9 +158,18 @@ def listed(text: str | None, option: str) -> list[str] | None:
     return found
 
 
-def counts(text: str) -> list[int]:
-    """'6,4' -> [6, 4]."""
+def counts(text: str | None, option: str) -> list[int]:
+    """'6,4' -> [6, 4]; of nothing, none."""
+    return [int(value) for value in _numbers(text, option, int, "whole numbers separated by commas, as 6,4")]
+
+
+def shares(text: str | None, option: str) -> list[float]:
+    """'0.25,0.5' -> [0.25, 0.5]; of nothing, none."""
+    return _numbers(text, option, float, "shares separated by commas, as 0.25,0.5")
+
+
+def _numbers(text: str | None, option: str, kind: type[int] | type[float], wanted: str) -> list[Any]:
     try:
-        return [int(part) for part in listed(text, "--experts") or ()]
+        return [kind(part) for part in listed(text, option) or ()]
     except ValueError as error:
-        raise CompressionError(f"--experts {text!r} should be whole numbers separated by commas, as 6,4") from error
+        raise CompressionError(f"{option} {text!r} should be {wanted}") from error

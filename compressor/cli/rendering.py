@@ -11,6 +11,7 @@ from compressor.model.inspection import Inspection
 from compressor.planning.options import helps
 from compressor.plans.document import first_of, plan_blocks, protected_blocks
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.split import told_split
 from compressor.publishing.document import push_blocks
 from compressor.report.afterwards import bake_line, recovery_line
 from compressor.words import human_bytes, human_count, share
@@ -104,6 +105,7 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
     return (
         Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
         Text(f"{phases}; peak memory {human_bytes(summary.peak_memory)}"),
+        *([Text(f"split: {told_split(summary.plan.split)}")] if summary.plan.split is not None else []),
         *protected_blocks(summary.plan),
         *done,
         *([Text(names)] if summary.left_out else []),

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from compressor.comparison.picture import comparison_figure
-from compressor.comparison.rows import Comparison, Entry, best_rows, data_line, ranked
+from compressor.comparison.picture import active_figure, comparison_figure
+from compressor.comparison.rows import Comparison, Entry, best_rows, data_line, ranked, with_active
 from compressor.document.blocks import Block, Heading, Strong, Table, Text, Words
 from compressor.words import human_bytes, human_count
 
@@ -36,6 +36,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
         Table("", tuple(cells), tuple(rows), TEXTS),
         Text(LEGEND),
         comparison_figure(comparison),
+        *([active_figure(comparison)] if with_active(comparison) else []),
         *([Text(f"Made with {made_with}.")] if made_with else []),
     )
 
@@ -43,7 +44,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
 def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
     """What a terminal shows: the original, then each expert count's models; means of random drops."""
     entries, sources = _shown(comparison), tuple(comparison.evaluation)
-    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(entries)) if one.experts != other.experts}
+    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(entries)) if one.kept != other.kept}
     cells = [_cells(comparison, entry) for entry in entries]
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
     tables = [
@@ -71,6 +72,10 @@ def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[st
         seeded = first.is_random and first.seed is not None
         named = {"model": f"random, seed {first.seed}" if seeded else first.name}
         named["correction"] = "-" if is_original else first.correction
+        if any(each.split > 1 for each in comparison.rows):
+            named["parts"] = str(first.split)
+        if any(each.top_k is not None for each in comparison.rows):
+            named["top-k"] = "as before" if first.top_k is None else str(first.top_k)
         if any(each.source is not None for each in comparison.rows):
             named["planned for"] = first.source or "-"
     by_source = {f"loss on {name}": loss for name, loss in zip(sources, _by_source(entry, sources), strict=True)}
@@ -78,6 +83,7 @@ def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[st
         **named,
         "experts": str(entry.experts),
         "parameters": human_count(fmean(row.parameters for row in rows)),
+        **({"active": human_count(fmean(row.active or 0 for row in rows))} if with_active(comparison) else {}),
         "loss": f"{entry.loss:.4f}",
         "increase": "-" if is_original else f"{fmean(map(comparison.increase, rows)):+.4f}",
         "perplexity": f"{fmean(row.perplexity for row in rows):.4g}",

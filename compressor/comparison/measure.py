@@ -17,7 +17,6 @@ from compressor.correction.in_order import LayerWork, compress_in_order
 from compressor.correction.refit import Correction
 from compressor.grouping.choose import keep_best
 from compressor.memory import PeakMemory
-from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerStream
 from compressor.planning.make import Planned, Wish, make_plans
@@ -27,6 +26,7 @@ from compressor.planning.steering import Steering
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
 from compressor.run_record import versions
+from compressor.surgery.job import idle_parameters, output_size
 
 RANDOM = "random"
 
@@ -91,6 +91,16 @@ def _layer_error(layers: Sequence[LayerPlan]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The model as it is to be cut: with whole or split experts, and its own or another top-k; to these counts."""
+
+    model: OpenModel
+    counts: Sequence[int]
+    protected: Protected | None = None
+    steering: Steering | None = None
+
+
 @dataclass(slots=True)
 class _Table:
     """Rows in the making."""
@@ -104,7 +114,8 @@ class _Table:
     def row(self, name: str, experts: int, seconds: float, peak: int, **more: Any) -> Row:
         """A row of what the judge has just found."""
         whole = _mean(self.judge.found)
-        size = stored_with(self.model.checkpoint.tensors, self.model.layout, experts)
+        size = output_size(self.model, experts)
+        idle = idle_parameters(self.model, experts)
         loss = whole.loss / whole.tokens
         return Row(
             name=name,
@@ -119,6 +130,9 @@ class _Table:
             loss_by_source={
                 entry.name: part.loss / part.tokens for entry, part in zip(self.sets, self.judge.found, strict=True)
             },
+            split=self.model.architecture.layers[0].parts,
+            top_k=self.model.top_k,
+            active=None if self.model.layout.quantized else size.parameters - idle,
             **more,
         )
 
@@ -145,45 +159,61 @@ class _Table:
 
 
 def compare_models(
-    model: OpenModel,
+    original: OpenModel,
+    variants: Sequence[Variant],
     contenders: Sequence[Contender],
-    counts: Sequence[int],
     calibration: Calibration,
     sets: Sequence[EvaluationSet],
     progress: Progress,
     seed: int = 0,
     per_source: bool = False,
-    protected: Protected | None = None,
-    steering: Steering | None = None,
 ) -> Comparison:
-    """Plan with every contender at every count from one pass, carry each plan out in memory, and judge all alike.
+    """Plan with every contender at every count, from one pass of each variant, carry plans out, and judge all alike.
 
-    `protected` experts, by layer name, stay as they are in every plan, the random ones included.
+    Protected experts, by layer name, stay as they are in every plan, the random ones included.
     """
-    judge = Judge(evaluation_batches(sets, model.vocabulary), len(sets))
-    table = _Table(model, judge, sets, progress, seed)
-    with PeakMemory() as peak, judge.watch(model.partial.model):
-        _judge_original(model, judge, progress)
-    before = model.architecture.experts
+    judge = Judge(evaluation_batches(sets, original.vocabulary), len(sets))
+    table = _Table(original, judge, sets, progress, seed)
+    with PeakMemory() as peak, judge.watch(original.partial.model):
+        _judge_original(original, judge, progress)
+    before = original.architecture.experts
     rows = [table.row("original", before, 0.0, peak.anonymous, strategy="original", correction="none", error=0.0)]
-    wishes = [Wish(contender.strategy, count, contender.options) for count in counts for contender in contenders]
-    owners = [contender for _ in counts for contender in contenders]
-    begin = time.perf_counter()
-    made = make_plans(model, wishes, calibration, progress, seed, protected, per_source, steering)
-    shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
-    for planned in made:
-        contender = owners[planned.wish]
-        data = planned.calibration or calibration
-        same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
-        tried = [correction for correction in contender.corrections if correction.wanted or not same]
-        rows += [table.judged(planned, contender, correction, data) for correction in tried]
+    shared = 0.0
+    for variant in variants:
+        made, spent = _planned(variant, contenders, calibration, progress, seed, per_source)
+        shared += spent
+        table = _Table(variant.model, judge, sets, progress, seed)
+        for contender, planned in made:
+            data = planned.calibration or calibration
+            same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
+            tried = [correction for correction in contender.corrections if correction.wanted or not same]
+            rows += [table.judged(planned, contender, correction, data) for correction in tried]
     return Comparison(
-        model=model.source.label,
+        model=original.source.label,
         rows=tuple(rows),
         calibration=calibration.identity,
         evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},
         calibration_seconds=shared,
         seed=seed,
         versions=versions(),
-        protected=listed(protected),
+        protected=listed(variants[0].protected) if len(variants) == 1 else {},
     )
+
+
+def _planned(
+    variant: Variant,
+    contenders: Sequence[Contender],
+    calibration: Calibration,
+    progress: Progress,
+    seed: int,
+    per_source: bool,
+) -> tuple[list[tuple[Contender, Planned]], float]:
+    """Each contender's plans of a variant, and the seconds of the pass that they share."""
+    pairs = [(contender, count) for count in variant.counts for contender in contenders]
+    wishes = [Wish(contender.strategy, count, contender.options) for contender, count in pairs]
+    begin = time.perf_counter()
+    made = make_plans(
+        variant.model, wishes, calibration, progress, seed, variant.protected, per_source, variant.steering
+    )
+    shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
+    return [(pairs[planned.wish][0], planned) for planned in made], shared

@@ -33,6 +33,14 @@ class Row:
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
     source: str | None = None  # the calibration source that it was planned for, if for one alone
     seed: int | None = None  # of a random drop
+    split: int = 1  # parts that each expert became before; `experts` then counts parts
+    top_k: int | None = None  # experts that a token visits, where that was chosen
+    active: int | None = None  # parameters that a token passes; None where stored elements are no parameters
+
+    @property
+    def kept(self) -> float:
+        """Experts of the source's size that stay in each layer."""
+        return self.experts / self.split
 
     @property
     def is_random(self) -> bool:
@@ -72,9 +80,15 @@ class Comparison:
         return found
 
 
+def finer(row: Row) -> str:
+    """", 2 parts, top 3" of a row whose experts were split, or whose top-k was chosen."""
+    parts = f", {row.split} parts" if row.split > 1 else ""
+    return parts + (f", top {row.top_k}" if row.top_k is not None else "")
+
+
 def label(row: Row) -> str:
     """What tells a line from the others; random drops that differ in their seed alone share one."""
-    parts = ["random" if row.is_random else row.name]
+    parts = [f"{'random' if row.is_random else row.name}{finer(row)}"]
     if row.correction != "none":
         parts.append(f"+ {row.correction}")
     if row.source is not None:
@@ -93,6 +107,11 @@ class Entry:
     def experts(self) -> int:
         """Per MoE layer, the same in all rows."""
         return self.rows[0].experts
+
+    @property
+    def kept(self) -> float:
+        """Experts of the source's size that stay in each layer."""
+        return self.rows[0].kept
 
     @property
     def is_random(self) -> bool:
@@ -131,17 +150,23 @@ def entries(rows: Iterable[Row], apart: bool = False) -> tuple[Entry, ...]:
 
 def ranked(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
     """All entries but the original: many experts first, and the least loss first among equally many."""
-    return tuple(sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.experts, sort_key(entry.loss))))
+    return tuple(sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.kept, sort_key(entry.loss))))
 
 
 def best_rows(comparison: Comparison) -> frozenset[int]:
-    """Numbers of the rows with the least loss of each expert count; the original does not compete."""
-    best: dict[int, int] = {}
+    """Numbers of the rows with the least loss of each size of layers; the original does not compete."""
+    best: dict[float, int] = {}
     for number, row in enumerate(comparison.rows[1:], start=1):
-        leader = best.setdefault(row.experts, number)
+        leader = best.setdefault(row.kept, number)
         if sort_key(row.loss) < sort_key(comparison.rows[leader].loss):
-            best[row.experts] = number
+            best[row.kept] = number
     return frozenset(best.values())
+
+
+def with_active(comparison: Comparison) -> bool:
+    """Whether rows differ in how many experts a token visits, and it is known what that comes to."""
+    rows = comparison.rows
+    return any(row.top_k is not None for row in rows) and all(row.active is not None for row in rows)
 
 
 def _with_tokens(name: str, tokens: Any) -> str:

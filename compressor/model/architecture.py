@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -51,6 +51,7 @@ class MoeLayer:
     experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
     tensors: tuple[ExpertTensor, ...] = ()
     tables: tuple[str, ...] = ()  # integer tables whose values are expert ids
+    parts: int = 1  # that each expert of the stored model has become
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Architecture:
     layers: tuple[MoeLayer, ...]
     units: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
+    written: Mapping[str, Any] = field(default_factory=dict, compare=False)  # what smaller models say besides, by path
 
     @property
     def experts(self) -> int:
@@ -70,8 +72,8 @@ class Architecture:
         return int(attrgetter(self.count_field)(self.config))
 
     def with_experts(self, count: int) -> Any:
-        """A copy of the config that asks for `count` experts."""
-        return with_field(self.config, self.count_field, count)
+        """A copy of the config that asks for `count` experts, and for what smaller models say besides."""
+        return with_fields(self.config, {self.count_field: count, **self.written})
 
 
 def with_field(config: Any, dotted: str, value: Any) -> Any:
@@ -80,6 +82,13 @@ def with_field(config: Any, dotted: str, value: Any) -> Any:
     owner, _, name = dotted.rpartition(".")
     setattr(attrgetter(owner)(copied) if owner else copied, name, value)
     return copied
+
+
+def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
+    """A copy of a config with other values at dotted paths."""
+    for path, value in fields.items():
+        config = with_field(config, path, value)
+    return config
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -80,7 +80,7 @@ class PartialModel:
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
         self.model = build_meta(config, dtype, most_parts(checkpoint))
         refuse_unfilled(checkpoint, self.model)
         self.quantizer = dequantizer(config)
@@ -97,6 +97,11 @@ class PartialModel:
             self._sources.setdefault(target, []).append(name)
         self._loaded, self._checked = set[str](), set[str]()
         self._fill_constant_buffers()
+
+    def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
+        """The same model, empty, in another dtype or on another device; itself if it is in both."""
+        alike = (self.dtype, self.device) == (dtype, device)
+        return self if alike else PartialModel(self.checkpoint, self.config, dtype, device)
 
     def _fill_constant_buffers(self) -> None:
         """Compute the buffers that no checkpoint holds (rotary frequencies), as the stock loader does."""

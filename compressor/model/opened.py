@@ -1,5 +1,6 @@
 """An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,6 +64,9 @@ class OpenModel:
     architecture: Architecture
     partial: PartialModel
     layout: Layout
+    whole: "OpenModel | None" = None  # the stored model, where this is a view of it: experts split, or another top-k
+    split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
+    top_k: int | None = None  # what smaller models write, where that is not the view's own
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,6 +77,11 @@ class OpenModel:
     def dtype_name(self) -> str:
         """The dtype for computing, as options and plans name it."""
         return str(self.partial.dtype).removeprefix("torch.")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each expert of the stored model is seen as several."""
+        return self.whole is not None and self.whole.architecture.experts != self.architecture.experts
 
     @property
     def vocabulary(self) -> int:

@@ -1,5 +1,6 @@
 """Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
 
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ def check_filled(checkpoint: Checkpoint, config: Any) -> None:
     refuse_unfilled(checkpoint, build_meta(config, most=most_parts(checkpoint)))
 
 
-def verify_output(folder: Path, count_field: str, experts: int, original: Path) -> None:
+def verify_output(folder: Path, fields: Mapping[str, Any], experts: int, original: Path) -> None:
     """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one.
 
-    What was carried from the `original` folder is loaded too.
+    `fields` are what the config must say, by dotted path. What was carried from the `original` folder is loaded too.
     """
-    if int(said := attrgetter(count_field)(load_config(folder))) != experts:
-        raise CompressionError(
-            f"the written config says {count_field} {said} instead of {experts}; please report this model"
-        )
+    config = load_config(folder)
+    for path, wanted in fields.items():
+        if (said := attrgetter(path)(config)) != wanted:
+            raise CompressionError(
+                f"the written config says {path} {said} instead of {wanted}; please report this model"
+            )
     verify_checkpoint(folder, experts)
     check_carried(folder, original)
 

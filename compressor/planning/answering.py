@@ -21,10 +21,17 @@ from compressor.planning.run import Run
 from compressor.planning.steering import Steering
 from compressor.plans.plan import CompressionPlan
 from compressor.records import read_object
+from compressor.splitting.dealing import check_way, dealt
+from compressor.splitting.opening import seen_as
 
 logger = logging.getLogger(__name__)
 
 HELDOUT = 0.125  # share of the calibration sequences that judge a plan or a correction and make none
+
+
+def seen(model: OpenModel, request: Request) -> OpenModel:
+    """The model as it is to be compressed: split, and with the top-k that is to be written; neurons in no order yet."""
+    return seen_as(model, request.split, request.top_k)
 
 
 def settle(model: OpenModel, request: Request) -> Wish:
@@ -39,7 +46,10 @@ def settle(model: OpenModel, request: Request) -> Wish:
         logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
         correction = Correction()
     check_afterwards(model, request)
-    return Wish(strategy, experts, request.options, correction)
+    wish = Wish(strategy, experts, request.options, correction)
+    reads = wish.reads or request.protects_what_data_shows
+    check_way(request.split_by, reads or request.split == 1, "choose a strategy or a correction that reads it")
+    return wish
 
 
 def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve: int = 0) -> Calibration:
@@ -69,10 +79,11 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
 
     The run's folder keeps the layers that a plan in order has cut.
     """
-    model, wish = run.model, wish or settle(run.model, request)
+    wish = wish or settle(run.model, request)
     calibration = None
     if wish.reads or request.protects_what_data_shows:
-        calibration = read_calibration(model, request, wish.holds_out)
+        calibration = read_calibration(run.model, request, wish.holds_out)
+    model = _dealt(run, request, calibration)
     steering = Steering(model, calibration, run.progress, request.seed)
     protected = protected_experts(request, wish.experts, steering)
     if request.sequential and wish.reads and calibration is not None:
@@ -86,6 +97,14 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
         )
     corrected = _with_correction(made, model, wish.correction, calibration)
     return with_afterwards(corrected, model, request, calibration), calibration
+
+
+def _dealt(run: Run, request: Request, calibration: Calibration | None) -> OpenModel:
+    """The run's model, from now on with its neurons in order where experts are split."""
+    if run.model.is_split:
+        kept = None if run.folder is None else run.folder / f"split-{run.digest[:16]}.safetensors"
+        run.model = dealt(run.model, calibration, request.split_by, run.progress, request.seed, kept)
+    return run.model
 
 
 def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionPlan, Calibration | None]:
@@ -133,13 +152,14 @@ def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
 
     Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
     """
-    model, wish = run.model, settle(run.model, request)
+    wish = settle(run.model, request)
     if not wish.reads:
         raise CompressionError(
             f"strategy {request.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
             "out --per-source"
         )
-    calibration = read_calibration(model, request, wish.holds_out)
+    calibration = read_calibration(run.model, request, wish.holds_out)
+    model = _dealt(run, request, calibration)
     if wish.holds_out:
         refuse_unjudged_sources(calibration)
     steering = Steering(model, calibration, run.progress, request.seed)

@@ -93,6 +93,8 @@ def _whole_plan(
         seed=seed,
         versions=versions(),
         protected=listed(protected),
+        split=model.split,
+        top_k=model.top_k,
         **more,
     )
 

@@ -37,8 +37,9 @@ def given_protected(
 def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Sequence[MoeLayer]) -> Protected:
     """Read a list, or a JSON file of one, with `layer` and `expert`, and `module` where a decoder layer has several.
 
-    `layer` is the decoder layer's number. Further fields, such as those that `moe-compress attribute` writes, are not
-    looked at.
+    `layer` is the decoder layer's number. Of a model whose experts are split, `expert` is the number before, and all
+    its parts are meant unless `part` names one. Further fields, such as those that `moe-compress attribute` writes, are
+    not looked at.
     """
     found: dict[str, set[int]] = {}
     where = str(protect) if isinstance(protect, str | Path) else "protect"
@@ -47,8 +48,8 @@ def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Se
     for layer in layers:
         by_number.setdefault(layer.index, []).append(layer)
     for number, entry in enumerate(entries, start=1):
-        layer, expert = _read_entry(entry, by_name, by_number, f"{where}, entry {number}")
-        found.setdefault(layer.name, set()).add(expert)
+        layer, experts = _read_entry(entry, by_name, by_number, f"{where}, entry {number}")
+        found.setdefault(layer.name, set()).update(experts)
     return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
 
 
@@ -64,8 +65,8 @@ def _read_list(path: Path) -> list[Any]:
     return content
 
 
-def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tuple[MoeLayer, int]:
-    """The layer and the expert that an entry of the list means."""
+def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tuple[MoeLayer, Sequence[int]]:
+    """The layer and the expert that an entry of the list means; of a split one its parts."""
     if not isinstance(entry, dict):
         raise CompressionError(f"{where}: {entry!r} stands where an object with layer and expert should")
     for name in ("layer", "expert"):
@@ -73,11 +74,16 @@ def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tup
             raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
     number, expert = (integer(entry[name], f"{where}: {name}") for name in ("layer", "expert"))
     layer = _find_layer(number, entry.get("module"), named, numbered, where)
-    if not 0 <= expert < layer.experts:
+    if not 0 <= expert < (count := layer.experts // layer.parts):
         raise CompressionError(
-            f"{where}: {layer.name} has no expert {expert}; its experts are numbered 0 to {layer.experts - 1}"
+            f"{where}: {layer.name} has no expert {expert}; its experts are numbered 0 to {count - 1}"
         )
-    return layer, expert
+    parts = range(expert * layer.parts, (expert + 1) * layer.parts)
+    if layer.parts == 1 or entry.get("part") is None:
+        return layer, parts
+    if not 0 <= (part := integer(entry["part"], f"{where}: part")) < layer.parts:
+        raise CompressionError(f"{where}: an expert of {layer.name} has no part {part}, but 0 to {layer.parts - 1}")
+    return layer, parts[part : part + 1]
 
 
 def _find_layer(number: int, module: Any, named: Named, numbered: Numbered, where: str) -> MoeLayer:

@@ -20,6 +20,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.planning.further import first_output, further_commands, separate
 from compressor.planning.request import Request
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.split import CLUSTERS, part_entry, parts_of
 from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
 from compressor.words import did_you_mean
@@ -39,9 +40,10 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
     What commands of their own have done to the output stands above it, as these commands. Protected experts stand in it
     one by one, whether they were listed or found.
     """
-    often = Counter(layer.layer for layer in plan.layers)
+    often, parts = Counter(layer.layer for layer in plan.layers), parts_of(plan.split)
     protected = [
-        {"layer": layer.layer, "expert": expert} | ({"module": layer.module} if often[layer.layer] > 1 else {})
+        {"layer": layer.layer, **part_entry(expert, parts)}
+        | ({"module": layer.module} if often[layer.layer] > 1 else {})
         for layer in plan.layers
         for expert in plan.protected.get(layer.module, ())
     ]
@@ -52,6 +54,9 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         "revision": plan.source.revision,
         "experts": plan.experts,
         "protect": protected,
+        "split": None if parts == 1 else parts,
+        "split_by": CLUSTERS if (plan.split or {}).get("by") == CLUSTERS else None,
+        "top_k": plan.top_k,
         "strategy": plan.strategy,
         "options": dict(plan.options),
         "sequential": plan.sequential or None,

@@ -44,6 +44,15 @@ class Request:
         "routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
         kind=str | None,
     )
+    split: int = described(
+        1, KEEP, "Parts that each expert is split into first, exactly; --experts then counts parts.", min=1
+    )
+    split_by: str = described(
+        "energy", KEEP, "How its neurons are dealt out: energy, or clusters (those that fire together)."
+    )
+    top_k: int | None = described(
+        None, KEEP, "Experts that a token visits in the output, at most so many as now (default: as many).", min=1
+    )
     strategy: str = described("auto", STRATEGY, "How experts are chosen and merged; see `moe-compress strategies`.")
     options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, which checks them
     sequential: bool = described(
@@ -164,6 +173,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         model.checkpoint.stamp(),
         request.experts,
         request.ratio,
+        (request.split, request.split_by, request.top_k),
         request.strategy,
         sorted(request.options.items()),
         [(_content(entry.source), entry.weight) for entry in request.sources],

@@ -29,6 +29,7 @@ from compressor.plans.json import (
 from compressor.plans.layer import LAYER_FACTS
 from compressor.plans.layer import Group as Group
 from compressor.plans.layer import LayerPlan as LayerPlan
+from compressor.plans.split import check_split
 from compressor.records import read_json
 
 FORMAT = "moe-compressor-plan/1"
@@ -67,6 +68,7 @@ class CompressionPlan:
     bake: Mapping[str, Any] | None = None  # how the routers are moved in the end, on what text, and what came of it
     recover: Mapping[str, Any] | None = None  # how all is trained after that, on what text, and what came of it
     split: Mapping[str, Any] | None = None  # how each of the source's experts became several, which the plan numbers
+    top_k: int | None = None  # experts that a token visits in the output, where they are fewer than before
 
     def __post_init__(self) -> None:
         if self.correction is not None and self.calibration is None:
@@ -82,6 +84,8 @@ class CompressionPlan:
                 raise CompressionError(f"{name} should name its calibration; restore it, or write null for {name}")
             if entry is not None and not isinstance(entry.get("after", []), list):
                 raise CompressionError(f"{name} should list what was done before it as 'after'; restore it")
+        if self.split is not None:
+            check_split(self.split)
         names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
             if names[layer.module] > 1:
@@ -151,6 +155,7 @@ class CompressionPlan:
             "sequential": self.sequential,
             "correction": None if self.correction is None else dict(self.correction),
             **({} if self.split is None else {"split": dict(self.split)}),
+            **({} if self.top_k is None else {"top_k": self.top_k}),
             **({} if self.bake is None else {"bake": dict(self.bake)}),
             **({} if self.recover is None else {"recover": dict(self.recover)}),
             "versions": dict(self.versions),
@@ -173,7 +178,10 @@ class CompressionPlan:
             data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
             decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
         if self.split is not None:
-            decisive["split"] = {name: value for name, value in self.split.items() if name != "calibration"}
+            told = ("calibration", "neurons")  # the digest of the order stands for both
+            decisive["split"] = {name: value for name, value in self.split.items() if name not in told}
+        if self.top_k is not None:
+            decisive["top_k"] = self.top_k
         for step, entry in (("bake", self.bake), ("recover", self.recover)):
             if entry is not None:
                 facts = {name: value for name, value in entry.items() if name not in ("calibration", "result")}
@@ -188,7 +196,7 @@ class CompressionPlan:
         refuse_unknown(content, field_names(CompressionPlan, "format"), where)
         refuse_crowds(content.get("layers"))
         try:
-            entries = [content.get(name) or {} for name in ("bake", "recover")]
+            entries = [content.get(name) or {} for name in ("bake", "recover", "split")]
             for read in (content["calibration"], *(entry.get("calibration") for entry in entries)):
                 _refuse_floods(read)
             return cls(
@@ -204,6 +212,7 @@ class CompressionPlan:
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
                 split=None if content.get("split") is None else dict(content["split"]),
+                top_k=None if content.get("top_k") is None else integer(content["top_k"], "top_k"),
                 bake=None if content.get("bake") is None else dict(content["bake"]),
                 recover=None if content.get("recover") is None else dict(content["recover"]),
             )
@@ -241,15 +250,18 @@ def _source_from_dict(entry: Any) -> Source:
     return source
 
 
-def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
-    """Refuse a plan that was made for another model, or whose facts about the model were edited."""
+def check_source(plan: CompressionPlan, fingerprint: str) -> None:
+    """Refuse a plan that was made for another model."""
     if plan.source.fingerprint != fingerprint:
         raise CompressionError(
             "the plan was made for another model: its source fingerprint "
             f"{plan.source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}; plan again for this one"
         )
-    if plan.split is not None:
-        raise CompressionError("the plan splits experts; run `moe-compress split` again instead of applying it")
+
+
+def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
+    """Refuse a plan that was made for another model, or whose facts about the model were edited."""
+    check_source(plan, fingerprint)
     known = {layer.name: layer for layer in layers}
     for layer_plan in plan.layers:
         if (layer := known.get(layer_plan.module)) is None:

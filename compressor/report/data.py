@@ -146,6 +146,7 @@ class ReportData:
     measured_text: str | None = None
     bake: Mapping[str, Any] | None = None
     recover: Mapping[str, Any] | None = None
+    split: Mapping[str, Any] | None = None  # how each of the source's experts became several
 
     def to_json(self) -> str:
         """JSON that `from_json` reads back."""
@@ -226,7 +227,7 @@ def report_data(
         return ReportData(
             title=Path(folder).resolve().name, source=plan.source.model, revision=plan.source.revision,
             strategy=plan.strategy, options=plan.options, correction=plan.correction, sequential=plan.sequential,
-            bake=plan.bake, recover=plan.recover,
+            bake=plan.bake, recover=plan.recover, split=plan.split,
             experts_before=max((layer.experts for layer in plan.layers), default=plan.experts),
             experts_after=plan.experts,
             top_k=max((layer.top_k for layer in plan.layers), default=0),

@@ -32,6 +32,7 @@ from compressor.report.measuring_experts import Likeness, compared, likeness_of
 from compressor.report.measuring_pass import measure_layers
 from compressor.report.store import keep_measures, kept_measures
 from compressor.run_record import RunRecord, read_record, versions
+from compressor.splitting.opening import as_planned
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ def _source(
                 f"{model.source.name} is not the model that {folder} was made from: its fingerprint is "
                 f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the original with --model"
             )
+        model = as_planned(model, plan)
         check_against(plan, model.architecture.layers, model.fingerprint)
         return model
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Items, Listing, Table, Text, Words
 from compressor.gates.content import SIGNS
 from compressor.gates.document import advice_blocks, task_table, tested_blocks, verdict_block
+from compressor.plans.split import told_split
 from compressor.report.afterwards import bake_line, recovery_line
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
@@ -22,6 +23,7 @@ def done(data: ReportData) -> list[Block]:
         ("Strategy", data.strategy),
         *([("Options", shown(data.options))] if data.options else []),
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
+        *([("Split", told_split(data.split))] if data.split else []),
         ("MoE layers", f"{len(data.layers):,}"),
         ("Correction", shown(data.correction) if data.correction else "none"),
         *([("Bake", bake_line(data.bake))] if data.bake else []),

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, MoeLayer, build_meta, with_field
-from compressor.splitting.shape import SplitShape, each_number, value_at, width_of, with_fields
+from compressor.model.architecture import Architecture, MoeLayer, build_meta, with_field, with_fields
+from compressor.splitting.numbers import each_number
+from compressor.splitting.shape import SplitShape, value_at, width_of
 from compressor.splitting.tensors import Factors, split_layer
 
 TOKENS = 512

@@ -3,7 +3,7 @@
 E experts, I neurons of each, H hidden, n tokens that were sent to an expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import expert_parameters, intermediate, projections, routed
@@ -93,12 +92,12 @@ class _Watching(LayerVisitor):
 
 
 def measured(
-    model: OpenModel, calibration: Calibration | None, progress: Progress, sample: bool, seed: int = 0
+    model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, sample: bool, seed: int = 0
 ) -> Iterator[Neurons]:
     """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone."""
     layers = model.architecture.layers
     progress.start("measure neurons", len(layers))
-    if calibration is None:
+    if batches is None:
         for layer in layers:
             model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
             yield Neurons(layer, energy_of_weights(model.partial.model.get_submodule(layer.name)))
@@ -107,7 +106,7 @@ def measured(
             progress.advance(layer.name)
         return
     watching = _Watching(model, sample)
-    stream = LayerStream(model.partial, calibration.batches, model.architecture.units, watching.layers)
+    stream = LayerStream(model.partial, batches, model.architecture.units, watching.layers)
     with torch.random.fork_rng(devices=[]), closing(stream.passing(watching)) as passed:
         torch.manual_seed(seed)
         for _ in passed:

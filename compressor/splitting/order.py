@@ -1,18 +1,16 @@
 """The order in which an expert's neurons are dealt out to its parts: [I] each, in S runs of equal length.
 
-The first run holds what matters most, so that pruning experts afterwards takes the last ones.
+The first run holds what matters most, so that pruning experts afterwards takes the last ones. Within a run neurons
+stand as they did, so that a plan need only tell the part of each.
 """
-
-import hashlib
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from compressor.plans.split import CLUSTERS, ENERGY
 from compressor.splitting.neurons import Neurons
 
-ENERGY, CLUSTERS = "energy", "clusters"
 WAYS = (ENERGY, CLUSTERS)
 
 
@@ -57,14 +55,19 @@ def balanced(distances: Tensor) -> Tensor:
 def order_of(neurons: Neurons, parts: int, way: str, seed: int = 0) -> Tensor:
     """The order of a layer's neurons, [E, I] int32."""
     if way == ENERGY:
-        return by_energy(neurons.energy).int()
-    pairs = zip(neurons.energy, neurons.activity, strict=True)
-    return torch.stack([by_clusters(energy, activity, parts, seed) for energy, activity in pairs]).int()
+        order = by_energy(neurons.energy)
+    else:
+        pairs = zip(neurons.energy, neurons.activity, strict=True)
+        order = torch.stack([by_clusters(energy, activity, parts, seed) for energy, activity in pairs])
+    return order_of_parts(parts_of(order, parts))
 
 
-def digest_of_orders(orders: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of every layer's name and order."""
-    digest = hashlib.sha256()
-    for name, order in orders:
-        digest.update(name.encode() + b"\0" + order.int().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def parts_of(order: Tensor, parts: int) -> Tensor:
+    """The part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
+    run = torch.arange(order.shape[1]) // (order.shape[1] // parts)
+    return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
+
+
+def order_of_parts(dealt: Tensor) -> Tensor:
+    """The order that deals neurons out so, those of a part ascending: [E, I] -> [E, I] int32."""
+    return dealt.argsort(dim=1, stable=True).int()

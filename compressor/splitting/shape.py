@@ -1,6 +1,6 @@
 """The config of a split model: which of its fields set the experts' width and top-k, found by comparing meta builds."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -9,14 +9,9 @@ from typing import Any
 from torch import nn
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import (
-    MOST_CANDIDATES,
-    Architecture,
-    build_meta,
-    discover,
-    experts_modules,
-    with_field,
-)
+from compressor.model.architecture import MOST_CANDIDATES, Architecture, build_meta, experts_modules, with_fields
+from compressor.splitting.numbers import each_number, numbers
+from compressor.splitting.top_k import top_k_fields
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -54,7 +49,8 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     _check_parts(before, parts)
     fields = _width_fields(config, model, before, parts, family)
     fields |= {architecture.count_field: architecture.experts * parts}
-    top_k, found = _top_k_field(with_fields(config, fields), architecture, parts)
+    wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
+    top_k, found = top_k_fields(with_fields(config, fields), architecture, wanted, lambda each: each * parts)
     return SplitShape(parts, min(before.values()) // parts, next(iter(fields)), fields | top_k, found)
 
 
@@ -70,31 +66,6 @@ def _check_parts(before: Mapping[str, int], parts: int) -> None:
             )
 
 
-def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of a config with other values at dotted paths."""
-    for path, value in fields.items():
-        config = with_field(config, path, value)
-    return config
-
-
-def _numbers(config: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted paths of all whole numbers and lists of them in a config."""
-
-    def walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in vars(node).items():
-            if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-                yield from walk(value, f"{prefix}{key}.")
-            elif type(value) is int or (isinstance(value, list) and value and all(type(each) is int for each in value)):
-                yield f"{prefix}{key}", value
-
-    return walk(config, "")
-
-
-def each_number(value: Any, change: Callable[[int], int]) -> Any:
-    """A whole number changed, or each one of a list."""
-    return [change(each) for each in value] if isinstance(value, list) else change(value)
-
-
 def _outside(model: nn.Module) -> Shapes:
     """Shapes of all tensors but the experts'."""
     inside = tuple(f"{name}." for name, _ in experts_modules(model))
@@ -106,7 +77,7 @@ def _width_fields(config: Any, model: nn.Module, before: Mapping[str, int], part
     wanted, others = {name: width // parts for name, width in before.items()}, _outside(model)
     sizes = set(before.values())
     named = [
-        (path, value) for path, value in _numbers(config) if sizes & set(value if type(value) is list else [value])
+        (path, value) for path, value in numbers(config) if sizes & set(value if type(value) is list else [value])
     ]
     named.sort(key=lambda entry: ("intermediate" not in entry[0], "vision" in entry[0], entry[0].count("."), entry[0]))
     reason = "no field of the config sets the width of its experts"
@@ -119,7 +90,7 @@ def _width_fields(config: Any, model: nn.Module, before: Mapping[str, int], part
             changed = _differing(others, _outside(built))
             if changed is None:
                 return fields
-            for shared, count in _numbers(config):
+            for shared, count in numbers(config):
                 if "shared" in shared and each_number(count, lambda each: each * parts) != count:
                     more = fields | {shared: each_number(count, lambda each: each * parts)}
                     with suppress(CompressionError, ValueError, TypeError):
@@ -133,23 +104,6 @@ def _width_fields(config: Any, model: nn.Module, before: Mapping[str, int], part
 def _differing(first: Shapes, second: Shapes) -> str | None:
     """A tensor that is not the same in both."""
     return next((key for key in (*first, *second) if first.get(key) != second.get(key)), None)
-
-
-def _top_k_field(many: Any, architecture: Architecture, parts: int) -> tuple[dict[str, Any], Architecture]:
-    """The field that says how many experts a token visits, at its new value, and the architecture that comes of it."""
-    counts = {layer.top_k for layer in architecture.layers}
-    wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
-    named = [(path, value) for path, value in _numbers(many) if counts & set(value if type(value) is list else [value])]
-    named.sort(key=lambda entry: ("per_tok" not in entry[0] and "top" not in entry[0], entry[0].count("."), entry[0]))
-    for path, value in named[:MOST_CANDIDATES]:
-        fields = {path: each_number(value, lambda each: each * parts)}
-        with suppress(CompressionError, ValueError, TypeError):
-            found = discover(with_fields(many, fields))
-            if {layer.name: layer.top_k for layer in found.layers} == wanted:
-                return fields, found
-    raise CompressionError(
-        f"{architecture.family} cannot be split: no field of the config sets how many experts a token visits"
-    )
 
 
 def value_at(config: Any, path: str) -> Any:

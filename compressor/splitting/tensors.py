@@ -4,7 +4,7 @@ E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S -
 neighbours stay together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +34,41 @@ def split_layer(
     `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
     shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
     """
+    _, beside = divided(layer)
+    return split_experts(experts, layer, order, parts, factors) | split_beside(state, layer, beside, parts, factors)
+
+
+def divided(layer: MoeLayer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys of the tensors of a layer that count experts: those of the experts module, and those of its router."""
+    keys = (*(tensor.key for tensor in layer.tensors), *layer.tables)
+    inside = tuple(key for key in keys if key.startswith(f"{layer.name}."))
+    return inside, tuple(key for key in keys if key not in inside)
+
+
+@torch.no_grad()
+def split_experts(experts: Any, layer: MoeLayer, order: Tensor, parts: int, factors: Factors) -> dict[str, Tensor]:
+    """The fused parameters of an experts module, [E * S, ...] by state-dict key."""
     fused = _split_experts(experts, order, parts, factors.output)
     made = {f"{layer.name}.{name}": value for name, value in fused.items()}
     for key in (key for key in made if ".down_proj" in key):
         refuse_overflow(key, made[key])
-    for tensor in layer.tensors:
-        if tensor.key not in made:
-            value = state[tensor.key]
-            beside = factors.selection != 1.0 and value.numel() == value.shape[tensor.dim]  # a bias: [E], [1, E]
-            own = (value.float() * factors.selection).to(value.dtype) if beside else value
-            made[tensor.key] = _repeated(own, tensor.dim, layer.experts, parts)
-    for table in layer.tables:
-        made[table] = _split_table(state[table], parts)
+    return made
+
+
+@torch.no_grad()
+def split_beside(
+    state: Mapping[str, Tensor], layer: MoeLayer, keys: Iterable[str], parts: int, factors: Factors
+) -> dict[str, Tensor]:
+    """Those of a layer's other tensors that are asked for: router rows and biases repeated, tables of ids extended."""
+    made, known = dict[str, Tensor](), {tensor.key: tensor for tensor in layer.tensors}
+    for key in keys:
+        value = state[key]
+        if (tensor := known.get(key)) is None:
+            made[key] = _split_table(value, parts)
+            continue
+        beside = factors.selection != 1.0 and value.numel() == value.shape[tensor.dim]  # a bias: [E], [1, E]
+        own = (value.float() * factors.selection).to(value.dtype) if beside else value
+        made[key] = _repeated(own, tensor.dim, layer.experts, parts)
     return made
 
 

@@ -136,13 +136,19 @@ def _renumber_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
     return _renumber_text(node, renames) if isinstance(node, str) else node
 
 
+def fields_set(raw: Mapping[str, Any], known: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the JSON of the config `known` with other values at dotted paths."""
+    config = copy.deepcopy(dict(raw))
+    for path, value in fields.items():
+        _set_field(config, known, path, value)
+    return config
+
+
 def config_with(
     raw: Mapping[str, Any], architecture: Architecture, layout: Layout, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it."""
-    config = copy.deepcopy(dict(raw))
-    for path, value in fields.items():
-        _set_field(config, architecture.config, path, value)
+    config = fields_set(raw, architecture.config, fields)
     config.pop("auto_map", None)  # stock loading only: remote code does not travel
     _drop_kernels(config)
     return config, zero_extra_heads(config) if layout.left_out else []
@@ -156,7 +162,7 @@ def output_config(
     dequantized_dtype: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json of the output, dotted names of fields set to zero because their tensors are left out)."""
-    fields = {architecture.count_field: plan.experts}
+    fields = {architecture.count_field: plan.experts, **architecture.written}
     config, zeroed = config_with(raw, architecture, layout, fields)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:

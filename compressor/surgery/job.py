@@ -13,6 +13,7 @@ from compressor.calibration.sources import without_folders
 from compressor.checkpoint.headers import Size
 from compressor.checkpoint.links import refuse_links
 from compressor.model.architecture import build_meta
+from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
@@ -85,10 +86,26 @@ def compression_record(
 
 def stored_partial(model: OpenModel) -> PartialModel:
     """The model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
-    partial, dtype, device = model.partial, pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu")
-    if (partial.dtype, partial.device) == (dtype, device):
-        return partial
-    return PartialModel(model.checkpoint, model.config, dtype, device)
+    return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
+
+
+def output_size(model: OpenModel, experts: int) -> Size:
+    """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
+    if not model.is_split:
+        found = stored_with(model.checkpoint.tensors, model.layout, experts)
+        return Size(found.parameters, found.bytes)
+    small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
+    return Size.of(converted_outputs(model.partial, model.architecture, small))
+
+
+def idle_parameters(model: OpenModel, experts: int) -> int:
+    """Parameters of the experts that a token does not visit, over all layers of the output with `experts` in each."""
+    small = build_meta(model.architecture.with_experts(experts))
+    modules = ((layer, small.get_submodule(layer.name)) for layer in model.architecture.layers)
+    return sum(
+        sum(value.numel() for value in module.parameters()) // experts * (experts - layer.top_k)
+        for layer, module in modules
+    )
 
 
 def make_job(
@@ -96,7 +113,8 @@ def make_job(
 ) -> tuple[OutputJob, list[str]]:
     """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
     architecture, layout = model.architecture, model.layout
-    through_model = not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
+    mixed = layout.quantized and not plan.is_drop
+    through_model = model.is_split or mixed or not layout.regular or not plan.stored_as_is
     dequantized: str | None = None
     if through_model:
         partial = stored_partial(model)
@@ -126,7 +144,10 @@ def make_job(
         produce=produce,
         files={**carried, **made},
         verify=bind(
-            verify_output, count_field=architecture.count_field, experts=plan.experts, original=model.source.folder
+            verify_output,
+            fields={architecture.count_field: plan.experts, **architecture.written},
+            experts=plan.experts,
+            original=model.source.folder,
         ),
         max_shard_bytes=shard_bytes,
     )

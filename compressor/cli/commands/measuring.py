@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 import compressor
-from compressor.cli.options import DATA, Model, Running, counts, listed
+from compressor.cli.options import DATA, Model, Running, counts, listed, shares
 from compressor.cli.terminal import progress_bars
 from compressor.locking import alone
-from compressor.planning.request import CALIBRATION, Request
+from compressor.planning.request import CALIBRATION, KEEP, Request
 
 
 def inspect(
@@ -26,12 +26,31 @@ def inspect(
 
 def compare(
     model: Model,
-    experts: Annotated[str, typer.Option(help="Experts to keep, one count or several: 6,4.")],
     request: Annotated[Request, ("protect", *DATA)],
     running: Running,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="New folder for comparison.json, comparison.md and comparison.png.")
     ] = Path("comparison"),
+    experts: Annotated[
+        str | None, typer.Option(help="Experts to keep, one count or several: 6,4.", rich_help_panel=KEEP)
+    ] = None,
+    ratio: Annotated[
+        str | None,
+        typer.Option(help="Shares of the experts to remove instead, such as 0.25,0.5.", rich_help_panel=KEEP),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="Parts that each expert is split into first, such as 1,2,4.", rich_help_panel=KEEP)
+    ] = "1",
+    split_by: Annotated[
+        str, typer.Option(help="How its neurons are dealt out: energy or clusters.", rich_help_panel=KEEP)
+    ] = "energy",
+    top_k: Annotated[
+        str | None,
+        typer.Option(
+            help="Experts that a token visits in the output, one number or several (default: as many as now).",
+            rich_help_panel=KEEP,
+        ),
+    ] = None,
     strategies: Annotated[
         str | None,
         typer.Option(help="Names separated by commas, with options as name:option=value (default: all installed)."),
@@ -60,11 +79,13 @@ def compare(
     from compressor.comparison.report import NAMES, write_reports
     from compressor.files import check_folder
 
-    kept = counts(experts)
+    kept = counts(experts, "--experts")
+    removed, parts, visited = shares(ratio, "--ratio"), counts(split, "--split"), counts(top_k, "--top-k")
     check_folder(output, NAMES, running.overwrite)
     with alone(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
-            model, request, experts=kept, strategies=listed(strategies, "--strategies"),
+            model, request, experts=kept, ratios=removed, splits=parts, split_by=split_by, top_ks=visited,
+            strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"), evaluate=evaluate or (), evaluation_samples=evaluation_samples,
             random_seeds=random_seeds, per_source=per_source, revision=running.revision, progress=progress,
         )  # fmt: skip

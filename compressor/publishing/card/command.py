@@ -17,6 +17,7 @@ from compressor.planning.further import (
 )
 from compressor.plans.files import source_files
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.split import CLUSTERS, part_entry, parts_of
 from compressor.plans.whole import KEPT_WHOLE
 from compressor.words import label
 
@@ -41,7 +42,7 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     if data is None or further is None or not is_whole(plan):
         return None
     base = ["--revision", plan.source.revision] if plan.source.revision is not None else []
-    if plan.split is not None:
+    if plan.split is not None and plan.strategy == KEPT_WHOLE:
         split = _splitting(plan, plan.split, first_output(plan, out), base)
         return None if split is None else Command((*split.lines, *further))
     if plan.strategy == KEPT_WHOLE:
@@ -52,6 +53,7 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     correct = ["--correct", str(refit.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
     shared = [
         *base,
+        *_finer(plan),
         *("--experts", str(plan.experts), "--strategy", plan.strategy),
         *(argument for name, value in plan.options.items() for argument in ("--option", option_text(name, value))),
         *data,
@@ -71,12 +73,22 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     return Command((planned, command_text("apply", str(file), "-o", out), *further), protected)
 
 
+def _finer(plan: CompressionPlan) -> list[str]:
+    """How experts were split before they were planned, and how many of them a token visits."""
+    split = plan.split or {}
+    return [
+        *(["--split", str(split.get("parts"))] if split else []),
+        *(["--split-by", CLUSTERS] if split.get("by") == CLUSTERS else []),
+        *(["--top-k", str(plan.top_k)] if plan.top_k is not None else []),
+    ]
+
+
 def _splitting(plan: CompressionPlan, split: Mapping[str, Any], out: str, base: list[str]) -> Command | None:
     """What splits the experts again."""
     data = _data_arguments(split.get("calibration"))
     if data is None:
         return None
-    by = ["--split-by", "clusters"] if split.get("by") == "clusters" else []
+    by = ["--split-by", CLUSTERS] if split.get("by") == CLUSTERS else []
     said = ["--data" if word == "--calibration" else word for word in data]
     model = plan.source.model if base else f"./{label(plan.source.model)}"
     asked = [*base, "--split", str(split.get("parts")), *by, *said, "--seed", str(plan.seed)]
@@ -122,11 +134,12 @@ def _data_arguments(calibration: Mapping[str, Any] | None) -> list[str] | None:
 
 def protected_list(plan: CompressionPlan) -> str:
     """The protected experts as `--protect` reads them: JSON, one line a layer."""
-    often = Counter(layer.layer for layer in plan.layers)
+    often, parts = Counter(layer.layer for layer in plan.layers), parts_of(plan.split)
     lines = []
     for layer in plan.layers:
         named = {"module": layer.module} if often[layer.layer] > 1 else {}
-        entries = [{"layer": layer.layer, "expert": expert, **named} for expert in plan.protected.get(layer.module, ())]
+        own = plan.protected.get(layer.module, ())
+        entries = [{"layer": layer.layer, **part_entry(expert, parts), **named} for expert in own]
         if entries:
             lines.append(", ".join(map(json.dumps, entries)))
     return "[" + ",\n ".join(lines) + "]"

@@ -15,6 +15,7 @@ from compressor.gates.report import belonging, find_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.split import parts_of
 from compressor.records import MOST_BYTES, read_object
 from compressor.run_record import COMPRESSION
 
@@ -155,8 +156,9 @@ def _active_parameters(folder: Path, plan: CompressionPlan, before: Size, after:
         return None  # layers that share their experts
     idle = sum((plan.experts - layer.top_k) * expert[layer.module] for layer in plan.layers)
     gone = sum((layer.experts - plan.experts) * expert[layer.module] for layer in plan.layers)
-    rows = sum((layer.experts - plan.experts) * row[layer.module] for layer in plan.layers)
-    same = before.parameters - after.parameters == gone + rows
+    parts = parts_of(plan.split)
+    rows = sum((layer.experts // parts - plan.experts) * row[layer.module] for layer in plan.layers)
+    same = plan.top_k is None and before.parameters - after.parameters == gone + rows
     return Active(before.parameters - gone - idle if same else None, after.parameters - idle)
 
 

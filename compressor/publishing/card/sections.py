@@ -11,6 +11,8 @@ from compressor.planning.further import separate, sources_of
 from compressor.planning.registry import load_strategy
 from compressor.plans.layer import correction_of
 from compressor.plans.plan import CompressionPlan
+from compressor.plans.split import told_split
+from compressor.plans.whole import KEPT_WHOLE
 from compressor.publishing.card.command import Command
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
@@ -45,13 +47,16 @@ def base_name(plan: CompressionPlan) -> Words:
 def introduction(facts: Facts) -> Blocks:
     """What it is, in one paragraph, with the strategies that won layers where several were tried."""
     plan = facts.plan
-    if plan.split is not None:
+    if plan.split is not None and plan.strategy == KEPT_WHOLE:
         return (Text(("This is ", base_name(plan), _split_told(plan, plan.split))),)
     won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
     decided = f"; decided by {joined(won)}" if won else ""
+    finer = f" after a split of {told_split(plan.split)}" if plan.split is not None else ""
+    visits = f" A token visits {plan.top_k} of them." if plan.top_k is not None else ""
     said = (
         f" with {plan.experts} instead of {experts_before(plan)} experts in each of its "
-        f"{counted(len(plan.layers), 'MoE layer')}: {Fates.of(plan)}. Strategy: {cited(plan.strategy)}{decided}. "
+        f"{counted(len(plan.layers), 'MoE layer')}{finer}: {Fates.of(plan)}.{visits} "
+        f"Strategy: {cited(plan.strategy)}{decided}. "
         f"{_corrected(plan)} {_baked(plan)}{_recovered(plan)}It was made with moe-compressor and is an ordinary "
         "checkpoint of its architecture, with fewer experts."
     )

@@ -1,0 +1,126 @@
+"""A model seen as it is to be compressed: its experts split, and with the top-k that smaller models write."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import Architecture, MoeLayer, build_meta
+from compressor.model.opened import OpenModel
+from compressor.plans.plan import CompressionPlan, check_source
+from compressor.plans.split import MOST_PARTS
+from compressor.splitting.entry import digest_of, packed_orders, read_orders
+from compressor.splitting.exact import factors_of
+from compressor.splitting.shape import split_shape, widths
+from compressor.splitting.top_k import top_k_fields
+from compressor.splitting.view import SplitModel
+from compressor.surgery.configuration import fields_set
+
+logger = logging.getLogger(__name__)
+
+KERNEL_WIDTH = 64  # neurons: servers' kernels take experts of a multiple of it
+
+
+def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenModel:
+    """The model with each expert as `parts`, their neurons in no order yet, whose smaller versions write `top_k`.
+
+    Raises `CompressionError` where experts cannot be split exactly, and for a top-k that the model has not.
+    """
+    if parts == 1 and top_k is None:
+        return model
+    seen = replace(model, whole=model)
+    if parts > MOST_PARTS:
+        raise CompressionError(f"--split {parts} is more than {MOST_PARTS} parts; give fewer")
+    if parts > 1:
+        shape = split_shape(model.architecture, parts)
+        stored = copy.copy(model.checkpoint)
+        stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
+        partial = SplitModel(model.partial, model.architecture, shape, factors_of(model.architecture, shape))
+        said = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
+        layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
+        architecture = replace(shape.architecture, layers=layers, written=said)
+        seen = replace(seen, config=architecture.config, checkpoint=stored, architecture=architecture, partial=partial)
+    return with_top_k(seen, top_k)
+
+
+def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
+    """The model whose smaller versions write `top_k`; raises `CompressionError` for one that the model has not."""
+    if top_k is None:
+        return model
+    return replace(model, architecture=_with_top_k(model.architecture, top_k), top_k=top_k, whole=model.whole or model)
+
+
+def _with_top_k(architecture: Architecture, top_k: int) -> Architecture:
+    """The architecture whose smaller models send a token to `top_k` experts, or to fewer where a layer does now."""
+    most = max(layer.top_k for layer in architecture.layers)
+    if not 1 <= top_k <= most:
+        raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token visits now")
+
+    def fewer(layer: MoeLayer) -> MoeLayer:
+        return replace(layer, top_k=min(layer.top_k, top_k))
+
+    layers = tuple(map(fewer, architecture.layers))
+    wanted = {layer.name: layer.top_k for layer in layers}
+    fields, _ = top_k_fields(architecture.config, architecture, wanted, lambda each: min(each, top_k))
+    return replace(architecture, layers=layers, written={**architecture.written, **fields})
+
+
+def part_width(model: OpenModel) -> int:
+    """Neurons of a part of the narrowest experts of a split model."""
+    assert isinstance(model.partial, SplitModel)
+    return model.partial.shape.width
+
+
+def warn_of_parts(model: OpenModel) -> None:
+    """Say what a split costs that computes the same: plain numbers for quantised ones, and narrow kernels."""
+    if model.layout.quantized:
+        logger.warning("%s is stored quantised; its parts are written in a plain dtype", model.source.label)
+    if (width := part_width(model)) % KERNEL_WIDTH:
+        logger.warning("parts of %d neurons are no multiple of %d, as servers' kernels want", width, KERNEL_WIDTH)
+
+
+def in_order(model: OpenModel, orders: Mapping[str, Tensor], told: Mapping[str, Any]) -> OpenModel:
+    """The split model with the order [E, I] of each layer's neurons, by its name; `told` is what else a plan says."""
+    assert isinstance(model.partial, SplitModel) and model.whole is not None
+    partial = model.partial
+    entry = {
+        "parts": partial.shape.parts,
+        "experts": partial.architecture.experts,
+        "output_factor": partial.factors.output,
+        "selection_factor": partial.factors.selection,
+        **told,
+        "order_sha256": digest_of(orders),
+        "neurons": packed_orders(orders, partial.shape.parts),
+    }
+    return replace(model, partial=partial.ordered(orders), split=entry)
+
+
+def as_planned(model: OpenModel, plan: CompressionPlan) -> OpenModel:
+    """The model seen as a plan's layers are: split as it says, and with its top-k.
+
+    Raises `CompressionError` for a split that is not as the model allows, or was edited.
+    """
+    if (model.split, model.top_k) == (plan.split, plan.top_k):
+        return model
+    stored = model.whole or model
+    check_source(plan, stored.fingerprint)
+    if plan.split is None:
+        return seen_as(stored, 1, plan.top_k)
+    split = plan.split
+    seen = seen_as(stored, int(split["parts"]), plan.top_k)
+    assert isinstance(seen.partial, SplitModel)
+    own = widths(build_meta(stored.config))
+    orders = read_orders(split, stored.architecture.layers, own)
+    told = {name: split[name] for name in ("by", "calibration") if name in split}
+    found = in_order(seen, orders, told)
+    for name in ("experts", "output_factor", "selection_factor"):
+        if found.split is None or found.split[name] != split.get(name):
+            raise CompressionError(
+                f"the plan's split says {name} {split.get(name)}, the model asks for "
+                f"{(found.split or {}).get(name)}; restore it"
+            )
+    return replace(found, split=split)
