@@ -311,3 +311,51 @@ def test_help_names_the_defaults(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     shown = " ".join(run("compare", "--help").out.split())
     for text in ("--overwrite", "comparison.json", "default: all installed", "--per-source"):
         assert text in shown
+
+
+def test_splits_and_top_k_are_rows_whose_losses_are_those_of_what_compress_writes(
+    home: Path, tmp_path: Path, run: Run, sources: tuple[Any, ...]
+) -> None:
+    out, model = tmp_path / "out", home / "model"
+    given = ("--strategies", "gated-mass", "--correct", "none", "--evaluate", home / "e.jsonl", "--dtype", "float32")
+    asked = ("compare", model, "--ratio", "0.25", "--split", "1,2", "--top-k", "2,1", *given, *sources, "-o", out)
+    assert run(*asked, "--random-seeds", 1).status == 0
+    content = json.loads((out / "comparison.json").read_text())
+    rows = {(row["split"], row["top_k"]): row for row in content["rows"][1:] if row["strategy"] == "gated-mass"}
+    assert [(*key, row["experts"]) for key, row in rows.items()] == [(1, 2, 6), (1, 1, 6), (2, 2, 12), (2, 1, 12)]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "active.png", "comparison.json", "comparison.md", "comparison.png",
+    ]  # fmt: skip
+    made = tmp_path / "made"
+    asked = ("compress", model, "-o", made, "--experts", 12, "--split", 2, "--top-k", 1, "--correct", "ridge")
+    # planned on the same seven eighths of the text; the uncorrected plan is the corrected one's
+    assert run(*asked, "--strategy", "gated-mass", "--dtype", "float32", *sources).status == 0
+    plan = json.loads((made / "compression.json").read_text())["plan"]
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "correction": None}))
+    assert run("apply", tmp_path / "plan.json", "--model", model, "-o", tmp_path / "plain").status == 0
+    ids = packed(home / "e.jsonl")
+    loss = cross_entropy(stock_logits(tmp_path / "plain", ids).flatten(0, 1), ids[:, 1:].flatten())
+    assert rows[2, 1]["loss"] == pytest.approx(float(loss), abs=1e-5)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    experts = [value.numel() for name, value in stock.named_parameters() if ".experts." in name]
+    everything = sum(value.numel() for value in stock.parameters())
+    assert rows[2, 1]["active"] == everything - sum(experts) * 11 // 12
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ((), "say how many experts to keep by --experts or --ratio"),
+        (("--experts", "6", "--ratio", "0.5"), "say how many experts to keep by --experts or --ratio"),
+        (("--experts", "6", "--split", "1,2"), "with several --split by --ratio"),
+        (("--ratio", "half"), "--ratio 'half' should be shares separated by commas, as 0.25,0.5"),
+        (("--ratio", "0.5", "--split", "5"), "do not divide into 5 equal parts"),
+        (("--ratio", "0.5", "--top-k", "3"), "--top-k 3 is not between 1 and the 2 experts"),
+        (("--ratio", "0.5", "--split-by", "chance"), "there is no --split-by 'chance'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    options: tuple[str, ...], fault: str, home: Path, tmp_path: Path, run: Run
+) -> None:
+    done = run("compare", home / "model", *options, "--calibration", home / "a.jsonl", "-o", tmp_path / "out")
+    assert done.status == 2 and fault in done.err and not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from compressor.locking import alone
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.model.routers import check_count
+from compressor.planning.answering import seen
 from compressor.planning.request import Request, request_digest
 from compressor.progress import Progress, Silent
 from compressor.records import read_object
@@ -140,7 +141,7 @@ def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None
 
 def possible_counts(source: ModelSource, request: Request) -> list[int]:
     """Numbers of experts that every layer can be cut to."""
-    layers = open_model(source, request.dtype, request.device).architecture.layers
+    layers = seen(open_model(source, request.dtype, request.device), request).architecture.layers
     if found := [count for count in range(1, layers[0].experts) if all(_possible(layer, count) for layer in layers)]:
         return found
     raise CompressionError(f"no number of experts below {layers[0].experts} works for this model; nothing to search")

@@ -14,8 +14,8 @@ OPTIONAL = ("peak memory", "seconds", "parameters", "perplexity", "layer error")
 LEGEND = (
     "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is the "
     "mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. Seconds are those of "
-    "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss of "
-    "its number of experts."
+    "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss "
+    "among models of its size."
 )
 
 
