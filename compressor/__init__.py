@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compressor.api.baking import calibrate_router
     from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
+    from compressor.api.forecasting import forecast
     from compressor.api.measuring import attribute, compare, gate, inspect
     from compressor.api.recovering import RecoverySummary, recover
     from compressor.api.referencing import ReferenceSummary, reference
@@ -25,6 +26,7 @@ __all__ = [
     "compare",
     "compress",
     "evaluate_comoe",
+    "forecast",
     "gate",
     "inspect",
     "plan",
@@ -39,6 +41,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     "Request": "planning.request",
     **dict.fromkeys(("Summary", "apply", "compress", "plan", "plan_per_source"), "api.compressing"),
     "calibrate_router": "api.baking",
+    "forecast": "api.forecasting",
     **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
     **dict.fromkeys(("RecoverySummary", "recover"), "api.recovering"),
     **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from compressor.api.repeating import answers, note_request, request_key, tell_in
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
 from compressor.errors import CompressionError
+from compressor.forecasting.estimate import Forecast, announce_long, forecast_compression, forecast_plan
 from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
@@ -31,6 +33,7 @@ from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
 
+Announce = Callable[[Forecast], None]
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
 
 
@@ -69,12 +72,18 @@ def plan(
     *,
     revision: str | None = None,
     progress: Progress | None = None,
+    announce: Announce | None = None,
     **wanted: Any,
 ) -> CompressionPlan:
-    """Plan the compression of a model without writing anything; keywords are those of `Request`, which may be given."""
+    """Plan the compression of a model without writing anything; keywords are those of `Request`, which may be given.
+
+    `announce` is told beforehand what it will take, and raises what speaks against that.
+    """
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
-        return plan_request(run, asked)[0]
+        wish = settle(run.model, asked)
+        announce_long(announce, partial(forecast_plan, run.model, asked, wish), run.model)
+        return plan_request(run, asked, wish)[0]
 
 
 def plan_per_source(
@@ -137,6 +146,7 @@ def compress(
     accept: Callable[[Path], None] | None = None,
     terms: str | None = None,
     command: Sequence[str] | None = None,
+    announce: Announce | None = None,
     **wanted: Any,
 ) -> Summary:
     """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again.
@@ -144,7 +154,8 @@ def compress(
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
     Where the output of this very request is in place already, nothing is written or accepted; with `accept` that
     needs `terms`, which tell what it does.
-    `command` is the command line that asked for it, for the record of the run.
+    `command` is the command line that asked for it, for the record of the run. `announce` is told beforehand what a run
+    will take that does not go on with an interrupted one, and raises what speaks against that.
     """
     asked, noted = Request.of(request, wanted), Noted()
     place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
@@ -161,6 +172,9 @@ def compress(
             if (found := _in_place(run, place)) is not None:  # another run of it has just ended
                 return found
             _check_target(run.model, place, wish.experts, wish.correction.wanted)
+            if run.folder is not None and not (run.folder / "plan.json").is_file():
+                told = partial(forecast_compression, run.model, asked, wish, run.folder.parent)
+                announce_long(announce, told, run.model)
             with run.clock.phase("plan"):
                 if not asked.sequential:  # which sees other inputs than the source's own
                     wish = replace(wish, strategy=noted.planning(wish.strategy))
