@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compressor.api.baking import calibrate_router
-    from compressor.api.compressing import Summary, apply, compress, plan, plan_per_source
+    from compressor.api.compressing import Summary, apply, compress
+    from compressor.api.forecasting import forecast
     from compressor.api.measuring import attribute, compare, gate, inspect
+    from compressor.api.planning import plan, plan_per_source
     from compressor.api.recovering import RecoverySummary, recover
     from compressor.api.referencing import ReferenceSummary, reference
     from compressor.api.tuning import evaluate_comoe, train_comoe
@@ -25,6 +27,7 @@ __all__ = [
     "compare",
     "compress",
     "evaluate_comoe",
+    "forecast",
     "gate",
     "inspect",
     "plan",
@@ -37,8 +40,10 @@ __all__ = [
 _HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
     "CompressionError": "errors",
     "Request": "planning.request",
-    **dict.fromkeys(("Summary", "apply", "compress", "plan", "plan_per_source"), "api.compressing"),
+    **dict.fromkeys(("Summary", "apply", "compress"), "api.compressing"),
+    **dict.fromkeys(("plan", "plan_per_source"), "api.planning"),
     "calibrate_router": "api.baking",
+    "forecast": "api.forecasting",
     **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
     **dict.fromkeys(("RecoverySummary", "recover"), "api.recovering"),
     **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),

@@ -39,6 +39,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "recovery": (6, "what is lost, trained back; CoMoE"),
     "splitting": (6, "each expert as several narrower ones that compute the same"),
     "planning": (7, "from a request to a plan"),
+    "forecasting": (8, "how long it will take on this machine"),
     "plugins": (8, "the one import that a plugin's author needs"),
     "strategies": (9, "one file each"),
     "exporters": (9, "safetensors, ONNX"),

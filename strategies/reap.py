@@ -2,8 +2,8 @@
 
 With gate weight g_e(x) and output f_e(x) of expert e, and its routed tokens x in X_e, the saliencies are
 reap: mean of g_e(x) ||f_e(x)||; frequency: |X_e| (He et al. 2024, arXiv:2406.02500); ean, the expert activation norm:
-sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586); mean-norm and mean-squared-norm: mean of ||f_e(x)|| and of
-||f_e(x)||^2 (Liu et al. 2026, arXiv:2606.15716).
+sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586); mean-norm and mean-squared-norm, the MAN and MSAN of Liu et
+al. 2026 (arXiv:2606.15716): mean of ||f_e(x)|| and of ||f_e(x)||^2.
 """
 
 from collections.abc import Mapping

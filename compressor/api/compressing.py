@@ -1,8 +1,9 @@
-"""The Python API that makes models smaller: `plan`, `apply`, and `compress`, which is both in one go."""
+"""The Python API that makes models smaller: `apply`, and `compress`, which plans and applies in one go."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,12 @@ from compressor.api.repeating import answers, note_request, request_key, tell_in
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
 from compressor.errors import CompressionError
+from compressor.forecasting.estimate import Forecast, announce_long, forecast_compression
 from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
 from compressor.pathways.finished import bake_finished, refuse_references
-from compressor.planning.answering import (
-    plan_or_resume,
-    plan_request,
-    plan_sources,
-    refuse_per_source,
-    seen,
-    settle,
-)
+from compressor.planning.answering import plan_or_resume, seen, settle
 from compressor.planning.further import refuse_part
 from compressor.planning.make import correct
 from compressor.planning.recipe import RECIPE, recipe_of
@@ -38,6 +33,7 @@ from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.splitting.opening import as_planned
 from compressor.surgery.job import make_job, output_size
 
+Announce = Callable[[Forecast], None]
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
 
 
@@ -68,37 +64,6 @@ class _Place:
     accept: Callable[[Path], None] | None = None
     key: str | None = None  # of the request, by which an output that is in place is known again
     command: Sequence[str] | None = None  # for the record of the run
-
-
-def plan(
-    model: str,
-    request: Request | None = None,
-    *,
-    revision: str | None = None,
-    progress: Progress | None = None,
-    **wanted: Any,
-) -> CompressionPlan:
-    """Plan the compression of a model without writing anything; keywords are those of `Request`, which may be given."""
-    asked = Request.of(request, wanted)
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
-        run.model = seen(run.model, asked)
-        return plan_request(run, asked)[0]
-
-
-def plan_per_source(
-    model: str,
-    request: Request | None = None,
-    *,
-    revision: str | None = None,
-    progress: Progress | None = None,
-    **wanted: Any,
-) -> list[CompressionPlan]:
-    """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
-    asked = Request.of(request, wanted)
-    refuse_per_source(asked)
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
-        run.model = seen(run.model, asked)
-        return plan_sources(run, asked)
 
 
 def apply(
@@ -146,6 +111,7 @@ def compress(
     accept: Callable[[Path], None] | None = None,
     terms: str | None = None,
     command: Sequence[str] | None = None,
+    announce: Announce | None = None,
     **wanted: Any,
 ) -> Summary:
     """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again.
@@ -153,7 +119,8 @@ def compress(
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
     Where the output of this very request is in place already, nothing is written or accepted; with `accept` that
     needs `terms`, which tell what it does.
-    `command` is the command line that asked for it, for the record of the run.
+    `command` is the command line that asked for it, for the record of the run. `announce` is told beforehand what a run
+    will take that does not go on with an interrupted one, and raises what speaks against that.
     """
     asked, noted = Request.of(request, wanted), Noted()
     place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
@@ -171,6 +138,9 @@ def compress(
             if (found := _in_place(run, place)) is not None:  # another run of it has just ended
                 return found
             _check_target(run.model, place, wish.experts, wish.correction.wanted)
+            if run.folder is not None and not (run.folder / "plan.json").is_file():
+                told = partial(forecast_compression, run.model, asked, wish, run.folder.parent)
+                announce_long(announce, told, run.model)
             with run.clock.phase("plan"):
                 if not asked.sequential:  # which sees other inputs than the source's own
                     wish = replace(wish, strategy=noted.planning(wish.strategy))

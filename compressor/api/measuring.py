@@ -1,7 +1,8 @@
 """The Python API that looks at models and changes none: `inspect`, `compare`, `attribute` and `gate`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from compressor.attribution import measure
@@ -14,6 +15,7 @@ from compressor.comparison.rows import Comparison
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import resolve_tasks
+from compressor.forecasting.estimate import Forecast, announce_long, forecast_attribution
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.inspection import Inspection, inspect_model
@@ -160,15 +162,17 @@ def attribute(
     edges_kept: int = 0,
     revision: str | None = None,
     progress: Progress | None = None,
+    announce: Callable[[Forecast], None] | None = None,
     **wanted: Any,
 ) -> Attribution:
     """How every component shapes the routing of later layers; keywords are those of `Request` that speak of data.
 
     On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
-    `edges_kept` strongest edges to single experts' scores are kept.
+    `edges_kept` strongest edges to single experts' scores are kept. `announce` is told beforehand what it will take.
     """
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+        announce_long(announce, partial(forecast_attribution, run.model, asked), run.model)
         calibration = read_calibration(run.model, asked, heldout=False)
         return measure.attribute(run.model, calibration, run.progress, asked.seed, keys, top, edges_kept)
 

@@ -1,13 +1,15 @@
 """The Python API that trains back what a smaller model has lost: `recover`."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compressor.api.rewriting import open_original, plan_of, write_anew
 from compressor.calibration.sources import parse_sources
+from compressor.forecasting.estimate import Forecast, announce_long, forecast_recovery
 from compressor.model.opened import OpenModel
 from compressor.planning.run import open_run
 from compressor.progress import Progress
@@ -54,6 +56,7 @@ def recover(
     overwrite: bool = False,
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
+    announce: Callable[[Forecast], None] | None = None,
     **wanted: Any,
 ) -> RecoverySummary:
     """Write `checkpoint` anew, trained toward the `teacher` it was made of (`revision` is the teacher's).
@@ -62,7 +65,8 @@ def recover(
     `steps=400` and so on. Where the output of this very request is in place already, nothing is written. Raises
     `CompressionError` for options out of range, a teacher of another vocabulary or tokenizer, text too short for a
     step, tensors that are stored quantised, and with `stream` for an architecture through which no gradients go layer
-    by layer. Of several processes that a launcher has started, each takes its share of every step.
+    by layer. Of several processes that a launcher has started, each takes its share of every step. `announce` is told
+    beforehand what the training will take at most.
     """
     if options is not None and wanted:
         raise TypeError("give a Recovery or its fields, not both")
@@ -73,6 +77,8 @@ def recover(
             original = open_original(run, teacher, revision, place)
             check_recovery(run.model, original, wish, ranks)
             _warn_of_another_source(run.model, original)
+            if ranks.count == 1:
+                announce_long(announce, partial(forecast_recovery, run.model, wish), run.model)
             text = recovery_text(wish, sources, original, seed)
         asked = {**wish.to_dict(), "seed": seed, "dtype": original.dtype_name, "calibration": text.identity}
 

@@ -24,6 +24,11 @@ Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub i
 Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
 
 
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Begin a long run without asking.", rich_help_panel=RUNNING, show_default=False)
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """What commands that read a model and write have in common."""

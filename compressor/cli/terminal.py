@@ -43,6 +43,17 @@ class Bars:
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=one_line(detail))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to others meanwhile."""
+        self._bars.live.transient = True  # no bars, no empty line
+        self._bars.live.stop()
+        try:
+            yield
+        finally:
+            self._bars.live.transient = False
+            self._bars.start()
+
     def __enter__(self) -> Self:
         self._bars.start()
         return self

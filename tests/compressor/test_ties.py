@@ -209,6 +209,19 @@ def spread_outputs(seed: int) -> Tensor:
     return noisy((torch.eye(3)[:, None] * 3 + waves[..., None]).repeat_interleave(2, 0), seed)
 
 
+def test_experts_join_the_lower_of_two_centroids_that_are_as_like_them() -> None:
+    """Equal saliencies and likenesses: noise decides neither who is a centroid, nor who chooses first, nor whom."""
+    logits, outputs = torch.eye(6)[:, [0, 1, 2, 0, 1, 2]], torch.eye(3).repeat(2, 1)[:, None].expand(-1, 6, -1)
+    exact = {"gated_norm_sum": torch.full((6,), 0.3), "routed_count": torch.full((6,), 0.7)}
+    pairs = [(0, 3), (1, 4), (2, 5)]
+    for size, expected in ((2, pairs), (3, [(0, 3, 4), (1, 5), (2,)]), (0, pairs)):
+        strategy = load_strategy("ream", {"group_size": size})
+        for seed in SEEDS:
+            values = {name: noisy(value.double(), seed + place) for place, (name, value) in enumerate(exact.items())}
+            values |= {"router_logits": noisy(logits, seed), "expert_outputs": noisy(outputs, seed)}
+            assert members(strategy.plan_layer(scored(values, 6), 3)) == expected, (size, seed)
+
+
 OUTPUTS = [
     ("hc-smoe", {"linkage": "average"}), ("hc-smoe", {"linkage": "complete"}), ("hc-smoe", {"linkage": "single"}),
     ("data-centric", {"similarity": "mean-output"}), ("data-centric", {"similarity": "linear-cka"}),

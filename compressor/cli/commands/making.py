@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 import compressor
+from compressor.cli.announcing import announcing
 from compressor.cli.commands.gating import compress_under_gate
 from compressor.cli.commands.publishing import check_access, push_made
-from compressor.cli.options import GateOptions, Out, Publishing, Running, StrategyOptions, UnderGate, listed
+from compressor.cli.options import GateOptions, Out, Publishing, Running, StrategyOptions, UnderGate, Yes, listed
 from compressor.cli.parameters import given
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.errors import CompressionError
@@ -42,6 +43,7 @@ def plan(
             rich_help_panel=CALIBRATION,
         ),
     ] = False,
+    yes: Yes = False,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
     from compressor.cli import rendering
@@ -54,7 +56,8 @@ def plan(
         if per_source:
             made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
         else:
-            made = [compressor.plan(name, request, revision=revision, progress=progress)]
+            told = announcing(progress, yes, running.as_json)
+            made = [compressor.plan(name, request, revision=revision, progress=progress, announce=told)]
         check_files(outputs, running.overwrite)  # planning takes a while
         write_plans(outputs, made)
     rendering.show_plans(made, outputs, running.as_json)
@@ -123,6 +126,7 @@ def compress(
             help="safetensors, onnx or another exporter, or both: safetensors,onnx (in the subfolder onnx).",
         ),
     ] = "safetensors",
+    yes: Yes = False,
 ) -> None:
     """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
     from compressor.api import exporting
@@ -138,7 +142,8 @@ def compress(
     with progress_bars(running.as_json) as progress:
         summary = compressor.compress(
             name, output, overwrite=running.overwrite, progress=progress,
-            accept=exporting.additions(formats, progress), terms=",".join(formats), **task,
+            accept=exporting.additions(formats, progress), terms=",".join(formats),
+            announce=announcing(progress, yes, running.as_json), **task,
         )  # fmt: skip
     pushed = push_made(output, publishing, None, running.as_json)
     rendering.show_summary(summary, running.as_json, pushed)

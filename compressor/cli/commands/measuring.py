@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 import compressor
-from compressor.cli.options import DATA, Model, Running, counts, listed, shares
+from compressor.cli.announcing import announcing
+from compressor.cli.options import DATA, Model, Running, Yes, counts, listed, shares
 from compressor.cli.terminal import progress_bars
 from compressor.locking import alone
 from compressor.planning.request import CALIBRATION, KEEP, Request
@@ -112,6 +113,7 @@ def attribute(
         str, typer.Option(help="What the graph's edges lead to: routers, or every later expert's score, too: experts.")
     ] = "routers",
     edges_kept: Annotated[int, typer.Option(min=1, help="Strongest edges to experts' scores to keep.")] = 2000,
+    yes: Yes = False,
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.attribution.hubs import find_hubs, super_experts
@@ -127,7 +129,7 @@ def attribute(
     with alone(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
         found = compressor.attribute(
             model, request, keys=keys, top=top, edges_kept=edges_kept if edges == "experts" else 0,
-            revision=running.revision, progress=progress,
+            revision=running.revision, progress=progress, announce=announcing(progress, yes, running.as_json),
         )  # fmt: skip
         hubs, supers = find_hubs(found, threshold), super_experts(found)
         written = []

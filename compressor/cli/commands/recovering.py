@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.options import COMPUTING, Model, Out, Running
+from compressor.cli.announcing import announcing
+from compressor.cli.options import COMPUTING, Model, Out, Running, Yes
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.planning.request import CALIBRATION, LOSS, TRAINING, Request
 
@@ -63,6 +64,7 @@ def recover(
         int, typer.Option(help="Evaluations without a better one before it stops.", rich_help_panel=TRAINING)
     ] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens in each sequence.", rich_help_panel=CALIBRATION)] = 256,
+    yes: Yes = False,
 ) -> None:
     """Train back what a smaller model has lost, toward its original's next-token distribution on text."""
     from compressor.api import recovering
@@ -79,7 +81,7 @@ def recover(
         summary = recovering.recover(
             checkpoint, output, teacher=teacher, data=data, options=options, seed=request.seed,
             revision=running.revision, device=request.device, dtype=request.dtype, overwrite=running.overwrite,
-            progress=progress, command=command_line(),
+            progress=progress, command=command_line(), announce=announcing(progress, yes, running.as_json),
         )  # fmt: skip
     if present().first:
         show_recovery(summary, running.as_json)

@@ -13,8 +13,8 @@ from compressor.plugins import LayerPlan, LayerStatistics, apply_expert, expert_
 from compressor.plugins.testing import check_strategy, fake_statistics
 
 BUILT_IN = [
-    "auto", "count_guided", "data_centric", "enumerate_subsets", "gated_mass", "hc_smoe", "hub_guided",
-    "model_centric", "reap", "router_guided",
+    "aimer", "auto", "count_guided", "data_centric", "enumerate_subsets", "gated_mass", "hc_smoe", "hub_guided",
+    "model_centric", "reap", "ream", "router_guided",
 ]  # fmt: skip
 
 

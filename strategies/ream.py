@@ -1,0 +1,155 @@
+"""REAM: experts join the salient ones most like them, a few groups taking all (Jha et al. 2026, arXiv:2604.04356).
+
+REAP's scores (arXiv:2510.13999) choose the centroids. From the most salient on, each takes the experts nearest to it
+until its group has `group_size` (the paper's C = 16, for 128 experts), so that most centroids stay as they are. Near
+is the mean of two likenesses in [0, 1]: of the router logits over the tokens, 1 - d / largest d between their unit
+vectors, and of the gated outputs, (1 + cosine) / 2. A gate scales out of a token's own cosine, so, as in the authors'
+program, outputs times softmax(logits) are compared in their mean over the tokens. A group is averaged by saliency, an
+expert that no token reached counting like the least one that some did, after its neurons are put in the centroid's
+order; the router keeps the centroid's row. Two things are our reading: neurons are matched by weights alone, the
+authors match activations too, and each expert's saliency is over all tokens and not a mean over batches.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compressor.plugins import (
+    FLOAT32,
+    CompressionError,
+    Group,
+    LayerPlan,
+    LayerStatistics,
+    closeness,
+    competing,
+    option,
+    pairwise_distances,
+    rounded,
+)
+from strategies.reap import keep_salient, mean_over_routed
+
+NEEDS = frozenset({"gated_norm_sum", "routed_count"})
+SIMILARITIES = {
+    "both": frozenset({"expert_outputs", "router_logits"}),
+    "outputs": frozenset({"expert_outputs", "router_logits"}),
+    "router": frozenset({"router_logits"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How many experts a group may take, what makes two alike, and how a group becomes one."""
+
+    group_size: int = option(16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid")
+    similarity: str = option("both", help="what makes experts alike: gated outputs, router logits, or both of them")
+    align: bool = option(True, help="whether neurons are first put in the order of the centroid's")
+    merge_routers: bool = option(False, help="whether router rows are merged alike, or the centroid's stays")
+
+    def __post_init__(self) -> None:
+        if self.group_size < 0 or self.group_size == 1:
+            raise CompressionError(f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit")
+        if self.similarity not in SIMILARITIES:
+            raise CompressionError(f"there is no similarity {self.similarity!r}; known are {', '.join(SIMILARITIES)}")
+
+
+def needs(options: Options) -> frozenset[str]:
+    """REAP's statistics, and what experts are compared by."""
+    return NEEDS | SIMILARITIES[options.similarity]
+
+
+def likeness_needs(options: Options) -> frozenset[str]:
+    """What experts are compared by."""
+    return SIMILARITIES[options.similarity]
+
+
+def router_likeness(logits: Tensor) -> Tensor:
+    """1 - d / largest d between the experts' unit vectors of logits: [S, E] -> [E, E] in [0, 1]; 1 without tokens."""
+    if not len(logits):
+        return torch.ones(logits.shape[1], logits.shape[1], dtype=torch.float64)
+    return closeness(pairwise_distances(torch.nn.functional.normalize(logits.double(), dim=0).T)).cpu()
+
+
+def output_likeness(outputs: Tensor, logits: Tensor) -> Tensor:
+    """(1 + cosine) / 2 of the mean gated outputs: [E, S, H], [S, E] -> [E, E] in [0, 1]; one half without tokens."""
+    gates = logits.double().softmax(dim=1).to(outputs.device)
+    means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
+    directions = torch.nn.functional.normalize(torch.stack(means), dim=1)  # a mean's scale does not count
+    return ((1 + directions @ directions.T) / 2).clamp(0, 1).cpu()
+
+
+def similarities(stats: LayerStatistics, similarity: str) -> Tensor:
+    """How alike every two experts are: [E, E] in [0, 1]."""
+    logits = stats.router_logits
+    tables = [router_likeness(logits)] if similarity != "outputs" else []
+    if similarity != "router":
+        tables.append(output_likeness(stats.expert_outputs, logits))
+    return torch.stack(tables).mean(dim=0)
+
+
+def likeness(stats: LayerStatistics, options: Options) -> tuple[str, Tensor]:
+    """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
+    names = {"both": "gated outputs and router logits", "outputs": "gated outputs", "router": "router logits"}
+    return f"likeness of {names[options.similarity]}", similarities(stats, options.similarity)
+
+
+def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: int) -> dict[int, list[int]]:
+    """Members by centroid, itself first; centroids are in the order in which they may choose, likeness is [E, E].
+
+    Ties go to the lower expert. The groups must have room for all: len(centroids) * (group_size - 1) >= len(others).
+    """
+    judged, groups = rounded(table, FLOAT32), {head: [head] for head in centroids}
+    if not group_size:
+        for expert in others if centroids else []:
+            groups[max(sorted(centroids), key=lambda head: float(judged[head, expert]))].append(expert)
+        return groups
+    free = sorted(others)
+    for head in centroids:
+        nearest = sorted(free, key=lambda expert: -float(judged[head, expert]))[: group_size - 1]
+        groups[head] += nearest
+        free = [expert for expert in free if expert not in nearest]
+    return groups
+
+
+def shares(saliency: Tensor, members: list[int]) -> tuple[float, ...]:
+    """Coefficients of a group's members by saliency [E], which sum to 1; even where no expert has any."""
+    reached = saliency[saliency > 0]
+    least = float(reached.min()) if len(reached) else 1.0
+    weights = [float(saliency[member]) or least for member in members]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+@torch.no_grad()
+def plan(
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+) -> LayerPlan:
+    """Keep the most salient experts of each routing group and merge the others into a few; protected stay alone.
+
+    Where protected experts take every place, the others are dropped. Raises `CompressionError` where the groups of
+    `group_size` have no room for all.
+    """
+    options, layer = options or Options(), stats.layer
+    saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
+    kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
+    table, order = similarities(stats, options.similarity), rounded(saliency)
+    groups: list[Group] = [Group.single(expert) for expert in sorted(kept & protected)]
+    joined: list[float] = []
+    for block in competing(layer):
+        heads = sorted((e for e in block if e in kept - protected), key=lambda e: -float(order[e]))
+        others = [expert for expert in block if expert not in kept]
+        if heads and options.group_size and len(others) > len(heads) * (options.group_size - 1):
+            raise CompressionError(
+                f"{layer.name}: {len(heads)} groups of at most {options.group_size} have no room for "
+                f"{len(heads) + len(others)} experts; raise group_size or keep more"
+            )
+        for head, members in grouped(table, heads, others, options.group_size).items():
+            members = sorted(members)
+            joined += [float(table[head, expert]) for expert in members if expert != head]
+            of, own = shares(saliency, members), tuple(float(member == head) for member in members)
+            aligned = head if options.align and len(members) > 1 else None
+            groups.append(Group(tuple(members), of, of if options.merge_routers else own, head=aligned))
+    figures = {"largest_group": max(len(group.members) for group in groups)}
+    likeness_of_joined = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
+    by = {"both": "gated outputs and router logits", "outputs": "gated outputs", "router": "router logits"}
+    decided_by = f"REAP's saliency, {by[options.similarity]}"
+    return LayerPlan.of(layer, groups, decided_by=decided_by, figures={**figures, **likeness_of_joined})

@@ -1,0 +1,103 @@
+"""AIMER: ratios in NumPy for every layout, which end is kept by hand, scale and ties, protection, routing groups."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.calibration.statistics import LayerStatistics
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.planning.make import make_plan
+from compressor.planning.registry import load_strategy, option_fields
+from compressor.plugins.testing import check_strategy
+from compressor.progress import Silent
+from strategies import aimer
+from tests.opened import batches, calibration, opened
+
+
+def stats(vectors: Tensor, **groups: Any) -> LayerStatistics:
+    """Experts of one neuron whose gate, up and down projections are thirds of these vectors: [E, 3H]."""
+    gate, up, down = vectors.chunk(3, dim=1)
+    experts = SimpleNamespace(
+        has_gate=True, is_transposed=False, is_concatenated=True,
+        gate_up_proj=torch.stack([gate, up], dim=1), down_proj=down.unsqueeze(2),
+    )  # fmt: skip
+    layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, len(vectors), 2, **groups)
+    return LayerStatistics(layer, 0, {"weights": SimpleNamespace(experts=experts)})
+
+
+def kept(made: Any) -> list[int]:
+    assert made.is_drop
+    return [group.members[0] for group in made.groups]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "nemotron_h"])
+def test_a_whole_model_against_numpy(name: str, tmp_path: Path) -> None:
+    """All matrices of an expert end to end, biases left out: the order of weights does not matter to the ratio."""
+    stock, model = opened(name, tmp_path)
+    strategy = load_strategy("aimer")
+    assert strategy.needs == {"weights"} and option_fields("aimer") == {}
+    made = make_plan(model, strategy, 4, {}, calibration(batches(stock)), Silent())
+    for layer, planned in zip(model.architecture.layers, made.layers, strict=True):
+        tensors = {n: p for n, p in stock.get_submodule(layer.name).named_parameters() if not n.endswith("bias")}
+        found = []
+        for expert in range(8):
+            flat = np.concatenate([t[expert].detach().double().numpy().ravel() for t in tensors.values()])
+            found.append(np.abs(flat).mean() / np.sqrt(np.square(flat).mean()))
+        size = 8 // layer.routing_groups
+        blocks = [range(begin, begin + size) for begin in range(0, 8, size)]
+        lowest = [sorted(block, key=lambda e: found[e])[: 4 // len(blocks)] for block in blocks]
+        assert kept(planned) == sorted(expert for block in lowest for expert in block)
+        ends = {"least_ratio": min(found), "largest_ratio": max(found)}
+        assert planned.figures == {key: pytest.approx(value, abs=2e-6) for key, value in ends.items()}
+
+
+def test_the_distinct_experts_stay() -> None:
+    """Ratios 1, 1/3 (one weight of nine), 5/9 over root of 17/9, and 2/3 over root of 2/3; even ones go first."""
+    vectors = torch.ones(4, 9)
+    vectors[1, 1:] = 0
+    vectors[2, :] = torch.tensor([3.0, 1, 1, 0, 0, 0, 0, 0, 0]) * 10
+    vectors[3, :3] = 0
+    expected = [1.0, 1 / 3, 5 / 9 / (11 / 9) ** 0.5, (2 / 3) ** 0.5]
+    assert aimer.ratios(stats(vectors).weights, 4).tolist() == pytest.approx(expected)
+    assert kept(aimer.plan(stats(vectors), 2)) == [1, 2]
+    assert kept(aimer.plan(stats(vectors), 3)) == [1, 2, 3]
+    assert kept(aimer.plan(stats(vectors), 2, frozenset({0}))) == [0, 1]
+    groups = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
+    assert kept(aimer.plan(stats(vectors.repeat(2, 1), **groups), 4)) == [1, 2, 5, 6]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000), power=st.integers(-40, 40), keep=st.integers(2, 5))
+def test_scale_and_order_do_not_count(seed: int, power: int, keep: int) -> None:
+    vectors = torch.randn(5, 12, generator=torch.Generator().manual_seed(seed)).double()
+    made = aimer.plan(stats(vectors), keep)
+    scale = 2.0 ** (power * torch.arange(5)[:, None].double() / 5).round()
+    assert kept(aimer.plan(stats(vectors.flip(1).neg() * scale), keep)) == kept(made)
+
+
+def test_gaussian_weights_even_ones_and_none() -> None:
+    vectors = torch.zeros(4, 30_000, dtype=torch.bfloat16)
+    vectors[0] = torch.randn(30_000, generator=torch.Generator().manual_seed(0)) * 0.02
+    vectors[1] = -3.0
+    found = aimer.ratios(stats(vectors).weights, 4)
+    assert float(found[0]) == pytest.approx((2 / np.pi) ** 0.5, abs=0.01)
+    assert found[1:].tolist() == [1, 1, 1]
+    assert kept(aimer.plan(stats(vectors), 2)) == [0, 1]  # ties go to the lower expert
+
+
+def test_the_contract_and_refusals() -> None:
+    check_strategy(aimer)
+    with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2; keep at least 2"):
+        aimer.plan(stats(torch.ones(3, 3)), 1)
+    with pytest.raises(CompressionError, match="the score of expert 1 is not a number"):
+        aimer.plan(stats(torch.tensor([[1.0] * 3, [float("nan")] * 3, [2.0] * 3])), 2)
+    with pytest.raises(CompressionError, match="strategy 'aimer' has no option 'merge'; it has none"):
+        load_strategy("aimer", {"merge": "uniform"})
