@@ -51,9 +51,7 @@ def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
 
 
 @pytest.mark.parametrize("family", STREAMED)
-def test_answers_are_those_of_the_model_in_memory(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.save(tmp_path / "model", family)
     with loaded_model(folder, options()) as stock:
         choices, texts = answered(stock)
