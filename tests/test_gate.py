@@ -87,6 +87,26 @@ def test_a_ruined_model_fails(run: Run, base: Path, ruined: Path, tmp_path: Path
     assert list(ElementTree.parse(tmp_path / "out" / "gate.xml").getroot().iter("failure"))
 
 
+def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
+    found = []
+    for how, streamed in (("--no-stream", []), ("--stream", ["base", "compressed"])):
+        result = run(
+            "gate", base, good, "--tasks", f"{EASY},moe_demo_text", "--limit", 12, "--dtype", "float32", how, "--json",
+            "--cache-dir", tmp_path / how,
+        )  # fmt: skip
+        content = json.loads(result.out)
+        assert content["streamed"] == streamed and not content["reused_base"], result
+        found.append(content["tasks"])
+    for plain, streamed in zip(*found, strict=True):
+        assert plain.keys() == streamed.keys() and plain["verdict"] == streamed["verdict"]
+        for name in ("base", "compressed", "drop", "lower", "upper"):
+            assert streamed[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7)
+    told = run("gate", base, good, "--tasks", EASY, "--limit", 12, "--cache-dir", tmp_path / "other")
+    assert "layer in memory" not in told.out
+    told = run("gate", base, good, "--tasks", EASY, "--limit", 12, "--stream", "--cache-dir", tmp_path / "new")
+    assert "With one layer in memory at a time: the base and the compressed model." in " ".join(told.out.split())
+
+
 @pytest.mark.parametrize(
     ("treat", "status"), [((), 3), (("--inconclusive", "pass"), 0), (("--inconclusive", "fail"), 1)]
 )

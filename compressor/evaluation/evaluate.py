@@ -14,7 +14,7 @@ from compressor.evaluation.scores import ItemScores, ResultStore, identity, item
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.progress import Progress
 
-REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
+REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 
 
 @dataclass(frozen=True, slots=True)
