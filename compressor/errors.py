@@ -9,6 +9,7 @@ from pathlib import Path
 TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary words
+NO_MEMORY = ("out of memory", "cannot allocate memory")  # of a device, and of the system
 MOST_LETTERS = 2_000  # of a sentence, whatever it quotes: a path may have 4,096, a name in a file 100 million
 
 
@@ -63,7 +64,7 @@ def faults_told(what: str, memory: str, otherwise: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY):
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
         remedy = "check its files" if isinstance(error, OSError) else otherwise
         raise CompressionError(f"{what}: {reason_of(error)}; {remedy}") from error

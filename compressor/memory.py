@@ -1,25 +1,59 @@
-"""Resident memory of this process, sampled: anonymous pages alone, for those of mapped files can be read again."""
+"""Memory: what this process holds, sampled without the pages of mapped files, and what it may still take."""
 
 import ctypes
 import os
 import re
 import resource
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 STATUS = Path("/proc/self/status")
+MACHINE = Path("/proc/meminfo")
+GROUP = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")  # of version 2, where a container sees its own as the root
 INTERVAL = 0.02  # seconds between samples
 
 
 def resident() -> int:
     """Anonymous resident bytes; where the system does not tell, the peak of all so far."""
+    found = _told(STATUS, "RssAnon")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if found is None else found
+
+
+def _told(file: Path, field: str) -> int | None:
+    """The bytes of one field of a file in /proc; None where there is none."""
     with suppress(OSError):
-        if found := re.search(r"^RssAnon:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE):
+        if found := re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE):
             return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return None
+
+
+def available() -> int | None:
+    """Bytes that this process may still take: the least of what machine, cgroup and limits leave; None: not told."""
+    left = [_told(MACHINE, "MemAvailable"), *_left_in_groups()]
+    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most, held = resource.getrlimit(limit)[0], _told(STATUS, field)
+        left.append(None if most == resource.RLIM_INFINITY or held is None else most - held)
+    told = [room for room in left if room is not None]
+    return max(0, min(told)) if told else None
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What each control group (version 2) around this process leaves; the page cache that it can drop is free."""
+    with suppress(OSError):
+        if own := re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE):
+            place = GROUPS / own[1]
+            for folder in (place, *place.parents):
+                if folder == GROUPS.parent:
+                    break
+                with suppress(OSError, ValueError):  # the root has no limit, and `max` is none
+                    most, held = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+                    cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                    yield most - held + (int(cached[1]) if cached else 0)
 
 
 class PeakMemory:

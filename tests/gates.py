@@ -93,5 +93,6 @@ def gates(draw: st.DrawFn) -> GateResult:
         base_identity=draw(plain), compressed_identity=draw(plain),
         versions=draw(st.dictionaries(NAMES, NAMES, max_size=2)), reused_base=draw(st.booleans()),
         routing=draw(st.one_of(st.none(), routings())),
+        streamed=tuple(draw(st.lists(st.sampled_from(["base", "compressed"]), max_size=2, unique=True))),
         seconds=draw(st.dictionaries(NAMES, st.floats(0, 1e6), max_size=3)),
     )  # fmt: skip

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from compressor.api import searching as gated
 from compressor.demo.evaluation import demo_checkpoint
+from compressor.evaluation import evaluate as evaluating
 from compressor.gates.report import read_gate
+from compressor.run_record import cache_folder
 from tests.command_line import Result, Run, captured, names, refused
 from tests.small import tree
 
@@ -83,6 +85,26 @@ def test_a_ruined_model_fails(run: Run, base: Path, ruined: Path, tmp_path: Path
     found = read_gate(tmp_path / "out")
     assert found.verdict == "fail" and any(task.lower > 0.05 for task in found.tasks)
     assert list(ElementTree.parse(tmp_path / "out" / "gate.xml").getroot().iter("failure"))
+
+
+def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
+    found = []
+    for how, streamed in (("--no-stream", []), ("--stream", ["base", "compressed"])):
+        result = run(
+            "gate", base, good, "--tasks", f"{EASY},moe_demo_text", "--limit", 12, "--dtype", "float32", how, "--json",
+            "--cache-dir", tmp_path / how,
+        )  # fmt: skip
+        content = json.loads(result.out)
+        assert content["streamed"] == streamed and not content["reused_base"], result
+        found.append(content["tasks"])
+    for plain, streamed in zip(*found, strict=True):
+        assert plain.keys() == streamed.keys() and plain["verdict"] == streamed["verdict"]
+        for name in ("base", "compressed", "drop", "lower", "upper"):
+            assert streamed[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7)
+    told = run("gate", base, good, "--tasks", EASY, "--limit", 12, "--cache-dir", tmp_path / "other")
+    assert "layer in memory" not in told.out
+    told = run("gate", base, good, "--tasks", EASY, "--limit", 12, "--stream", "--cache-dir", tmp_path / "new")
+    assert "With one layer in memory at a time: the base and the compressed model." in " ".join(told.out.split())
 
 
 @pytest.mark.parametrize(
@@ -197,20 +219,61 @@ def test_a_gated_command_that_is_repeated_finds_its_output(base: Path, tmp_path:
     assert routed.status == 2 and "is of a routed model; compress again with --overwrite" in routed.err, routed
 
 
-def test_a_search_that_was_stopped_goes_on_over_what_it_had_put_in_place(
+def test_a_search_that_was_stopped_tries_nothing_twice(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = ("--search", "--gate", EASY)
-    monkeypatch.setattr(gated, "possible_counts", lambda source, request: [12, 13, 14])
-    assert gated_run(base, tmp_path / "whole", *ask).status == 0
-    with monkeypatch.context() as patch:  # stopped after the first attempt
-        patch.setattr(gated, "smallest", lambda counts, passes: passes(14) and (_ for _ in ()).throw(KeyboardInterrupt))
-        assert gated_run(base, tmp_path / "out", *ask).status == 130
-    refused(gated_run(base, tmp_path / "out", *ask, "--seed", 3), "exists already")
-    assert gated_run(base, tmp_path / "out", *ask).status == 0
-    assert tree(tmp_path / "out").keys() == tree(tmp_path / "whole").keys()
+    ask = ("--search", "--gate", "moe_demo_recall", "--limit", 40, "--correct", "none", "--inconclusive", "pass")
+    monkeypatch.setattr(gated, "possible_counts", lambda source, request: [3, 4, 5, 6, 14])
+    tried, asked, stop_at = list[int](), list[int](), dict[str, int]()
+
+    def stopping(name: str, note: Any) -> None:
+        own = getattr(gated, name)
+
+        def rigged(*arguments: Any, **named: Any) -> Any:
+            note(*arguments)
+            stop_at[name] = stop_at.get(name, 0) - 1
+            if not stop_at[name]:
+                raise KeyboardInterrupt
+            return own(*arguments, **named)
+
+        monkeypatch.setattr(gated, name, rigged)
+
+    stopping("run_gate", lambda *_: tried.append(len(tried)))
+    stopping("note_request", lambda *_: None)  # of a model that has passed, which is about to be put in place
+    run_tasks = evaluating.run_tasks
+    monkeypatch.setattr(evaluating, "run_tasks", lambda *a, **k: (asked.append(len(a[1])), run_tasks(*a, **k))[1])
+    out, whole = tmp_path / "out", tmp_path / "whole"
+
+    def search(folder: Path, *more: Any, **stops: int) -> tuple[Result, int, int]:
+        """What came of it, how many models were judged, and how many tasks were asked."""
+        stop_at.clear()
+        stop_at.update(stops)
+        tried.clear()
+        asked.clear()
+        return gated_run(base, folder, *ask, *more), len(tried), sum(asked)
+
+    first, judged, tasks = search(whole)
+    content = json.loads(first.out)
+    assert first.status == 0 and [each["experts"] for each in content["attempts"]] == [5, 14, 6]
+    assert judged == 3 and tasks in (3, 4)  # one for each model, unless the base's is stored
+    shutil.rmtree(cache_folder("trials"))
+    assert search(out, run_gate=2)[1] == 2 and not out.exists()  # stopped while the second model is judged
+    stopped, judged, tasks = search(out, note_request=1)  # stopped when that one has passed, and is not in its place
+    assert (stopped.status, judged, tasks) == (130, 1, 0) and not out.exists()  # its answers are known by its content
+    third = search(out, run_gate=2)  # the third is tried, then the second made again for its place
+    assert (third[0].status, third[1]) == (130, 2) and not out.exists()
+    second, judged, tasks = search(out)
+    assert (second.status, judged, tasks) == (0, 1, 0)
+    told = json.loads(second.out)
+    assert {each["experts"]: each["verdict"] for each in told["attempts"]} == {
+        each["experts"]: each["verdict"] for each in content["attempts"]
+    }
+    assert told["tasks"] == content["tasks"] and tree(out).keys() == tree(whole).keys()
     for name in ("model.safetensors", "config.json", "compression.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    again, judged, tasks = search(out)
+    assert (again.status, judged, tasks) == (0, 0, 0) and "is what this command asks for" in again.err
+    refused(gated_run(base, out, *ask, "--seed", 3), "exists already")
 
 
 def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path, tmp_path: Path) -> None:

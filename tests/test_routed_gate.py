@@ -102,6 +102,7 @@ def test_results_are_stored_by_what_routed_them(place: Path, tmp_path: Path) -> 
         (("--routing", "c3po", "--reference", "set", "--steps", 0), "steps 0 leaves nothing to do"),
         (("--routing", "c3po", "--reference", "set", "--embedding", "some/model"), "embedded by 'own', not 'some/mo"),
         (("--routing", "c3po", "--reference", "set", "--tasks", "moe_demo_text"), "'moe_demo_text' rates whole texts"),
+        (("--routing", "c3po", "--reference", "set", "--stream"), "leave out --stream or --routing"),
         (("--routing", "c3po", "--reference", "set", "--tasks", "written"), "'written' writes its answers"),
     ],
 )

@@ -189,11 +189,14 @@ def gate(
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its original, within a margin.
 
+    A model that does not fit into memory is streamed, as `wanted` may also ask.
     With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. Raises
     `CompressionError` before any model is loaded for a task that has no prompt to optimise a pathway for, and for a
     reference set that is not the compressed model's own.
     """
     reference = None if routing is None else trusted_reference(routing)
+    if reference is not None and wanted.options.stream:
+        raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")
     tasks = resolve_tasks(wanted.options)
     if reference is not None:
         refuse_other_tasks(tasks)

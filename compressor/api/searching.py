@@ -4,18 +4,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compressor.api.compressing import Summary, compress
 from compressor.api.repeating import answers, note_request, request_key
+from compressor.api.trials import gate_facts, keep_trial, kept_trial, trial_key
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
-from compressor.gates.run import GateRequest, run_gate
+from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.locking import alone
 from compressor.model.architecture import MoeLayer
@@ -73,7 +74,8 @@ def compress_gated(
     An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place;
     with `terms`, which tell what it adds, an output of this very request that is in place already is taken as it is.
     With `search` the number of experts is bisected for the smallest model that passes; the confidence then holds for
-    all models that are tried together (Bonferroni).
+    all models that are tried together (Bonferroni). What it has tried is remembered, so that one which was killed
+    tries nothing twice.
     """
     asked = Request.of(request, wanted)
     if search and (keep_failed or asked.experts is not None or asked.ratio is not None):
@@ -83,9 +85,12 @@ def compress_gated(
     listener = progress or Silent()
     source, target, tasks = locate(model, revision, listener), Path(out), resolve_tasks(gate.options)
     known = after is None or terms is not None
-    judged = [asdict(gate), [(task.name, task.version) for task in tasks], inconclusive, keep_failed, terms]
+    plan_base(source, tasks, gate)  # which refuses what the original cannot answer, before anything is made
+    of_tasks = [(task.name, task.version) for task in tasks]
+    judged = [gate_facts(gate), of_tasks, inconclusive, keep_failed, terms]
     attempts: list[Attempt] = []
     whole: str | None = None  # the key of a search, whose outputs may replace each other
+    trial = ""  # the key of what a search is trying
     begun = False
     summaries: list[Summary] = []
 
@@ -98,19 +103,23 @@ def compress_gated(
         accepted = accepts(result)
         attempts.append(Attempt(int(read_object(folder / COMPRESSION)["plan"]["experts"]), result, accepted))
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        if search:
+            keep_trial(trial, result)
         if not (keep_failed or accepted):
             raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
         if after is not None:
             after(folder)
         if whole is not None:
             note_request(folder, whole)
+            note_request(folder, trial)
 
     def passes(tried: Request) -> bool:
-        before = len(attempts)
+        before, again = len(attempts), begun and answers(target, trial)
         with suppress(RejectedError):
             made = compress(
-                model, out, tried, revision=source.revision, overwrite=overwrite or begun or bool(summaries),
-                progress=listener, accept=judge, terms=request_key(judged) if known else None, command=command,
+                model, out, tried, revision=source.revision,
+                overwrite=overwrite or (not again and (begun or bool(summaries))), progress=listener, accept=judge,
+                terms=request_key(judged) if known else None, command=command,
             )  # fmt: skip
             summaries.append(made)
             if len(attempts) == before:  # it is in place since an earlier run of this command, and was judged then
@@ -123,11 +132,30 @@ def compress_gated(
     with alone(target):
         if search:
             counts = possible_counts(source, asked)
-            whole = request_key(request_digest(open_model(source, asked.dtype, asked.device), asked), judged)
+            opened = open_model(source, asked.dtype, asked.device)
+            whole = request_key(request_digest(opened, asked), judged)
             begun = known and answers(target, whole)
             steps = math.ceil(math.log2(len(counts) + 1))
             gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
-            smallest(counts, lambda count: passes(replace(asked, experts=count)))
+
+            def with_experts(count: int) -> Request:
+                nonlocal trial
+                tried = replace(asked, experts=count)
+                trial = trial_key(opened, tried, gate, of_tasks, terms)
+                return tried
+
+            def tries(count: int) -> bool:
+                tried = with_experts(count)
+                if (kept := kept_trial(trial)) is None:
+                    return passes(tried)
+                attempts.append(Attempt(count, kept, accepts(kept)))
+                return attempts[-1].accepted
+
+            least = smallest(counts, tries)
+            if least is not None and not (summaries and summaries[-1].experts_after == least):
+                # it passed before the search was killed, and may not have come into its place
+                attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
+                passes(with_experts(least))
         else:
             passes(asked)
     return Gated(summaries[-1] if summaries else None, tuple(attempts))

@@ -86,6 +86,13 @@ class GateOptions:
     limit: int | None = described(None, GATE, "Items of each task, the first ones (default: all).")
     include_path: Path | None = described(None, GATE, "A folder with lm-eval task files of your own.")
     batch_size: str = described("auto", GATE, "Of the evaluation: auto or a number.")
+    stream: bool | None = described(
+        None,
+        GATE,
+        "Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does "
+        "not fit into memory).",
+        name="--stream/--no-stream",
+    )
     inconclusive: str | None = described(
         None, GATE, "Let a gate that decides nothing count as pass or fail (default: exit status 3)."
     )
@@ -114,7 +121,7 @@ class GateOptions:
 
         options = EvaluationOptions(
             tasks=tuple(tasks), limit=self.limit, include_path=self.include_path,
-            batch_size=read_batch_size(self.batch_size), device=device, dtype=dtype,
+            batch_size=read_batch_size(self.batch_size), device=device, dtype=dtype, stream=self.stream,
         )  # fmt: skip
         margin = max_drop if self.max_drop is None else self.max_drop
         return GateRequest(options, margin, self.confidence, cache_dir or default_folder())

@@ -49,6 +49,7 @@ def escaped(text: str) -> str:
 def _words(words: Words) -> str:
     match words:
         case str():
+            words = readable(words)  # first, for some of what it replaces counts as a blank
             edges = words[: len(words) - len(words.lstrip())], words[len(words.rstrip()) :]
             return escaped(words).join(" " if edge else "" for edge in edges) if words.strip() else " "[: len(words)]
         case tuple():

@@ -9,11 +9,12 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import faults_told
 from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
+from compressor.evaluation.room import refuse_written, streams
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.progress import Progress
 
-REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
+REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +28,57 @@ class Answerer:
     load: Callable[[ModelSource, EvaluationOptions], AbstractContextManager[Any]]
 
 
-def evaluate_stored(
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What is known of a model's answers before it is asked, and what it is to be asked."""
+
+    source: ModelSource
+    tasks: tuple[EvaluationTask, ...]
+    options: EvaluationOptions
+    store: ResultStore
+    keys: Mapping[str, tuple[Mapping[str, Any], ...]]  # by task: those under which its result is kept, and looked for
+    known: Mapping[str, ItemScores]
+    missing: tuple[EvaluationTask, ...]
+    streamed: bool  # one layer in memory at a time
+    answerer: Answerer | None = None
+
+
+def plan_evaluation(
     source: ModelSource,
     tasks: Sequence[EvaluationTask],
     options: EvaluationOptions,
     store: ResultStore,
-    progress: Progress,
     answerer: Answerer | None = None,
-) -> tuple[dict[str, ItemScores], bool]:
+    content: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Look for stored results, also under the model's `content` where that is known, and see how the rest is to be had.
+
+    Raises `CompressionError` for a missing task that cannot be answered that way.
+    """
+    routing = None if answerer is None else answerer.facts
+    models = (identity(source), *(() if content is None else (content,)))
+    keys = {task.name: tuple(store.key(model, task, options, routing) for model in models) for task in tasks}
+    kept = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}
+    missing = tuple(task for task in tasks if kept[task.name] is None)
+    streamed = bool(missing) and answerer is None and streams(source, options)
+    if streamed:
+        refuse_written(source, options, missing)
+    known = {name: found for name, found in kept.items() if found is not None}
+    return Evaluation(source, tuple(tasks), options, store, keys, known, missing, streamed, answerer)
+
+
+def evaluate(planned: Evaluation, progress: Progress) -> tuple[dict[str, ItemScores], bool]:
     """A model's results by task, asking it only for what is not stored; also whether all of it was."""
-    model, routing = identity(source), None if answerer is None else answerer.facts
-    keys = {task.name: store.key(model, task, options, routing) for task in tasks}
-    known = {name: scores for name, key in keys.items() if (scores := store.load(key)) is not None}
-    missing = [task for task in tasks if task.name not in known]
-    # Each is stored at once, so that an interrupted run keeps what is done.
-    known |= run_tasks(
-        source, missing, options, progress, lambda scores: store.save(keys[scores.task], scores), answerer
+
+    def keep(scores: ItemScores) -> None:  # at once, so that an interrupted run keeps what is done
+        for key in planned.keys[scores.task]:
+            planned.store.save(key, scores)
+
+    made = run_tasks(
+        planned.source, planned.missing, planned.options, progress, keep, planned.answerer, planned.streamed
     )
-    return {task.name: known[task.name] for task in tasks}, not missing
+    found = {**planned.known, **made}
+    return {task.name: found[task.name] for task in planned.tasks}, not planned.missing
 
 
 def run_tasks(
@@ -54,37 +88,62 @@ def run_tasks(
     progress: Progress,
     keep: Callable[[ItemScores], None] = lambda scores: None,
     answerer: Answerer | None = None,
+    streamed: bool = False,
 ) -> dict[str, ItemScores]:
-    """Load the model once and answer task after task, handing each result to `keep`; for no tasks nothing is loaded."""
+    """Load the model once and answer task after task, handing each result to `keep`; for no tasks nothing is loaded.
+
+    A streamed model is read once for all tasks, which are answered together.
+    """
     if not tasks:
         return {}
     require_lm_eval()
     Checkpoint(source.folder)  # whose errors name the file that is wrong
     found: dict[str, ItemScores] = {}
     with quiet_lm_eval():
-        from compressor.evaluation.model import AnswerWatch, loaded_model
+        from compressor.evaluation.model import AnswerWatch
 
-        progress.start(f"Loading {source.label}", 1)
+        progress.start(f"{'Opening' if streamed else 'Loading'} {source.label}", 1)
         loading = faults_told(f"{source.label} could not be loaded by lm-eval", *REMEDIES)
-        opened = answerer.load(source, options) if answerer else loaded_model(source.folder, options)
-        with loading, opened as model:
+        with loading, _opened(source, options, answerer, streamed) as model:
             progress.advance("")
-            for task in tasks:
-                with faults_told(f"{source.label} could not be evaluated on task {task.name!r}", *REMEDIES):
-                    model.watch(AnswerWatch(source.label, task.name, progress))
-                    found[task.name] = replace(item_scores(task, _samples(model, task, options)), spent=model.spent)
-                keep(found[task.name])
+            for together in [tuple(tasks)] if streamed else [(task,) for task in tasks]:
+                names = ", ".join(task.name for task in together)
+                named = f"task {names!r}" if len(together) == 1 else f"the tasks {names}"
+                with faults_told(f"{source.label} could not be evaluated on {named}", *REMEDIES):
+                    model.watch(AnswerWatch(source.label, names, progress))
+                    samples = _samples(model, together, options)
+                    for task in together:
+                        scores = item_scores(task, samples)
+                        found[task.name] = replace(scores, spent=model.spent, streamed=streamed)
+                for task in together:
+                    keep(found[task.name])
     return found
 
 
-def _samples(model: Any, task: EvaluationTask, options: EvaluationOptions) -> dict[str, list[dict[str, Any]]]:
+def _opened(
+    source: ModelSource, options: EvaluationOptions, answerer: Answerer | None, streamed: bool
+) -> AbstractContextManager[Any]:
+    if answerer is not None:
+        return answerer.load(source, options)
+    if streamed:
+        from compressor.evaluation.streamed_model import streamed_model
+
+        return streamed_model(source, options)
+    from compressor.evaluation.model import loaded_model
+
+    return loaded_model(source.folder, options)
+
+
+def _samples(
+    model: Any, tasks: Sequence[EvaluationTask], options: EvaluationOptions
+) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval notes of every item, by part of the task."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     results = lm_eval.simple_evaluate(
         model=model,
-        tasks=[task.loaded],
+        tasks=[task.loaded for task in tasks],
         task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
         num_fewshot=options.num_fewshot,
         limit=options.limit,

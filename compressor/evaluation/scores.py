@@ -54,6 +54,7 @@ class ItemScores:
     weights: tuple[float, ...] = ()  # [n] words or bytes of each item of a likelihood task; empty otherwise
     clusters: tuple[str, ...] = ()  # [n] names of the parts of a group of tasks; empty if it is one task
     spent: Spent | None = None  # None: each item was run once
+    streamed: bool = False  # one layer in memory at a time
 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
@@ -139,6 +140,11 @@ def judged_identity(source: ModelSource) -> dict[str, Any]:
     if source.revision is None:
         found["digests"] = {str(entry[0]): file_digest(source.folder / entry[0]) for entry in found["weights"]}
     return found
+
+
+def content_identity(judged: Mapping[str, Any]) -> dict[str, Any]:
+    """The same by content alone, so that a model which is made again is known for the one that was judged."""
+    return {name: value for name, value in judged.items() if name != "weights"}
 
 
 @dataclass(frozen=True, slots=True)

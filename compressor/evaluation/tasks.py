@@ -31,6 +31,7 @@ class EvaluationOptions:
     dtype: str = "auto"
     num_fewshot: int | None = None  # None leaves it to each task
     seed: int = SEED
+    stream: bool | None = None  # one layer in memory at a time; None: where the model does not fit
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -50,7 +51,10 @@ class EvaluationOptions:
             raise CompressionError(f"{self.include_path} is not a folder; give --include-path a folder of task files")
 
     def facts(self) -> dict[str, Any]:
-        """What decides the results beside model and tasks; where definitions lie does not, what they say does."""
+        """What decides the results beside model and tasks; where definitions lie does not, what they say does.
+
+        Nor does streaming, which changes nothing but the order of sums.
+        """
         names = ("limit", "batch_size", "device", "dtype", "num_fewshot", "seed")
         return {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
 

@@ -73,6 +73,13 @@ def routing_line(routing: RoutedBy) -> str:
     )
 
 
+def streamed_line(result: GateResult) -> str:
+    """Which models answered with one layer in memory at a time, as a sentence."""
+    names = {"base": "the base", "compressed": "the compressed model"}
+    told = " and ".join(names[name] for name in result.streamed)
+    return f"With one layer in memory at a time: {told}."
+
+
 def _verdict(result: GateResult) -> str:
     sure = f"with confidence {100 * result.confidence:g}%"
     named_by = {verdict: ", ".join(_names(result, verdict)) for verdict in ("fail", "inconclusive")}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compressor.document.blocks import Block, Facts, Heading, Items, Strong, Table, Text, Toned
-from compressor.gates.content import COLUMNS, SIGNS, TEXTS, advice, cells, level, method, verdict_line
+from compressor.gates.content import COLUMNS, SIGNS, TEXTS, advice, cells, level, method, streamed_line, verdict_line
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import GateResult, TaskGate, Verdict
 
@@ -33,7 +33,8 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
 def gate_brief(result: GateResult) -> tuple[Block, ...]:
     """What a terminal shows: the tasks, the verdict and what would decide it."""
     stored = [Text("The base's results were stored by an earlier run.")] if result.reused_base else []
-    return task_table(result), verdict_block(result), *advice_blocks(result), *stored
+    streamed = [Text(streamed_line(result))] if result.streamed else []
+    return task_table(result), verdict_block(result), *advice_blocks(result), *stored, *streamed
 
 
 def verdict_block(result: GateResult) -> Text:
@@ -68,6 +69,7 @@ def tested_blocks(result: GateResult) -> tuple[Block, ...]:
         "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
         "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
         "Options": _pairs(result.options),
+        "Streamed": " and ".join(result.streamed),
         "Routing": _pairs(result.routing.options) if result.routing is not None else "",
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),

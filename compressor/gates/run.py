@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import Answerer, evaluate_stored
-from compressor.evaluation.scores import ItemScores, ResultStore, identity, judged_identity
+from compressor.evaluation.evaluate import Answerer, Evaluation, evaluate, plan_evaluation
+from compressor.evaluation.scores import ItemScores, ResultStore, content_identity, identity, judged_identity
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
@@ -53,10 +53,15 @@ def run_gate(
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    store, begin = ResultStore(wanted.cache), time.perf_counter()
-    before, reused = evaluate_stored(base, tasks, wanted.options, store, progress)
+    judged_files = judged_identity(compressed)
+    original = plan_base(base, tasks, wanted)
+    smaller = plan_evaluation(
+        compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content_identity(judged_files)
+    )
+    begin = time.perf_counter()
+    before, reused = evaluate(original, progress)
     between = time.perf_counter()
-    after, _ = evaluate_stored(compressed, tasks, wanted.options, store, progress, answerer)
+    after, _ = evaluate(smaller, progress)
     done = time.perf_counter()
     pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
     judged = judge(pairs, wanted.max_drop, wanted.confidence)
@@ -69,12 +74,22 @@ def run_gate(
         tasks=judged,
         options=wanted.options.facts(),
         base_identity=identity(base),
-        compressed_identity=judged_identity(compressed),
+        compressed_identity=judged_files,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
         routing=None if answerer is None else _routed_by(answerer, after.values()),
+        streamed=(*(("base",) if _streamed(before) else ()), *(("compressed",) if _streamed(after) else ())),
     )
+
+
+def plan_base(base: ModelSource, tasks: Sequence[EvaluationTask], wanted: GateRequest) -> Evaluation:
+    """What the original is to be asked; raises `CompressionError` where it cannot answer as it has to."""
+    return plan_evaluation(base, tasks, wanted.options, ResultStore(wanted.cache))
+
+
+def _streamed(results: Mapping[str, ItemScores]) -> bool:
+    return any(scores.streamed for scores in results.values())
 
 
 def _routed_by(answerer: Answerer, results: Iterable[ItemScores]) -> RoutedBy:

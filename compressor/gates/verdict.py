@@ -75,6 +75,7 @@ class GateResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
     routing: RoutedBy | None = None  # None: both models answered as stock loaders run them
+    streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
 
 
 def gate_content(result: GateResult) -> dict[str, Any]:

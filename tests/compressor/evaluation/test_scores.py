@@ -12,7 +12,7 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import evaluate_stored
+from compressor.evaluation.evaluate import evaluate, plan_evaluation
 from compressor.evaluation.scores import ItemScores, ResultStore, identity
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.files import default_folder
@@ -47,7 +47,7 @@ class Evaluations:
         options = EvaluationOptions(names or ("sums",), **{"include_path": self.own, "limit": 3, **settings})
         steps = Steps()
         source = locate(str(self.model))
-        scores, reused = evaluate_stored(source, resolve_tasks(options), options, self.store, steps)
+        scores, reused = evaluate(plan_evaluation(source, resolve_tasks(options), options, self.store), steps)
         return scores, reused, sum(phase.startswith("Evaluating") for phase, _ in steps.phases)
 
 

@@ -90,6 +90,7 @@ def test_a_routed_model_is_told_of_with_the_verdict() -> None:
 @settings(max_examples=80, deadline=None)
 @given(gates())
 @example(gate(task(metric="\r")))
+@example(gate(task(metric="\x1f")))
 def test_any_names_stay_in_their_cells(result: GateResult) -> None:
     rows = table(markdown(result))
     for name in ("task", "metric"):
