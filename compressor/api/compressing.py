@@ -14,6 +14,7 @@ from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
+from compressor.model.served import advice_on, served_model
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
 from compressor.planning.further import refuse_part
@@ -29,6 +30,7 @@ from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
+from compressor.serving.advice import Advice
 from compressor.surgery.job import make_job
 
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
@@ -49,6 +51,7 @@ class Summary:
     left_out: tuple[str, ...]  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...]  # config fields that announced them
     plan: CompressionPlan = field(repr=False)
+    servers: Advice = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +274,7 @@ def _summary(run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed
         left_out=model.layout.left_out,
         zeroed_fields=tuple(zeroed),
         plan=plan,
+        servers=advice_on(served_model(model), model.architecture.layers, plan.experts),
     )
 
 

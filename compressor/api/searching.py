@@ -18,9 +18,8 @@ from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.locking import alone
-from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
-from compressor.model.routers import check_count
+from compressor.model.served import counts_below, unwarned
 from compressor.planning.request import Request, request_digest
 from compressor.progress import Progress, Silent
 from compressor.records import read_object
@@ -126,7 +125,8 @@ def compress_gated(
             begun = known and answers(target, whole)
             steps = math.ceil(math.log2(len(counts) + 1))
             gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
-            smallest(counts, lambda count: passes(replace(asked, experts=count)))
+            with unwarned():
+                smallest(counts, lambda count: passes(replace(asked, experts=count)))
         else:
             passes(asked)
     return Gated(summaries[-1] if summaries else None, tuple(attempts))
@@ -141,14 +141,6 @@ def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None
 def possible_counts(source: ModelSource, request: Request) -> list[int]:
     """Numbers of experts that every layer can be cut to."""
     layers = open_model(source, request.dtype, request.device).architecture.layers
-    if found := [count for count in range(1, layers[0].experts) if all(_possible(layer, count) for layer in layers)]:
+    if found := counts_below(layers):
         return found
     raise CompressionError(f"no number of experts below {layers[0].experts} works for this model; nothing to search")
-
-
-def _possible(layer: MoeLayer, count: int) -> bool:
-    try:
-        check_count(layer, count, layer.name)
-    except CompressionError:
-        return False
-    return True

@@ -15,6 +15,7 @@ from compressor.calibration.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
+from compressor.model.served import served_model, warn_of_servers
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run, open_run
 from compressor.plans.json import refuse_floods
@@ -29,8 +30,6 @@ from compressor.splitting.shape import SplitShape, split_shape
 from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
 logger = logging.getLogger(__name__)
-
-KERNEL_WIDTH = 64  # neurons: servers' kernels take experts of a multiple of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,9 @@ def _write(
         factors = factors_of(model.architecture, shape)
     if model.layout.quantized:
         logger.warning("%s is stored quantised; its parts are written in a plain dtype", model.source.label)
-    if shape.width % KERNEL_WIDTH:
-        logger.warning("parts of %d neurons are no multiple of %d, as servers' kernels want", shape.width, KERNEL_WIDTH)
+    served, first = served_model(model), shape.architecture.layers[0]
+    after = replace(served, experts=first.experts, top_k=first.top_k, width=shape.width, quantization="")
+    warn_of_servers(served, after, shape.architecture.layers)
     with run.clock.phase("measure"):
         orders = _orders(run, shape.parts, asked["by"], text, seed, kept)
     entry = {

@@ -11,6 +11,7 @@ from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
+from compressor.model.served import served_model, warn_of_servers
 from compressor.planning import make
 from compressor.planning.afterwards import check_afterwards, with_afterwards
 from compressor.planning.make import Wish
@@ -39,6 +40,8 @@ def settle(model: OpenModel, request: Request) -> Wish:
         logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
         correction = Correction()
     check_afterwards(model, request)
+    served = served_model(model)
+    warn_of_servers(served, replace(served, experts=experts), model.architecture.layers)
     return Wish(strategy, experts, request.options, correction)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, with_field
-from compressor.splitting.shape import SplitShape, each_number, value_at, width_of, with_fields
+from compressor.model.experts import width_of
+from compressor.splitting.shape import SplitShape, each_number, value_at, with_fields
 from compressor.splitting.tensors import Factors, split_layer
 
 TOKENS = 512

@@ -17,6 +17,7 @@ from compressor.model.architecture import (
     experts_modules,
     with_field,
 )
+from compressor.model.experts import width_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -30,11 +31,6 @@ class SplitShape:
     width_field: str
     fields: Mapping[str, Any]
     architecture: Architecture
-
-
-def width_of(experts: Any) -> int:
-    """Neurons of each expert of an experts module."""
-    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
 def widths(model: nn.Module) -> dict[str, int]:
