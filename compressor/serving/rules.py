@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from compressor.words import joined
+
 Effect = Literal["fails", "wrong", "slower", "larger"]
 About = Literal["experts", "top-k", "width", "head"]
 Evidence = Literal["read", "run", "reported"]  # in the source, in the source and seen, said by others alone
@@ -61,7 +63,7 @@ class Rule:
 
 
 def _sizes(numbers: tuple[int, ...]) -> str:
-    return " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), *map(str, numbers[-1:]))))
+    return joined([str(number) for number in numbers])
 
 
 def said(rule: Rule, model: Served) -> str:
