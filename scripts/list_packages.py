@@ -25,6 +25,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "drawing": (1, "one kit for every picture"),
     "document": (2, "one way to say it: blocks, and a renderer for each medium"),
     "checkpoint": (2, "files on disk or on the Hub, read lazily"),
+    "serving": (2, "what servers ask of a model, as data"),
     "model": (3, "what transformers says the files are, one layer of it in memory at a time"),
     "plans": (4, "what shall be done, as JSON"),
     "calibration": (4, "from text to batches to the statistics of a layer"),

@@ -15,6 +15,7 @@ from compressor.forecasting.estimate import Forecast, announce_long, forecast_co
 from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
+from compressor.model.served import advice_on, served_model
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, seen, settle
 from compressor.planning.further import refuse_part
@@ -30,6 +31,7 @@ from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
+from compressor.serving.advice import Advice
 from compressor.splitting.opening import as_planned
 from compressor.surgery.job import make_job, output_size
 
@@ -52,6 +54,7 @@ class Summary:
     left_out: tuple[str, ...]  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...]  # config fields that announced them
     plan: CompressionPlan = field(repr=False)
+    servers: Advice = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,7 @@ def _summary(run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed
         left_out=model.layout.left_out,
         zeroed_fields=tuple(zeroed),
         plan=plan,
+        servers=advice_on(served_model(model), model.architecture.layers, plan.experts),
     )
 
 

@@ -19,9 +19,8 @@ from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.locking import alone
-from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
-from compressor.model.routers import check_count
+from compressor.model.served import counts_below, unwarned
 from compressor.planning.answering import seen
 from compressor.planning.request import Request, request_digest
 from compressor.progress import Progress, Silent
@@ -151,11 +150,12 @@ def compress_gated(
                 attempts.append(Attempt(count, kept, accepts(kept)))
                 return attempts[-1].accepted
 
-            least = smallest(counts, tries)
-            if least is not None and not (summaries and summaries[-1].experts_after == least):
-                # it passed before the search was killed, and may not have come into its place
-                attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
-                passes(with_experts(least))
+            with unwarned():
+                least = smallest(counts, tries)
+                if least is not None and not (summaries and summaries[-1].experts_after == least):
+                    # it passed before the search was killed, and may not have come into its place
+                    attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
+                    passes(with_experts(least))
         else:
             passes(asked)
     return Gated(summaries[-1] if summaries else None, tuple(attempts))
@@ -170,14 +170,6 @@ def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None
 def possible_counts(source: ModelSource, request: Request) -> list[int]:
     """Numbers of experts that every layer can be cut to."""
     layers = seen(open_model(source, request.dtype, request.device), request).architecture.layers
-    if found := [count for count in range(1, layers[0].experts) if all(_possible(layer, count) for layer in layers)]:
+    if found := counts_below(layers):
         return found
     raise CompressionError(f"no number of experts below {layers[0].experts} works for this model; nothing to search")
-
-
-def _possible(layer: MoeLayer, count: int) -> bool:
-    try:
-        check_count(layer, count, layer.name)
-    except CompressionError:
-        return False
-    return True

@@ -14,6 +14,7 @@ from compressor.plans.plan import CompressionPlan
 from compressor.plans.split import told_split
 from compressor.publishing.document import push_blocks
 from compressor.report.afterwards import bake_line, recovery_line
+from compressor.serving.advice import Advice, Breach
 from compressor.words import human_bytes, human_count, share
 
 if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
@@ -49,8 +50,35 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
               for of, each in named)
         for named in ([(part.name, part) for part in report.parts], [(each.experts, each) for each in outcomes])
     )  # fmt: skip
-    tables = Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
+    tables = (
+        Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left),
+        *(server_blocks(report.servers) if report.servers else ()),
+    )  # fmt: skip
     tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
+
+
+def server_blocks(advices: Sequence[Advice]) -> tuple[Block, ...]:
+    """Which servers take which of these numbers of experts, and what speaks against one."""
+    against: dict[Breach, list[str]] = {}
+    for advice in advices:
+        for breach in advice.breaches:  # which says the number, where it depends on it
+            against.setdefault(breach, []).append(str(advice.experts))
+    rows = tuple((", ".join(counts), breach.server, breach.effect, breach.says) for breach, counts in against.items())
+    suits = [str(advice.experts) for advice in advices if advice.nearest == advice.experts]
+    near = [f"nearest to {one.experts}: {one.nearest}" for one in advices if one.nearest not in (None, one.experts)]
+    columns = ("experts", "server", "effect", "what it does")
+    return (
+        *([Table("Servers", columns, rows, frozenset(columns))] if rows else []),
+        Text("; ".join([f"Numbers of experts that suit all servers: {', '.join(suits) or 'none of these'}", *near])),
+    )
+
+
+def server_line(advice: Advice) -> str:
+    """In a line: the servers that run the number at full speed, and those that do not."""
+    against = ", ".join(dict.fromkeys(breach.server for breach in advice.breaches))
+    near = f" (nearest number for all: {advice.nearest})" if advice.nearest not in (None, advice.experts) else ""
+    told = f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"
+    return f"Servers: {told}" + (f"; not in {against}{near}" if against else "")
 
 
 def show_plans(plans: Sequence[CompressionPlan], paths: Sequence[Path], as_json: bool) -> None:
@@ -72,6 +100,7 @@ def summary_dict(summary: "Summary") -> dict[str, Any]:
         "peak_memory_bytes": summary.peak_memory,
         "left_out": list(summary.left_out), "zeroed_fields": list(summary.zeroed_fields),
         "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
+        "servers": asdict(summary.servers),
         **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
     }  # fmt: skip
 
@@ -109,6 +138,7 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
         *protected_blocks(summary.plan),
         *done,
         *([Text(names)] if summary.left_out else []),
+        Text(server_line(summary.servers)),
         Text(f"Written to {summary.out}"),
         *(push_blocks(pushed) if pushed is not None else ()),
     )

@@ -11,6 +11,11 @@ from torch.nn.functional import linear
 Parameters = dict[str, torch.Tensor]
 
 
+def width_of(experts: Any) -> int:
+    """Neurons of each expert of an experts module."""
+    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
+
+
 def parameter_names(experts: Any) -> tuple[str, ...]:
     """Names of the fused parameters [E, ...] that an expert is made of."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -21,6 +21,8 @@ from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
 from compressor.model.opened import pick_dtype
 from compressor.model.routers import check_count
+from compressor.model.served import advice_on, quantization_of, served_as
+from compressor.serving.advice import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
 
@@ -68,6 +70,7 @@ class Inspection:
     bytes_written: int
     left_out: tuple[str, ...]
     module_of_layers: tuple[str, ...]
+    servers: tuple[Advice, ...] = ()  # what servers make of the model as it is, and of every outcome
 
 
 def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Outcome:
@@ -153,7 +156,8 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
     total = sum(info.nbytes for info in tensors.values())
     written = outcomes[0].bytes if outcomes else total
-    quantization = checkpoint.raw_config.get("quantization_config") or {}
+    quantization = quantization_of(checkpoint.raw_config)
+    served = served_as(architecture, stock, quantization)
     largest = max(layers)
     return Inspection(
         model=model,
@@ -165,7 +169,7 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         experts=architecture.experts,
         top_k=first.top_k,
         routing=routing,
-        quantization=str(quantization.get("quant_method")) if quantization else None,
+        quantization=quantization or None,
         parameters=sum(info.parameters for info in tensors.values()),
         bytes=total,
         parts=tuple(Part(name, *totals[name]) for name in PARTS if totals[name][0]),
@@ -177,4 +181,8 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         bytes_written=written,
         left_out=layout.left_out,
         module_of_layers=tuple(layer.name for layer in architecture.layers),
+        servers=tuple(
+            advice_on(served, architecture.layers, count)
+            for count in dict.fromkeys([first.experts, *(outcome.experts for outcome in outcomes)])
+        ),
     )

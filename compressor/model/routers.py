@@ -46,6 +46,15 @@ def check_count(layer: Router, count: int, where: str) -> None:
     raise CompressionError(f"{where}: {count} experts {fault}")
 
 
+def takes(layer: Router, count: int) -> bool:
+    """Whether the router can take that many experts."""
+    try:
+        check_count(layer, count, "")
+    except CompressionError:
+        return False
+    return True
+
+
 def find_router(block: nn.Module, experts: nn.Module, prefix: str, keys: set[str]) -> tuple[str, nn.Module]:
     """The one child of an MoE block, beside its experts, that owns expert-sized tensors."""
     routers = [

@@ -11,6 +11,7 @@ from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
+from compressor.model.served import served_model, warn_of_servers
 from compressor.planning import make
 from compressor.planning.afterwards import check_afterwards, with_afterwards
 from compressor.planning.make import Wish
@@ -49,6 +50,8 @@ def settle(model: OpenModel, request: Request) -> Wish:
     wish = Wish(strategy, experts, request.options, correction)
     reads = wish.reads or request.protects_what_data_shows
     check_way(request.split_by, reads or request.split == 1, "choose a strategy or a correction that reads it")
+    after = replace(served_model(model), experts=experts)
+    warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
     return wish
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, with_field, with_fields
+from compressor.model.experts import width_of
 from compressor.splitting.numbers import each_number
-from compressor.splitting.shape import SplitShape, value_at, width_of
+from compressor.splitting.shape import SplitShape, value_at
 from compressor.splitting.tensors import Factors, split_layer
 
 TOKENS = 512

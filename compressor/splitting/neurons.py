@@ -13,11 +13,10 @@ from torch import Tensor
 
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, layers_by_unit
-from compressor.model.experts import expert_parameters, intermediate, projections, routed
+from compressor.model.experts import expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.progress import Progress
-from compressor.splitting.shape import width_of
 
 SAMPLE = 256  # tokens of each expert whose activations are kept
 

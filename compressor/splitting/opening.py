@@ -11,6 +11,7 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
 from compressor.model.opened import OpenModel
+from compressor.model.served import served_model, warn_of_servers
 from compressor.plans.plan import CompressionPlan, check_source
 from compressor.plans.split import MOST_PARTS
 from compressor.splitting.entry import digest_of, packed_orders, read_orders
@@ -21,8 +22,6 @@ from compressor.splitting.view import SplitModel
 from compressor.surgery.configuration import fields_set
 
 logger = logging.getLogger(__name__)
-
-KERNEL_WIDTH = 64  # neurons: servers' kernels take experts of a multiple of it
 
 
 def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenModel:
@@ -76,11 +75,11 @@ def part_width(model: OpenModel) -> int:
 
 
 def warn_of_parts(model: OpenModel) -> None:
-    """Say what a split costs that computes the same: plain numbers for quantised ones, and narrow kernels."""
+    """Say what a split costs that computes the same: plain numbers for quantised ones, and what servers make of it."""
     if model.layout.quantized:
         logger.warning("%s is stored quantised; its parts are written in a plain dtype", model.source.label)
-    if (width := part_width(model)) % KERNEL_WIDTH:
-        logger.warning("parts of %d neurons are no multiple of %d, as servers' kernels want", width, KERNEL_WIDTH)
+    after = replace(served_model(model), quantization="")
+    warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
 
 
 def in_order(model: OpenModel, orders: Mapping[str, Tensor], told: Mapping[str, Any]) -> OpenModel:

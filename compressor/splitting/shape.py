@@ -10,6 +10,7 @@ from torch import nn
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MOST_CANDIDATES, Architecture, build_meta, experts_modules, with_fields
+from compressor.model.experts import width_of
 from compressor.splitting.numbers import each_number, numbers
 from compressor.splitting.top_k import top_k_fields
 
@@ -25,11 +26,6 @@ class SplitShape:
     width_field: str
     fields: Mapping[str, Any]
     architecture: Architecture
-
-
-def width_of(experts: Any) -> int:
-    """Neurons of each expert of an experts module."""
-    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
 def widths(model: nn.Module) -> dict[str, int]:

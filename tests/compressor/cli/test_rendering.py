@@ -1,5 +1,6 @@
 """What the commands print of plans, models, pushes and exports: every figure, and names as they are written."""
 
+import json
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from compressor.cli import rendering
 from compressor.model.architecture import MoeLayer
 from compressor.model.inspection import Inspection, Outcome, Part
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
+from compressor.serving.advice import advise
+from compressor.serving.rules import Served
 from exporters.onnx import ExportSummary
 from exporters.onnx_experts import LayerRoute
 from exporters.onnx_verify import Verification
@@ -55,7 +58,7 @@ def test_a_summary_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
     names = tuple(f"{HOSTILE}.{number}" for number in range(6))
     made = Summary(
         HOSTILE, "reap", 20, 2, Size(1000, 4000), Size(250, 1000), {"planning": 1.25, "writing": 0.5}, 3_000_000,
-        names, ("n_extra",), a_plan(),
+        names, ("n_extra",), a_plan(), advise(Served("mixtral", 2, 2, 256), [2, 4]),
     )  # fmt: skip
     rendering.show_summary(made, False)
     text = out()
@@ -64,6 +67,7 @@ def test_a_summary_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
     ]  # fmt: skip
     lines = text.splitlines()
     assert "planning 1.2 s, writing 0.5 s; peak memory 3 MB" in lines and f"Written to {HOSTILE}" in lines
+    assert "Servers: at full speed in vLLM, SGLang, FlashInfer, aiter, llama.cpp" in lines
     left_out = f"{' '.join(names[:4])} and 2 more; set to zero in the config: n_extra"
     assert f"left out, as stock transformers does not load them: {left_out}" in lines
     rendering.show_summary(replace(made, left_out=(), zeroed_fields=(), plan=a_plan(protected={})), False)
@@ -86,6 +90,28 @@ def test_an_inspection_tells_every_figure(out: Any) -> None:
     rendering.show_inspection(replace(report, left_out=(), outcomes=()), False)
     text = out()
     assert "not loaded" not in text and ["bytes written", "-"] in cells(text)
+
+
+def test_servers_are_told_with_what_they_do_and_the_nearest_number(out: Any) -> None:
+    counts = list(range(2, 60))
+    advices = tuple(advise(Served("mixtral", number, 2, 256), counts) for number in (60, 48, 32))
+    report = Inspection(
+        HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 60, 2, "softmax", None, 2000, 8000, (), (), 11, 12, 13,
+        14, 15, (), (), advices,
+    )  # fmt: skip
+    rendering.show_inspection(report, False)
+    text = out()
+    assert ["48", "vLLM", "slower", "routes among 48 experts by a slower kernel"] in cells(text)
+    can = "cannot spread 60 experts over 8 GPUs with expert parallelism (over 2 and 4 it can)"
+    assert ["60", "SGLang", "fails", can] in cells(text) and not [row for row in cells(text) if row[:1] == ["32"]]
+    assert "suit all servers: 32; nearest to 60: 56" not in text  # which aiter does not take
+    assert "Numbers of experts that suit all servers: 32; nearest to 60: 32; nearest to 48: 32" in text
+    line = "Servers: at full speed in SGLang, FlashInfer; not in vLLM, aiter, llama.cpp (nearest number for all: 32)"
+    assert rendering.server_line(advices[1]) == line
+    rendering.show_inspection(report, True)
+    told = json.loads(out())["servers"]
+    assert [(entry["experts"], entry["nearest"]) for entry in told] == [(60, 32), (48, 32), (32, 32)]
+    assert told[1]["breaches"][0]["source"] == "csrc/libtorch_stable/moe/topk_softmax_kernels.cu"
 
 
 def pushed(**others: Any) -> Any:

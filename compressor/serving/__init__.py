@@ -1,0 +1,1 @@
+"""What servers ask of a Mixture-of-Experts model."""

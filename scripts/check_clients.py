@@ -1,0 +1,195 @@
+"""Run real clients on outputs of ours, and compare what they answer with stock transformers.
+
+    python -m scripts.check_clients [FOLDER ...] [--llama-cpp CHECKOUT] [--python PYTHON] [--vllm-python PYTHON]
+
+Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, and compressed after
+the split. llama.cpp's converter of a checkout writes each of them as float32 GGUF, whose expert tensors and routers are
+compared with the checkpoint's; llama-cpp-python and vLLM then answer random tokens. The table has the largest
+difference of log probabilities to transformers in float32 and the share of positions whose likeliest token is the same.
+A client that is missing is left out, and a sentence says so.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+import compressor
+from compressor.api.splitting import split
+from compressor.model.architecture import experts_modules
+from tests import small, zoo
+
+RUNNER = Path(__file__).with_name("run_client.py")
+FAMILIES = ("mixtral", "qwen3_moe")
+SEQUENCES, LENGTH, HEAD = 2, 24, 64  # the width of an attention head is one that vLLM has a kernel for
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+COLUMNS = ("checkpoint", "client", "largest difference", "likeliest token the same", "tensors alike")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A real client: the Python that has it, and its version."""
+
+    name: str
+    python: str
+    version: str
+
+
+def call(python: str, *arguments: object) -> str:
+    """The last line that the runner prints; a RuntimeError with the client's last words if it fails."""
+    command = [python, str(RUNNER), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise RuntimeError(lines[-1].strip() if lines else f"it ended with status {done.returncode}")
+    return done.stdout.splitlines()[-1]
+
+
+def find(name: str, python: str, checkout: str = "") -> Client | None:
+    """A client, or None and a sentence on why it is left out."""
+    try:
+        return Client(name, python, call(python, "version", name, *([checkout] if checkout else [])))
+    except (RuntimeError, OSError) as error:
+        print(f"{name} is left out: {error}")
+        return None
+
+
+def tiny(folder: Path, family: str) -> Path:
+    """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there is one."""
+    zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD).save_pretrained(folder)
+    small.tokenizer().save_pretrained(folder)
+    merged = {"vocab": lambda vocab: vocab | {"th": small.VOCABULARY}, "merges": lambda _: [["t", "h"]]}
+    small.edit_json(
+        folder / "tokenizer.json",
+        lambda told: told["model"].update({name: change(told["model"][name]) for name, change in merged.items()}),
+    )
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A checkpoint, and the folder that keeps what belongs to it: tokens, what is expected, what clients answer."""
+
+    label: str
+    folder: Path
+    place: Path
+
+
+def cases(source: Path, place: Path) -> Iterator[Case]:
+    """A model and what we make of it."""
+    experts = compressor.inspect(str(source)).experts
+    kept, name = max(2, experts * 3 // 4), source.name
+
+    def case(label: str, folder: Path, kind: str) -> Case:
+        (own := place / f"{name}-{kind}-files").mkdir()
+        return Case(label, folder, own)
+
+    cut, parts, both = (place / f"{name}-{kind}" for kind in ("cut", "split", "both"))
+    yield case(f"{name}, {experts} experts", source, "source")
+    compressor.compress(str(source), cut, experts=kept, strategy="model-centric")
+    yield case(f"{name} compressed, {kept}", cut, "cut")
+    split(str(source), parts, 2)
+    yield case(f"{name} split by 2, {2 * experts}", parts, "split")
+    compressor.compress(str(parts), both, experts=2 * kept, strategy="model-centric")
+    yield case(f"{name} split and compressed, {2 * kept}", both, "both")
+
+
+def expect(case: Case) -> None:
+    """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a GGUF must hold."""
+    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32).eval()
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, model.config.vocab_size, (SEQUENCES, LENGTH), generator=drawn)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(tokens).logits.double(), -1)
+    np.save(case.place / "tokens.npy", tokens.numpy())
+    np.save(case.place / "expected.npy", expected.numpy())
+    np.savez(case.place / "expected.npz", **{name: value.numpy() for name, value in gguf_tensors(model)})  # type: ignore[arg-type]
+
+
+def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and contents that llama.cpp gives experts and routers of a model whose layers all are MoE layers."""
+    for number, (name, experts) in enumerate(experts_modules(model)):
+        gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)  # type: ignore[operator, union-attr]
+        block = model.get_submodule(name.rpartition(".")[0])
+        router = next(child for child in block.children() if child is not experts and hasattr(child, "weight"))
+        yield f"blk.{number}.ffn_gate_exps.weight", gate
+        yield f"blk.{number}.ffn_up_exps.weight", up
+        yield f"blk.{number}.ffn_down_exps.weight", experts.down_proj.detach()  # type: ignore[operator, union-attr]
+        yield f"blk.{number}.ffn_gate_inp.weight", router.weight.detach()  # type: ignore[operator, union-attr]
+
+
+def compared(case: Case, name: str) -> tuple[str, str]:
+    """The largest difference of log probabilities, and the share of positions with the same likeliest token."""
+    if not (file := case.place / f"{name}.npy").exists():
+        return f"failed: {file.with_suffix('.npy.txt').read_text(encoding='utf-8').splitlines()[0]}", "-"
+    found, expected = np.load(file), np.load(case.place / "expected.npy")
+    same = (found.argmax(-1) == expected.argmax(-1)).mean()
+    return f"{abs(found - expected).max():.1e}", f"{same:.0%}"
+
+
+def with_llama(case: Case, converter: Client, checkout: str, client: Client | None) -> tuple[str, ...]:
+    """Convert, compare the tensors, and where llama-cpp-python is there let it answer."""
+    gguf, shown = case.place / "model.gguf", f"llama.cpp's converter of {converter.version}"
+    try:
+        call(converter.python, "convert", checkout, case.folder, gguf)
+        alike = call(converter.python, "tensors", checkout, gguf, case.place / "expected.npz")
+        if client is None:
+            return case.label, shown, "-", "-", alike
+        shown = f"llama-cpp-python {client.version}"
+        call(client.python, "llama", gguf, case.place / "tokens.npy", case.place / "llama.npy")
+        return case.label, shown, *compared(case, "llama"), alike
+    except RuntimeError as error:
+        return case.label, shown, f"failed: {error}", "-", "-"
+    finally:
+        gguf.unlink(missing_ok=True)
+
+
+def with_vllm(every: list[Case], client: Client) -> Iterator[tuple[str, ...]]:
+    """All checkpoints in one process, which takes most of its time to start."""
+    files = [(case.folder, case.place / "tokens.npy", case.place / "vllm.npy") for case in every]
+    call(client.python, "vllm", *(file for row in files for file in row))
+    for case in every:
+        yield case.label, f"vLLM {client.version}", *compared(case, "vllm"), "-"
+
+
+def main() -> None:
+    """Make the checkpoints, run the clients, print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="further models")
+    parser.add_argument("--llama-cpp", default="", metavar="CHECKOUT", help="a folder with convert_hf_to_gguf.py")
+    parser.add_argument("--python", default=sys.executable, help="has torch, transformers, llama_cpp (default: this)")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="has vllm (default: this)")
+    given = parser.parse_args()
+    llama, vllm = find("llama", given.python), find("vllm", given.vllm_python)
+    converter = find("converter", given.python, given.llama_cpp) if given.llama_cpp else None
+    if not given.llama_cpp:
+        print("llama.cpp is left out: name a checkout of it with --llama-cpp, for its converter")
+
+    def tell(row: tuple[str, ...]) -> None:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+    tell(COLUMNS)
+    print(f"|{'---|' * len(COLUMNS)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        sources = [*(tiny(place / name, name) for name in FAMILIES), *(folder.resolve() for folder in given.folders)]
+        every = [case for source in sources for case in cases(source, place)]
+        for case in every:
+            expect(case)
+            if converter is not None:
+                tell(with_llama(case, converter, given.llama_cpp, llama))
+        if vllm is not None:
+            for row in with_vllm(every, vllm):
+                tell(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Run one real client on one checkpoint; `scripts.check_clients` calls it with the Python that has the client.
+
+    python scripts/run_client.py version llama|vllm|converter [CHECKOUT]
+    python scripts/run_client.py convert CHECKOUT FOLDER OUT.gguf
+    python scripts/run_client.py tensors CHECKOUT FILE.gguf EXPECTED.npz
+    python scripts/run_client.py llama FILE.gguf TOKENS.npy OUT.npy
+    python scripts/run_client.py vllm FOLDER TOKENS.npy OUT.npy [FOLDER TOKENS.npy OUT.npy ...]
+
+It needs numpy and the client alone. Tokens are [B, L]; what comes out are the log probabilities [B, L, V] after each.
+"""
+
+import contextlib
+import os
+import runpy
+import sys
+from importlib.metadata import version as version_of
+from typing import Any
+
+import numpy as np
+
+FLOAT32 = 0  # of a cache, as ggml numbers types; llama.cpp's default is float16
+
+
+def converter_version(checkout: str) -> str:
+    """The converter can be loaded; it has no version but its checkout's."""
+    _use_converter(checkout)
+    return os.path.basename(os.path.realpath(checkout))
+
+
+def _use_converter(checkout: str) -> Any:
+    sys.path[:0] = [checkout, os.path.join(checkout, "gguf-py")]
+    from conversion import base  # type: ignore[import-not-found]
+
+    return base
+
+
+def convert(checkout: str, folder: str, out: str) -> None:
+    """The checkpoint as float32 GGUF, by llama.cpp's own converter.
+
+    It knows tokenizers by a hash and refuses others, whatever the weights are. Tokens go in as numbers here, so any
+    kind of byte-level tokenizer may stand for one that it does not know.
+    """
+    base = _use_converter(checkout)
+    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
+    runpy.run_path(os.path.join(checkout, "convert_hf_to_gguf.py"), run_name="__main__")
+
+
+def tensors(checkout: str, file: str, expected: str) -> str:
+    """How many of the expected tensors the GGUF file holds bit for bit, and which it does not."""
+    sys.path[:0] = [os.path.join(checkout, "gguf-py")]
+    from gguf import GGUFReader
+
+    held = {tensor.name: tensor.data for tensor in GGUFReader(file).tensors}
+    wanted = np.load(expected)
+    wrong = [name for name in wanted if name not in held or not np.array_equal(held[name], wanted[name])]
+    return f"{len(wanted.files) - len(wrong)} of {len(wanted.files)}" + (f"; not {wrong[0]}" if wrong else "")
+
+
+def _log_softmax(logits: Any) -> Any:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def llama(file: str, tokens: str, out: str) -> None:
+    """Log probabilities of llama.cpp, through llama-cpp-python."""
+    from llama_cpp import Llama  # type: ignore[import-not-found]
+
+    batch = np.load(tokens)
+    model = Llama(
+        file, n_ctx=batch.shape[1], n_batch=batch.shape[1], n_threads=1, logits_all=True, verbose=False,
+        type_k=FLOAT32, type_v=FLOAT32,
+    )  # fmt: skip
+    found = []
+    for row in batch:
+        model.reset()
+        model.eval(row.tolist())
+        found.append(_log_softmax(np.array(model.scores[: len(row)])))
+    np.save(out, np.stack(found))
+
+
+def vllm(*arguments: str) -> None:
+    """Log probabilities of vLLM for one checkpoint after another; where it fails, the reason is beside its OUT."""
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
+
+    for folder, tokens, out in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
+        try:
+            _vllm(folder, tokens, out)
+        except Exception as error:
+            with open(f"{out}.txt", "w", encoding="utf-8") as reason:
+                reason.write(f"{type(error).__name__}: {error}")
+        cleanup_dist_env_and_memory()
+
+
+def _vllm(folder: str, tokens: str, out: str) -> None:
+    """Those after the last token come with the token that it draws."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    batch = np.load(tokens)
+    model = LLM(
+        folder, dtype="float32", enforce_eager=True, max_model_len=batch.shape[1] + 1, max_logprobs=-1,
+        max_num_seqs=len(batch), max_num_batched_tokens=max(batch.size, 128), enable_prefix_caching=False,
+        gpu_memory_utilization=0.2, disable_log_stats=True,
+    )  # fmt: skip
+    drawn = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, prompt_logprobs=-1, detokenize=False)
+    answers = model.generate([{"prompt_token_ids": row.tolist()} for row in batch], drawn, use_tqdm=False)
+    found = []
+    for answer in answers:
+        steps = [*answer.prompt_logprobs[1:], answer.outputs[0].logprobs[0]]
+        found.append([[step[token].logprob for token in range(len(step))] for step in steps])
+    np.save(out, np.array(found))
+
+
+def version(client: str, checkout: str = "") -> str:
+    """The version of a client; an ImportError where it is missing."""
+    if client == "converter":
+        return converter_version(checkout)
+    module = __import__({"llama": "llama_cpp", "vllm": "vllm"}[client])
+    with contextlib.suppress(Exception):
+        return str(module.__version__)
+    return version_of(client)
+
+
+def main() -> None:
+    """Do what the command line asks for; what is said goes to the last line of stdout."""
+    does, *arguments = sys.argv[1:]
+    calls = {"version": version, "convert": convert, "tensors": tensors, "llama": llama, "vllm": vllm}
+    print(calls[does](*arguments) or "done")  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    main()
