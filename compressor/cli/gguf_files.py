@@ -12,7 +12,6 @@ from compressor.cli.terminal import progress_bars, tell
 from compressor.document.blocks import Facts, Heading, Table, Text
 from compressor.errors import CompressionError
 from compressor.planning.request import STRATEGY, Request
-from compressor.plans.document import plan_blocks, protected_blocks
 from compressor.words import counted, human_bytes, human_count, ranges, share
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
@@ -51,6 +50,7 @@ def plan_of_file(
 ) -> None:
     """`plan` on a GGUF file."""
     import compressor
+    from compressor.plans.document import plan_blocks
     from compressor.plans.files import check_files, write_plans
 
     check_files([output], overwrite)
@@ -102,6 +102,8 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
+    from compressor.plans.document import protected_blocks
+
     before, after = summary.before, summary.after
     content = {
         "output": list(summary.out), "architecture": summary.architecture, "strategy": summary.strategy,

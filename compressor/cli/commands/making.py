@@ -19,7 +19,9 @@ from compressor.planning.request import CALIBRATION, Request
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A local checkpoint folder or a Hub id such as org/model; a recipe has one."),
+    typer.Argument(
+        metavar="MODEL", help="A local checkpoint folder, a Hub id such as org/model, or a GGUF file; a recipe has one."
+    ),
 ]
 Recipe = Annotated[
     Path | None,
@@ -97,7 +99,9 @@ def apply(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
     running: Annotated[Running, ("overwrite", "as_json")],
-    model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where the plan says.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The source checkpoint, if it is not where the plan says, or its GGUF file.")
+    ] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
     from compressor.cli import rendering
