@@ -22,8 +22,11 @@ EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight")  # whatever the rest is
 
 
-def from_checkpoint(folder: Path, path: Path, kind: Kind, parts: int = 1) -> Path:
-    """A tiny Mixtral with untied ends as GGUF: experts stacked, query and key rows put in llama.cpp's order."""
+def from_checkpoint(folder: Path, path: Path, kind: Kind, router: float = 1.0) -> Path:
+    """A tiny Mixtral with untied ends as GGUF: experts stacked, query and key rows put in llama.cpp's order.
+
+    The first router is multiplied by `router`.
+    """
     config, stored = AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
     found = {name: tensor.float().numpy() for name, tensor in stored.items()}
     experts, heads = config.num_local_experts, (config.num_attention_heads, config.num_key_value_heads)
@@ -39,13 +42,14 @@ def from_checkpoint(folder: Path, path: Path, kind: Kind, parts: int = 1) -> Pat
             weight = found[f"{old}self_attn.{disk}_proj.weight"]
             halves = weight.reshape(count, 2, -1, weight.shape[-1])  # rotary halves become neighbours
             tensors[f"{new}{name}.weight"] = halves.transpose(0, 2, 1, 3).reshape(weight.shape)
+    tensors["blk.0.ffn_gate_inp.weight"] = tensors["blk.0.ffn_gate_inp.weight"] * np.float32(router)
     tensors |= {"output_norm.weight": found["model.norm.weight"], "output.weight": found["lm_head.weight"]}
     stored_as = {name: Kind.F32 if name.endswith(FLOAT32) else kind for name in tensors}
     raw = {name: (quantize(np.ascontiguousarray(tensor), stored_as[name]), stored_as[name])
            for name, tensor in tensors.items()}  # fmt: skip
     facts = {"block_count": config.num_hidden_layers, "embedding_length": config.hidden_size, "expert_count": experts,
              "expert_used_count": config.num_experts_per_tok}  # fmt: skip
-    return write(path, "llama", facts, raw, parts, label=f"{experts}x1M")
+    return write(path, "llama", facts, raw, label=f"{experts}x1M")
 
 
 def random_blocks(generator: np.random.Generator, kind: Kind, *shape: int) -> tuple[Array, Kind]:

@@ -54,7 +54,7 @@ def test_a_cut_file_is_that_of_the_pruned_checkpoint(checkpoint: Path, tmp_path:
         made = tmp_path / f"small-{kind.name}.gguf"
         source = gguf_models.from_checkpoint(checkpoint, tmp_path / f"model-{kind.name}.gguf", kind)
         done = run("apply", plan, "--model", source, "-o", made)
-        assert done.status == 0 and "does not tell its weights" in " ".join(done.out.split()), done
+        assert done.status == 0 and "The routers are those of the plan's source." in " ".join(done.out.split()), done
         wanted = gguf_models.from_checkpoint(tmp_path / "pruned", tmp_path / f"wanted-{kind.name}.gguf", kind)
         assert list(gguf_models.contents(made).items()) == list(gguf_models.contents(wanted).items())
         before, after = gguf_models.metadata(wanted), gguf_models.metadata(made)
@@ -62,6 +62,11 @@ def test_a_cut_file_is_that_of_the_pruned_checkpoint(checkpoint: Path, tmp_path:
         assert json.loads(after["moe_compressor.plans"][-1])["strategy"] == "by-hand"
         start, end = (gguf.GGUFReader(path).data_offset for path in (wanted, made))
         assert wanted.read_bytes()[start:] == made.read_bytes()[end:]  # the order and the padding, too
+    other = gguf_models.from_checkpoint(checkpoint, tmp_path / "other.gguf", Kind.F16, router=1.5)
+    told = " ".join(run("apply", plan, "--model", other, "-o", tmp_path / "small-other.gguf").out.split())
+    assert "The routers are not those of the plan's source: blk.0.ffn_gate_inp.weight differs by 0.5 of its" in told
+    gone = replace(CompressionPlan.load(plan), source=Source(str(tmp_path / "gone"), None, "0"))
+    assert "is not at hand" in compressor.apply_gguf(gone, other, tmp_path / "unknown.gguf").note
 
 
 @pytest.fixture(scope="module", params=[1, 3])

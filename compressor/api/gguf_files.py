@@ -10,6 +10,7 @@ from compressor.gguf_files.choosing import NO_IMATRIX, fit_plan, imatrix_plan, r
 from compressor.gguf_files.imatrix import read_imatrix
 from compressor.gguf_files.job import GgufSummary, carry_out
 from compressor.gguf_files.parts import open_gguf
+from compressor.gguf_files.source import compare_routers
 from compressor.gguf_files.writing import check_output
 from compressor.locking import alone
 from compressor.plans.plan import CompressionPlan
@@ -71,13 +72,15 @@ def apply_gguf(
 ) -> GgufSummary:
     """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF model.
 
-    The plan may have been made on the checkpoint that the file was converted from; then its layers, experts and top-k
-    are checked, and its weights cannot be.
+    The plan may have been made on the checkpoint that the file was converted from; then layers, experts and top-k are
+    checked, and routers are compared where that checkpoint is at hand.
     """
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
     refuse_more_than_drop(loaded)
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
     blocks = find_blocks(opened)
+    fitted = fit_plan(loaded, opened, blocks)
     with alone(Path(out)):
-        return carry_out(opened, blocks, fit_plan(loaded, opened, blocks), Path(out), overwrite, progress or Silent())
+        note = compare_routers(loaded, opened, blocks)
+        return carry_out(opened, blocks, fitted, Path(out), overwrite, progress or Silent(), note)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressor.checkpoint.headers import Size
-from compressor.gguf_files.blocks import FINGERPRINT, Blocks, cut
+from compressor.gguf_files.blocks import Blocks, cut
 from compressor.gguf_files.header import ARRAY, STRING, Value, packed
 from compressor.gguf_files.parts import Gguf
 from compressor.gguf_files.writing import write_gguf
@@ -18,10 +18,6 @@ from compressor.run_record import versions
 
 PLANS, VERSION = "moe_compressor.plans", "moe_compressor.version"
 LABEL = "general.size_label"
-UNCHECKED = (
-    "A plan made on a checkpoint does not tell its weights, so only layers, experts and top-k were held against the "
-    "file: make sure that it was converted from the plan's source"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +32,12 @@ class GgufSummary:
     before: Size
     after: Size
     seconds: float
-    note: str  # what could not be checked; empty if nothing
+    note: str  # how well the plan matches the file, where it was made on a checkpoint
     plan: CompressionPlan = field(repr=False)
 
 
 def carry_out(
-    model: Gguf, blocks: Blocks, plan: CompressionPlan, out: Path, overwrite: bool, progress: Progress
+    model: Gguf, blocks: Blocks, plan: CompressionPlan, out: Path, overwrite: bool, progress: Progress, note: str = ""
 ) -> GgufSummary:
     """Write the model with the experts that the plan keeps; the plan must be one for this model's blocks."""
     start = time.monotonic()
@@ -49,11 +45,10 @@ def carry_out(
     kept = {name: chosen[number] for name, number in blocks.homes.items()}
     paths = write_gguf(model, kept, new_values(model, blocks, plan), out, overwrite, progress)
     tensors = model.tensors.values()
-    foreign = not plan.source.fingerprint.startswith(FINGERPRINT)
     return GgufSummary(
         tuple(map(str, paths)), blocks.arch, plan.strategy, blocks.experts, plan.experts,
         Size.of(tensors), Size.of(cut(tensor, blocks, plan.experts) for tensor in tensors),
-        time.monotonic() - start, UNCHECKED if foreign else "", plan,
+        time.monotonic() - start, note, plan,
     )  # fmt: skip
 
 
