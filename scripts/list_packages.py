@@ -44,6 +44,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "plugins": (8, "the one import that a plugin's author needs"),
     "strategies": (9, "one file each"),
     "exporters": (9, "safetensors, ONNX"),
+    "gguf_files": (9, "the files of llama.cpp: fewer experts, byte for byte"),
     "comparison": (9, "many plans, one table"),
     "report": (9, "one page to look at"),
     "publishing": (10, "the Hub, and the model card"),

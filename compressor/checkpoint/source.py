@@ -45,6 +45,9 @@ def locate(
     """
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
+    if model.lower().endswith(".gguf") and not Path(model).is_dir():
+        taking = "inspect, plan, compress and apply --model"
+        raise CompressionError(f"{model} names a GGUF file, which only {taking} take; {NAME_ONE}")
     if is_local(model):
         if revision is not None:
             raise CompressionError(f"{model} is a local folder; --revision is for Hub ids only")

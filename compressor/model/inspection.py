@@ -3,7 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from compressor.checkpoint.headers import TensorInfo, tensor_bytes
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import fetch_headers, is_local, locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, build_meta, discover, load_config
+from compressor.model.architecture import MoeLayer, build_meta, discover, load_config
 from compressor.model.bounds import most_parts
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
@@ -96,10 +96,11 @@ def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[s
     return "attention" if "attn" in target or "attention" in target else "other"
 
 
-def _candidates(architecture: Architecture, experts: int | None) -> list[int]:
-    layer = architecture.layers[0]
+def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
+    """Numbers of experts to show: the one that was asked for, or three quarters, a half and a quarter of them all."""
+    layer = layers[0]
     if experts is not None:
-        for entry in architecture.layers:
+        for entry in layers:
             check_count(entry, experts, entry.name)
         return [experts]
     wanted = []
@@ -150,7 +151,7 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         entry[0], entry[1] = entry[0] + info.parameters, entry[1] + info.nbytes
     layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
     first, tensors = architecture.layers[0], checkpoint.tensors
-    outcomes = [stored_with(tensors, layout, count) for count in _candidates(architecture, experts)]
+    outcomes = [stored_with(tensors, layout, count) for count in candidates(architecture.layers, experts)]
     routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"

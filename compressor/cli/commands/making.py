@@ -10,6 +10,7 @@ import compressor
 from compressor.cli.announcing import announcing
 from compressor.cli.commands.gating import compress_under_gate
 from compressor.cli.commands.publishing import check_access, push_made
+from compressor.cli.gguf_files import CHOOSING, Imatrix, compress_file, plan_of_file, show_gguf_summary, takes_gguf
 from compressor.cli.options import GateOptions, Out, Publishing, Running, StrategyOptions, UnderGate, Yes, listed
 from compressor.cli.parameters import given
 from compressor.cli.terminal import command_line, progress_bars
@@ -19,7 +20,9 @@ from compressor.planning.request import CALIBRATION, Request
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A local checkpoint folder or a Hub id such as org/model; a recipe has one."),
+    typer.Argument(
+        metavar="MODEL", help="A local checkpoint folder, a Hub id such as org/model, or a GGUF file; a recipe has one."
+    ),
 ]
 Recipe = Annotated[
     Path | None,
@@ -44,11 +47,14 @@ def plan(
         ),
     ] = False,
     yes: Yes = False,
+    imatrix: Imatrix = None,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
     from compressor.cli import rendering
     from compressor.plans.files import check_files, source_files, write_plans
 
+    if takes_gguf(context, model, imatrix, CHOOSING):
+        return plan_of_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
     outputs = [output, *source_files(output, request.source_names if per_source else ())]
     check_files(outputs, running.overwrite)
@@ -96,12 +102,20 @@ def apply(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
     running: Annotated[Running, ("overwrite", "as_json")],
-    model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where the plan says.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The source checkpoint, if it is not where the plan says, or its GGUF file.")
+    ] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
     from compressor.cli import rendering
+    from compressor.gguf_files.parts import is_gguf
 
     with progress_bars(running.as_json) as progress:
+        if is_gguf(model):
+            made = compressor.apply_gguf(
+                plan_file, str(model), output, overwrite=running.overwrite, progress=progress
+            )  # fmt: skip
+            return show_gguf_summary(made, running.as_json)
         summary = compressor.apply(
             plan_file, output, model=model, overwrite=running.overwrite, progress=progress, command=command_line()
         )
@@ -127,11 +141,14 @@ def compress(
         ),
     ] = "safetensors",
     yes: Yes = False,
+    imatrix: Imatrix = None,
 ) -> None:
     """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
     from compressor.api import exporting
     from compressor.cli import rendering
 
+    if takes_gguf(context, model, imatrix, CHOOSING):
+        return compress_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
     formats = exporting.read_formats(listed(format, "--format") or ())
     if publishing.push_to_hub is not None:

@@ -15,13 +15,17 @@ from compressor.planning.request import CALIBRATION, KEEP, Request
 
 
 def inspect(
+    context: typer.Context,
     model: Model,
     running: Annotated[Running, ("revision", "as_json")],
     experts: Annotated[int | None, typer.Option(help="Show what keeping this many would leave.")] = None,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
     from compressor.cli import rendering
+    from compressor.cli.gguf_files import show_gguf_inspection, takes_gguf
 
+    if takes_gguf(context, model, None, ("experts",)):
+        return show_gguf_inspection(compressor.inspect_gguf(model, experts), running.as_json)
     rendering.show_inspection(compressor.inspect(model, running.revision, experts), running.as_json)
 
 

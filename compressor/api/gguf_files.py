@@ -1,0 +1,86 @@
+"""The Python API for GGUF files: the same with fewer experts, by an importance matrix or by a plan."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.gguf_files.blocks import find_blocks
+from compressor.gguf_files.choosing import NO_IMATRIX, fit_plan, imatrix_plan, refuse_more_than_drop
+from compressor.gguf_files.imatrix import read_imatrix
+from compressor.gguf_files.job import GgufSummary, carry_out
+from compressor.gguf_files.parts import open_gguf
+from compressor.gguf_files.source import compare_routers
+from compressor.gguf_files.writing import check_output
+from compressor.locking import alone
+from compressor.plans.plan import CompressionPlan
+from compressor.progress import Progress, Silent
+
+
+def plan_gguf(
+    model: str | Path,
+    *,
+    imatrix: str | Path | None,
+    experts: int | None = None,
+    ratio: float | None = None,
+    strategy: str = "auto",
+    protect: str | Sequence[Mapping[str, Any]] | None = None,
+) -> CompressionPlan:
+    """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is written.
+
+    `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
+    """
+    opened = open_gguf(model)
+    blocks = find_blocks(opened)
+    if imatrix is None:
+        raise CompressionError(f"{NO_IMATRIX} {opened.first.path.name}")
+    return imatrix_plan(opened, blocks, read_imatrix(Path(imatrix)), experts, ratio, strategy, protect)
+
+
+def compress_gguf(
+    model: str | Path,
+    out: str | Path,
+    *,
+    imatrix: str | Path | None,
+    experts: int | None = None,
+    ratio: float | None = None,
+    strategy: str = "auto",
+    protect: str | Sequence[Mapping[str, Any]] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> GgufSummary:
+    """Plan by an importance matrix and write the smaller GGUF model, in as many files as the source has.
+
+    No weight is changed or quantised anew. The plan is kept in the metadata, as the last of `moe_compressor.plans`.
+    """
+    opened = open_gguf(model)
+    check_output(Path(out), opened, overwrite)
+    with alone(Path(out)):
+        made = plan_gguf(
+            model, imatrix=imatrix, experts=experts, ratio=ratio, strategy=strategy, protect=protect
+        )  # fmt: skip
+        return carry_out(opened, find_blocks(opened), made, Path(out), overwrite, progress or Silent())
+
+
+def apply_gguf(
+    plan: CompressionPlan | str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> GgufSummary:
+    """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF model.
+
+    The plan may have been made on the checkpoint that the file was converted from; then layers, experts and top-k are
+    checked, and routers are compared where that checkpoint is at hand.
+    """
+    loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
+    refuse_more_than_drop(loaded)
+    opened = open_gguf(model)
+    check_output(Path(out), opened, overwrite)
+    blocks = find_blocks(opened)
+    fitted = fit_plan(loaded, opened, blocks)
+    with alone(Path(out)):
+        note = compare_routers(loaded, opened, blocks)
+        return carry_out(opened, blocks, fitted, Path(out), overwrite, progress or Silent(), note)

@@ -1,0 +1,126 @@
+"""What the commands do where the model is a GGUF file, and what they print of it."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compressor.cli.parameters import given
+from compressor.cli.terminal import progress_bars, tell
+from compressor.document.blocks import Facts, Heading, Table, Text
+from compressor.errors import CompressionError
+from compressor.planning.request import STRATEGY, Request
+from compressor.words import counted, human_bytes, human_count, ranges, share
+
+if TYPE_CHECKING:  # loaded only where there is a GGUF file
+    from compressor.gguf_files.inspection import GgufInspection
+    from compressor.gguf_files.job import GgufSummary
+
+CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
+Imatrix = Annotated[
+    Path | None,
+    typer.Option(
+        help="Of a GGUF model: an importance matrix of llama-imatrix, by which experts are chosen.",
+        rich_help_panel=STRATEGY,
+    ),
+]
+
+
+def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, known: Collection[str]) -> bool:
+    """Whether the model is a GGUF file; then options that need numbers to compute with are refused, by name."""
+    from compressor.gguf_files.parts import is_gguf
+
+    if not is_gguf(model):
+        if imatrix is not None:
+            raise CompressionError("--imatrix goes with a GGUF file; name one as the model, or leave it out")
+        return False
+    options = {option.name: option.opts[0] for option in context.command.params}
+    if other := sorted(options[name] for name in given(context) - {*known, "model", "output", "as_json", "overwrite"}):
+        raise CompressionError(
+            f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or compress the checkpoint and "
+            "convert the result"
+        )
+    return True
+
+
+def plan_of_file(
+    model: str, output: Path, request: Request, imatrix: Path | None, overwrite: bool, as_json: bool
+) -> None:
+    """`plan` on a GGUF file."""
+    import compressor
+    from compressor.plans.document import plan_blocks
+    from compressor.plans.files import check_files, write_plans
+
+    check_files([output], overwrite)
+    made = compressor.plan_gguf(model, **_asked(request, imatrix))
+    write_plans([output], [made])
+    tell(as_json, made.to_dict(), plan_blocks(made, output))
+
+
+def compress_file(
+    model: str, output: Path, request: Request, imatrix: Path | None, overwrite: bool, as_json: bool
+) -> None:
+    """`compress` on a GGUF file."""
+    import compressor
+
+    with progress_bars(as_json) as progress:
+        asked = _asked(request, imatrix)
+        done = compressor.compress_gguf(model, output, overwrite=overwrite, progress=progress, **asked)
+    show_gguf_summary(done, as_json)
+
+
+def _asked(request: Request, imatrix: Path | None) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in CHOOSING if name != "imatrix"} | {"imatrix": imatrix}
+
+
+def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
+    """The report of `inspect` on a GGUF file."""
+    facts = {
+        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
+        "files": str(report.files),
+        "MoE layers": f"{report.moe_layers} of {report.layers}",
+        "experts": f"{report.experts} in each, top-{report.top_k}",
+        "routing": report.routing,
+        "shared experts": str(report.shared_experts or "none"),
+        **report.quantization,
+        "parameters": human_count(report.parameters),
+        "bytes": human_bytes(report.bytes),
+        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
+        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
+    }
+    sizes = ("parameters", "bytes", "share")
+    parts, left = (
+        tuple((label, human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
+              for label, each in named)
+        for named in ([(part.name, part) for part in report.parts], [(str(x.experts), x) for x in report.outcomes])
+    )  # fmt: skip
+    tables = Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
+    tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
+
+
+def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
+    """Sizes before and after, what could not be checked, and where the files are."""
+    from compressor.plans.document import protected_blocks
+
+    before, after = summary.before, summary.after
+    content = {
+        "output": list(summary.out), "architecture": summary.architecture, "strategy": summary.strategy,
+        "experts": [summary.experts_before, summary.experts_after], "before": asdict(before), "after": asdict(after),
+        "seconds": summary.seconds, "note": summary.note,
+    }  # fmt: skip
+    rows = (
+        ("experts per layer", str(summary.experts_before), str(summary.experts_after), ""),
+        *((name, human(a), human(b), share(b, a)) for name, human, a, b in (
+            ("parameters", human_count, before.parameters, after.parameters),
+            ("bytes", human_bytes, before.bytes, after.bytes),
+        )),
+    )  # fmt: skip
+    files = f" and {counted(len(summary.out) - 1, 'further part')}" if len(summary.out) > 1 else ""
+    tell(as_json, content, (
+        Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
+        *protected_blocks(summary.plan),
+        *([Text(f"{summary.note}.")] if summary.note else []),
+        Text(f"Written to {summary.out[0]}{files}"),
+    ))  # fmt: skip

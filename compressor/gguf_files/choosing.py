@@ -1,0 +1,175 @@
+"""Plans for GGUF models: made from an importance matrix, or made elsewhere and fitted to the file."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compressor.calibration.statistics import LayerStatistics
+from compressor.errors import CompressionError
+from compressor.gguf_files.blocks import FINGERPRINT, Blocks
+from compressor.gguf_files.imatrix import Imatrix
+from compressor.gguf_files.parts import Gguf
+from compressor.gguf_files.scores import ENERGY, SCORES, weight_scores
+from compressor.grouping.choose import keep_best, kept_share
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import resolve_count
+from compressor.planning.protecting import check_protected, listed, read_protected
+from compressor.planning.request import AUTO, GRAPH
+from compressor.plans.layer import LayerPlan
+from compressor.plans.plan import CompressionPlan, Source
+from compressor.records import read_json
+from compressor.run_record import PACKAGES, versions
+from compressor.words import did_you_mean, joined
+
+logger = logging.getLogger(__name__)
+
+HEAD = "down_projection_norm"  # what decides in a head for further tokens, which no imatrix has seen
+NO_IMATRIX = (
+    "a GGUF file is compressed by an importance matrix; give --imatrix FILE of llama-imatrix, or apply a plan that was "
+    "made on the checkpoint: moe-compress apply plan.json --model"
+)
+OLD = (
+    "is of the old format, which has means in place of sums and counts, and experts that are seldom visited pass for "
+    "important ones; make it anew with a llama-imatrix that writes GGUF"
+)
+
+
+def imatrix_plan(
+    model: Gguf,
+    blocks: Blocks,
+    imatrix: Imatrix,
+    experts: int | None,
+    ratio: float | None,
+    strategy: str = AUTO,
+    protect: str | Sequence[Mapping[str, Any]] | None = None,
+) -> CompressionPlan:
+    """A plan that keeps in each block the experts of highest score; `auto` is `imatrix-energy`.
+
+    Protected experts come as a list, or a file with one, with `layer` and `expert`; its modules are not looked at.
+    """
+    name = ENERGY if strategy == AUTO else strategy
+    if name not in SCORES:
+        raise CompressionError(
+            f"no strategy {name!r} works on GGUF files; {did_you_mean(name, SCORES)}known are {joined(list(SCORES))}"
+        )
+    if imatrix.counts is None:
+        if strategy != ENERGY:
+            raise CompressionError(f"{imatrix.path} {OLD}, or name --strategy {ENERGY} to go without")
+        logger.warning("%s %s", imatrix.path.name, OLD)
+    keep = resolve_count(blocks.layers, experts, ratio)
+    check_llama_cpp(model, blocks, keep)
+    protected = _protected(protect, blocks)
+    check_protected(protected, blocks.layers, keep)
+    layers = list[LayerPlan]()
+    for layer in blocks.layers:
+        own = protected.get(layer.name, frozenset())
+        if layer.index in blocks.heads and not imatrix.has(f"{layer.name}.ffn_down_exps.weight"):
+            layers.append(head_plan(model, layer, keep, own))
+            continue
+        scores = SCORES[name](model, layer, imatrix)
+        made = keep_best(LayerStatistics(layer), scores, keep, own, decided_by=name)
+        layers.append(replace(made, figures={"kept_share": kept_share(made, scores)}))
+    source = Source(model.first.path.name, None, blocks.fingerprint)
+    data = {"source": imatrix.path.name, "sha256": imatrix.digest()}
+    return CompressionPlan(
+        source, keep, name, {}, data, tuple(layers), versions=versions((*PACKAGES[:2], "gguf")),
+        protected=listed(protected),
+    )  # fmt: skip
+
+
+def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+    """Of a head for further tokens: the experts whose down projections have the largest norms, for nothing is known."""
+    logger.warning(
+        "%s predicts further tokens and nothing is known of its experts, so those with the largest down projections "
+        "are kept; convert the model without it (--no-mtp) if you do not decode speculatively",
+        layer.name,
+    )
+    return keep_best(LayerStatistics(layer), weight_scores(model, layer), keep, protected, decided_by=HEAD)
+
+
+def check_llama_cpp(model: Gguf, blocks: Blocks, keep: int) -> None:
+    """Refuse a number of experts at which llama.cpp stops: no more than one for each of the groups it reads."""
+    if keep <= model.first.number(f"{blocks.arch}.expert_group_count"):
+        raise CompressionError(
+            f"llama.cpp runs {blocks.arch} with at least 2 experts in a group; keep more than {keep}"
+        )
+
+
+def _protected(protect: str | Sequence[Mapping[str, Any]] | None, blocks: Blocks) -> Mapping[str, frozenset[int]]:
+    if protect is None:
+        return {}
+    if isinstance(protect, str):
+        if protect == AUTO or protect.startswith(GRAPH):
+            raise CompressionError(f"--protect {protect} needs a checkpoint and text; name a JSON list of experts")
+        found = read_json(Path(protect), "mend it", "name a JSON list of experts")
+    else:
+        found = list(protect)
+    if not isinstance(found, list):
+        raise CompressionError(f'{protect} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
+    entries = [{**each, "module": None} if isinstance(each, dict) else each for each in found]
+    return read_protected(entries, blocks.layers)
+
+
+def fit_plan(plan: CompressionPlan, model: Gguf, blocks: Blocks) -> CompressionPlan:
+    """A plan with the blocks of a GGUF file in place of its layers, matched by number.
+
+    Raises `CompressionError` for a plan that does more than drop, or that speaks of another model. A plan made on a
+    checkpoint tells nothing of its weights that a GGUF file could be held against.
+    """
+    refuse_more_than_drop(plan)
+    if plan.source.fingerprint.startswith(FINGERPRINT) and plan.source.fingerprint != blocks.fingerprint:
+        raise CompressionError("the plan was made for another GGUF model: the routers differ; plan again for this one")
+    by_number = {layer.layer: layer for layer in plan.layers}
+    if len(by_number) != len(plan.layers):
+        raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
+    known = {layer.index for layer in blocks.layers}
+    if strange := sorted(set(by_number) - known):
+        raise CompressionError(
+            f"the plan speaks of layer {strange[0]}, and blk.{strange[0]} has no experts in {model.first.path.name}; "
+            "apply it to the GGUF file of the same model"
+        )
+    if missing := sorted(known - set(by_number) - blocks.heads):
+        raise CompressionError(
+            f"the plan has no entry for blk.{missing[0]} of {model.first.path.name}; apply it to the GGUF file of the "
+            "same model"
+        )
+    check_llama_cpp(model, blocks, plan.experts)
+    layers, protected = list[LayerPlan](), dict[str, tuple[int, ...]]()
+    for layer in blocks.layers:
+        if (made := by_number.get(layer.index)) is None:
+            layers.append(head_plan(model, layer, plan.experts))
+            continue
+        layers.append(_fitted(made, layer))
+        if named := plan.protected.get(made.module):
+            protected[layer.name] = named
+    return replace(plan, layers=tuple(layers), protected=protected)
+
+
+def _fitted(made: LayerPlan, layer: MoeLayer) -> LayerPlan:
+    """One layer's plan with the rules of the GGUF file, by which it checks itself."""
+    for fact in ("experts", "top_k"):
+        if getattr(made, fact) != getattr(layer, fact):
+            raise CompressionError(
+                f"{made.module}: the plan says {fact} {getattr(made, fact)}, {layer.name} has {getattr(layer, fact)}; "
+                "apply it to the GGUF file of the same model"
+            )
+    kept = [group.members[0] for group in made.groups]
+    details = {name: getattr(made, name) for name in ("upstream", "decided_by", "figures")}
+    return LayerPlan.keep(layer, kept, **details)
+
+
+def refuse_more_than_drop(plan: CompressionPlan) -> None:
+    """Refuse, by name, what needs weights as plain numbers."""
+    merged = next((layer for layer in plan.layers if not layer.is_drop), None)
+    done = {
+        "corrects what is left": plan.correction, "splits experts": plan.split, "bakes routers": plan.bake,
+        "recovers by training": plan.recover, f"merges experts ({merged.module if merged else ''})": merged,
+    }  # fmt: skip
+    for what, entry in done.items():
+        if entry is not None:
+            raise CompressionError(
+                f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only cut; apply it to "
+                "the checkpoint and convert the result, or plan with a strategy that only drops (--correct none)"
+            )
