@@ -52,6 +52,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         "revision": plan.source.revision,
         "experts": plan.experts,
         "protect": protected,
+        "mtp": plan.mtp,
         "strategy": plan.strategy,
         "options": dict(plan.options),
         "sequential": plan.sequential or None,
