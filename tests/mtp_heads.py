@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import linear, silu, softmax
 from transformers import PreTrainedModel
 
 from tests import small, zoo

@@ -1,6 +1,6 @@
 """An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,7 @@ class OpenModel:
     architecture: Architecture
     partial: PartialModel
     layout: Layout
+    found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
 
     @cached_property
     def fingerprint(self) -> str:

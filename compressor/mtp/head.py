@@ -27,6 +27,7 @@ from compressor.mtp.view import CheckpointView
 
 logger = logging.getLogger(__name__)
 
+HEADS = "heads"  # of an opened model, once they have been found
 SCALED = "quantization_config"
 FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers that come before MoE ones
 
@@ -62,8 +63,10 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 
     Raises `CompressionError` saying why the tensors of a head are not understood.
     """
-    found = names_of(model)
-    return tuple(_head(model, names) for names in found)
+    if HEADS not in model.found:
+        model.found[HEADS] = tuple(_head(model, names) for names in names_of(model))
+    heads: tuple[Head, ...] = model.found[HEADS]
+    return heads
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:

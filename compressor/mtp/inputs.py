@@ -142,7 +142,7 @@ class LastStates(LayerVisitor):
         """Watch the language-model head while the block runs."""
         head = head_of(self.model.partial.model)
         assert head is not None  # or there were no head to share it with
-        self._own, self._vocabulary = head.forward, int(head.weight.shape[0])  # type: ignore[union-attr,index,arg-type]
+        self._own, self._vocabulary = head.forward, int(head.weight.shape[0])  # type: ignore[index]
         head.forward = self._instead
         try:
             yield self

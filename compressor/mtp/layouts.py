@@ -87,7 +87,7 @@ def _own_layers(names: list[str], layers: int) -> list[HeadNames]:
             parts[PARTS[name]] = ROOT + name
         else:
             raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
-    if sorted(blocks) != list(range(len(blocks))):
+    if names and sorted(blocks) != list(range(max(len(blocks), 1))):
         raise CompressionError(f"the layers under {ROOT!r} are numbered {sorted(blocks)}")
     return [
         HeadNames(f"{ROOT}layers.{number}.", layers + number, tuple(own), parts)
