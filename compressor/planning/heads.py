@@ -121,7 +121,7 @@ class HeadLine:
             for head in self.heads:
                 yield from (_named(seen, head) for seen in collect(head.model, needs, None, progress, seed))
             return
-        relay = self._relay(calibration)
+        relay = Relay(model, self.heads, calibration.batches, judged_batches(calibration))
         with relay.ends[0].attached() as end:
             yield from collect(model, needs, calibration, progress, seed, per_source, end)
         for number, head in enumerate(self.heads):
@@ -132,27 +132,8 @@ class HeadLine:
                     yield _named(seen, head)
             self.accepted[head.named.name] = relay.acceptance(number)
 
-    def compressed(
-        self, work: LayerWork, progress: Progress, files: CutFiles | None, phase: str
-    ) -> tuple[LayerPlan, ...]:
-        """The model's layers planned, cut and corrected in order, then the heads on what the smaller model puts out."""
-        assert self.calibration is not None
-        if not self.heads:
-            return compress_in_order(self.model, work, self.calibration, progress, files, phase=phase)
-        relay = self._relay(self.calibration)
-        with relay.ends[0].attached() as end:
-            plans = compress_in_order(self.model, work, self.calibration, progress, files, phase=phase, end=end)
-        for number, head in enumerate(self.heads):
-            text, end = relay.texts[number], relay.ends[number + 1]
-            own = replace(self.calibration, batches=text.batches)
-            kept = None if files is None else files_of_head(files, number)
-            with text.put_in(), end.attached():
-                plans += compress_in_order(head.model, _of_head(work, head), own, progress, kept, phase=phase, end=end)
-            self.accepted[head.named.name] = relay.acceptance(number)
-        return plans
-
-    def told(self, plan: CompressionPlan, when: str) -> CompressionPlan:
-        """The plan with the acceptance of its heads, `before` or `after` they are made smaller, among their figures."""
+    def told(self, plan: CompressionPlan) -> CompressionPlan:
+        """The plan with the acceptance of its heads, before anything is made smaller, among their figures."""
         calibration = self.calibration
         if not self.accepted or calibration is None:
             return plan
@@ -160,13 +141,34 @@ class HeadLine:
         def with_figure(layer: LayerPlan) -> LayerPlan:
             if (found := self.accepted.get(layer.module)) is None:
                 return layer
-            figure = {**layer.figures.get(ACCEPTANCE, {}), **_figure(found, when, calibration)}
-            return replace(layer, figures={**layer.figures, ACCEPTANCE: figure})
+            return replace(layer, figures={**layer.figures, ACCEPTANCE: _figure(found, "before", calibration)})
 
         return replace(plan, layers=tuple(map(with_figure, plan.layers)))
 
-    def _relay(self, calibration: Calibration) -> Relay:
-        return Relay(self.model, self.heads, calibration.batches, judged_batches(calibration))
+
+def compress_with_heads(
+    model: OpenModel,
+    heads: Sequence[Head],
+    work: LayerWork,
+    calibration: Calibration,
+    progress: Progress,
+    files: CutFiles | None,
+    phase: str,
+) -> tuple[LayerPlan, ...]:
+    """The model's layers planned, cut and corrected in order, then its heads' on what the smaller model puts out."""
+    if not heads:
+        return compress_in_order(model, work, calibration, progress, files, phase=phase)
+    relay = Relay(model, heads, calibration.batches, frozenset())
+    with relay.ends[0].attached() as end:
+        plans = compress_in_order(model, work, calibration, progress, files, phase=phase, end=end)
+    for number, head in enumerate(heads):
+        text, end = relay.texts[number], relay.ends[number + 1]
+        own, of_head = replace(calibration, batches=text.batches), _of_head(work, head)
+        kept = None if files is None else files_of_head(files, number)
+        with text.put_in(), end.attached():
+            further = end if end.text is not None else None
+            plans += compress_in_order(head.model, of_head, own, progress, kept, phase=phase, end=further)
+    return plans
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:

@@ -15,7 +15,7 @@ from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.mtp.head import Head, kept_heads
-from compressor.planning.heads import HeadLine, files_of_head
+from compressor.planning.heads import HeadLine, compress_with_heads, files_of_head
 from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy
 from compressor.planning.steering import Steering
@@ -137,7 +137,7 @@ def make_plans(
     for (number, source), plans in sorted(layers.items()):
         data = calibration if source < 0 or calibration is None else calibration.only(source)
         name = None if source < 0 or calibration is None else calibration.source_names[source]
-        plan = line.told(_whole_plan(model, wishes[number], data, plans, seed, protected), "before")
+        plan = line.told(_whole_plan(model, wishes[number], data, plans, seed, protected))
         found.append(Planned(plan, number, seconds[number, source], name, data))
     return found
 
@@ -182,9 +182,8 @@ def make_plan_in_order(
         return replace(_layer_plan(stats, wish, protected, rank_changes), upstream=COMPRESSED)
 
     work = LayerWork(wish.experts, decide, wish.strategy.needs, correction, seed)
-    line = HeadLine(model, wish.heads, calibration)
-    layers = line.compressed(work, progress, files, "plan in order")
-    return line.told(_whole_plan(model, wish, calibration, layers, seed, protected, sequential=True), "after")
+    layers = compress_with_heads(model, wish.heads, work, calibration, progress, files, "plan in order")
+    return _whole_plan(model, wish, calibration, layers, seed, protected, sequential=True)
 
 
 def correct(
@@ -212,7 +211,5 @@ def correct(
             plan.experts, lambda stats: by_name[stats.layer.name],
             correction=Correction.from_plan(plan.correction), seed=plan.seed, visited=visited,
         )  # fmt: skip
-        line = HeadLine(model, heads, calibration)
-        layers = line.compressed(work, progress, files, "correct")
-        return line.told(replace(plan, layers=layers), "after")
+        layers = compress_with_heads(model, heads, work, calibration, progress, files, "correct")
     return replace(plan, layers=layers)
