@@ -14,7 +14,6 @@ from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
-from compressor.mtp.head import kept_heads
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
 from compressor.planning.further import refuse_part
@@ -24,13 +23,14 @@ from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
-from compressor.plans.plan import CompressionPlan, check_against
+from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
 from compressor.records import read_object
 from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
+from compressor.surgery.heads import check_plan
 from compressor.surgery.job import left_out_of, make_job
 
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
@@ -224,8 +224,7 @@ def _carry_out(
 ) -> Summary:
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
     model, clock, cut = run.model, run.clock, run.cut
-    heads = kept_heads(model, [layer.module for layer in plan.layers])
-    check_against(plan, (*model.architecture.layers, *(head.named for head in heads)), model.fingerprint)
+    heads = check_plan(plan, model)
     _check_target(model, place, plan.experts, plan.correction is not None)
     refuse_part(plan)
     if plan.bake is not None:

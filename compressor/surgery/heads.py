@@ -12,7 +12,7 @@ from compressor.model.architecture import build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.mtp.head import Head, find_heads, kept_heads
-from compressor.plans.plan import CompressionPlan
+from compressor.plans.plan import CompressionPlan, check_against
 from compressor.surgery.configuration import expert_renames
 from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
@@ -22,6 +22,13 @@ from compressor.surgery.tensors import OutputTensor, Piece, Portion, pieces, pla
 def files_of_head(files: CutFiles, number: int) -> CutFiles:
     """Where the corrected tensors of the head of this number wait to be written."""
     return CutFiles(files.folder / f"head-{number}")
+
+
+def check_plan(plan: CompressionPlan, model: OpenModel) -> tuple[Head, ...]:
+    """Refuse a plan that was made for another model, or for one with another head; returns the heads that it keeps."""
+    heads = kept_heads(model, [layer.module for layer in plan.layers])
+    check_against(plan, (*model.architecture.layers, *(head.named for head in heads)), model.fingerprint)
+    return heads
 
 
 @dataclass(frozen=True, slots=True)
