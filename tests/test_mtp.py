@@ -83,6 +83,8 @@ def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path
 def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch(made: Made, tmp_path: Path) -> None:
     asked = compressor.Request(strategy="reap", experts=4, correct="ridge", **with_text(tmp_path))
     summary = compressor.compress(str(made.folder), tmp_path / "out", asked)
+    record = read_record(tmp_path / "out")
+    assert record is not None and record.acceptance == summary.acceptance
     planned = CompressionPlan.from_dict(json.loads(compressor.plan(str(made.folder), asked).to_json()))
     compressor.apply(planned, tmp_path / "later")
     for file in sorted((tmp_path / "out").iterdir()):
@@ -95,7 +97,7 @@ def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     halved = replace(made, folder=tmp_path / "out", model=smaller)
     (figure,) = summary.acceptance.values()
-    assert figure["heldout"] and read_record(tmp_path / "out").acceptance == summary.acceptance
+    assert figure["heldout"]
     for when, own in (("before", made), ("after", halved)):
         trunk, (seen,) = run_all(own, own.model, own.tensors, tokens)
         agreed = trunk[:, 1:] == seen.choices
@@ -139,3 +141,18 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
         compressor.plan(str(without), strategy="model-centric", experts=4, mtp="keep")
     with pytest.raises(CompressionError, match="--mtp 'half' should be keep or drop"):
         compressor.Request(mtp="half")
+
+
+def test_heads_in_a_row_are_planned_in_order_and_carried_out_alike(tmp_path: Path) -> None:
+    made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=2)
+    asked = compressor.Request(strategy="reap", experts=4, correct="ridge", sequential=True, **with_text(tmp_path))
+    summary = compressor.compress(str(made.folder), tmp_path / "out", asked)
+    compressor.apply(summary.plan, tmp_path / "later")
+    for file in sorted((tmp_path / "out").iterdir()):
+        assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes(), file.name
+    assert [*summary.acceptance] == ["model.layers.3.mlp.experts", "model.layers.4.mlp.experts"]
+    first, second = summary.acceptance.values()
+    assert first["positions"] > second["positions"]
+    for layer in summary.plan.layers[-2:]:
+        assert layer.upstream == "compressed"
+        assert layer.figures["correction"]["heldout_error"] < layer.figures["correction"]["heldout_error_before"]
