@@ -36,6 +36,7 @@ class RunRecord:
     peak_memory: int = 0  # bytes of anonymous memory at the highest
     command: tuple[str, ...] | None = None  # None: not through the command line
     finished: str = ""  # UTC, ISO 8601; told when it is kept
+    acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

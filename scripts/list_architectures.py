@@ -155,7 +155,7 @@ def _notes(opened: OpenModel) -> str:
     fields = vars(opened.config) | vars(opened.config.get_text_config())
     heads = sorted(key for key, value in fields.items() if announces_head(key) and isinstance(value, int))
     if heads:
-        notes.append(f"a head announced by {', '.join(f'`{key}`' for key in heads)} is left out")
+        notes.append(f"its config announces a head by {', '.join(f'`{key}`' for key in heads)}")
     return "; ".join(notes)
 
 

@@ -28,6 +28,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "serving": (2, "what servers ask of a model, as data"),
     "model": (3, "what transformers says the files are, one layer of it in memory at a time"),
     "plans": (4, "what shall be done, as JSON"),
+    "mtp": (4, "multi-token-prediction heads, each a model of one layer"),
     "calibration": (4, "from text to batches to the statistics of a layer"),
     "evaluation": (4, "a model's answers to lm-eval's items"),
     "generation": (4, "the next token"),

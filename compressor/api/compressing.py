@@ -19,12 +19,13 @@ from compressor.model.served import advice_on, served_model
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, seen, settle
 from compressor.planning.further import refuse_part
+from compressor.planning.heads import Accepted, acceptance_of, accepted_by
 from compressor.planning.make import correct
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
-from compressor.plans.plan import CompressionPlan, check_against
+from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
 from compressor.records import read_object
 from compressor.recovery.finished import recover_finished
@@ -33,7 +34,8 @@ from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.serving.advice import Advice
 from compressor.splitting.opening import as_planned
-from compressor.surgery.job import make_job, output_size
+from compressor.surgery.heads import check_plan
+from compressor.surgery.job import left_out_of, make_job, output_size
 
 Announce = Callable[[Forecast], None]
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
@@ -55,6 +57,7 @@ class Summary:
     zeroed_fields: tuple[str, ...]  # config fields that announced them
     plan: CompressionPlan = field(repr=False)
     servers: Advice = field(repr=False)
+    acceptance: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of kept heads, before and after
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def _carry_out(
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
     model = run.model = as_planned(run.model, plan)
     clock, cut = run.clock, run.cut
-    check_against(plan, model.architecture.layers, model.fingerprint)
+    heads = check_plan(plan, model)
     _check_target(model, place, plan.experts, plan.correction is not None)
     refuse_part(plan)
     if plan.bake is not None:
@@ -214,10 +217,11 @@ def _carry_out(
         with clock.phase("correct"):
             plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
     made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
+    accepted = accepted_by(plan)
     recipe = recipe_of(plan, model.source.label)
 
     def verify(folder: Path) -> None:
-        nonlocal plan
+        nonlocal plan, accepted
         for name in plan.afterwards:
             assert run.folder is not None
             kept = run.folder / f"{name}-{made.digest[:16]}"
@@ -226,10 +230,11 @@ def _carry_out(
             done: dict[str, Any] = {name: entry}
             plan = replace(plan, **done)
         made.verify(folder)
+        accepted = acceptance_of(plan, heads, folder, model, calibration)
         if place.accept is not None:
             place.accept(folder)
         here = replace(place, out=folder)  # a run that is killed once the output is in place has its record, too
-        _record(model, _summary(run, here, plan, Size.of(made.outputs), zeroed), here, noted)
+        _record(model, _summary(run, here, plan, Size.of(made.outputs), zeroed, accepted), here, noted)
         if place.key is not None:
             note_request(folder, place.key)
 
@@ -239,10 +244,12 @@ def _carry_out(
         load_exporter("safetensors").write(
             job, place.out, place.overwrite, lambda unit, nbytes: run.progress.advance(unit or "embeddings and head")
         )
-    return _summary(run, place, plan, Size.of(job.outputs), zeroed)
+    return _summary(run, place, plan, Size.of(job.outputs), zeroed, accepted)
 
 
-def _summary(run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed: Sequence[str]) -> Summary:
+def _summary(
+    run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed: Sequence[str], accepted: Accepted | None = None
+) -> Summary:
     model = run.model
     return Summary(
         out=str(place.out),
@@ -253,10 +260,11 @@ def _summary(run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed
         after=after,
         seconds=dict(run.clock.seconds),
         peak_memory=run.peak.anonymous,
-        left_out=model.layout.left_out,
+        left_out=left_out_of(model, plan),
         zeroed_fields=tuple(zeroed),
         plan=plan,
         servers=advice_on(served_model(model), model.architecture.layers, plan.experts),
+        acceptance=accepted_by(plan) if accepted is None else accepted,
     )
 
 
@@ -264,7 +272,10 @@ def _record(model: OpenModel, summary: Summary, place: _Place, noted: Noted) -> 
     """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
     source, calibration = model.source, summary.plan.calibration
     words = None if place.command is None else tuple(place.command)
-    known = RunRecord(source.name, source.revision, calibration, summary.seconds, summary.peak_memory, words)
+    known = RunRecord(
+        source.name, source.revision, calibration, summary.seconds, summary.peak_memory, words,
+        acceptance=summary.acceptance,
+    )  # fmt: skip
     out = Path(summary.out)
     record_run(out, known)
     keep_measures(out, noted.measured(calibration), "run")

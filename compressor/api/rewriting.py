@@ -13,11 +13,12 @@ from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_alike
+from compressor.mtp.head import known_heads
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run
 from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan
+from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.plans.whole import whole_plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
@@ -61,7 +62,9 @@ def write_anew(
             tell_in_place(out)
             found: dict[str, Any] = read_object(out / COMPRESSION)["plan"][name]
             return found
-        made, _ = make_job(smaller, whole_plan(smaller, smaller.architecture))
+        whole = whole_plan(smaller, smaller.architecture)
+        heads = tuple(LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(smaller))
+        made, _ = make_job(smaller, replace(whole, layers=(*whole.layers, *heads)))
         done: dict[str, Any] = {}
 
         def verify(written: Path) -> None:

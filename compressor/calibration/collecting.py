@@ -107,11 +107,12 @@ def collect(
     progress: Progress,
     seed: int = 0,
     per_source: bool = False,
+    end: LayerVisitor | None = None,
 ) -> Iterator[LayerStatistics]:
     """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
 
     Needs that are met by weights alone load the experts and run nothing. `per_source` keeps each calibration source's
-    own statistics too.
+    own statistics too. For the sake of a visitor `end` the batches go on to the model's output.
     """
     routers = Routers(model)
     if calibration is None:
@@ -123,9 +124,11 @@ def collect(
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
     by_unit = layers_by_unit(model.architecture.layers)
     watching = _Watching(by_unit, lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
-    stream = LayerStream(model.partial, calibration.batches, model.architecture.units, by_unit)
+    batches, units = calibration.batches, model.architecture.units
+    wanted, finishing = (by_unit, range(0)) if end is None else (units, range(len(batches)))
+    stream = LayerStream(model.partial, batches, units, wanted, finishing)
     progress.start("calibrate and plan", len(model.architecture.layers))
-    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching)) as passed:
+    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching, *([end] if end else []))) as passed:
         torch.manual_seed(seed)
         try:
             for _ in passed:

@@ -99,6 +99,8 @@ def summary_dict(summary: "Summary") -> dict[str, Any]:
         "seconds": {name: round(value, 3) for name, value in summary.seconds.items()},
         "peak_memory_bytes": summary.peak_memory,
         "left_out": list(summary.left_out), "zeroed_fields": list(summary.zeroed_fields),
+        **({"acceptance": {name: dict(figure) for name, figure in summary.acceptance.items()}}
+           if summary.acceptance else {}),
         "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
         "servers": asdict(summary.servers),
         **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
@@ -137,11 +139,20 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
         *([Text(f"split: {told_split(summary.plan.split)}")] if summary.plan.split is not None else []),
         *protected_blocks(summary.plan),
         *done,
+        *(Text(acceptance_line(name, figure)) for name, figure in summary.acceptance.items()),
         *([Text(names)] if summary.left_out else []),
         Text(server_line(summary.servers)),
         Text(f"Written to {summary.out}"),
         *(push_blocks(pushed) if pushed is not None else ()),
     )
+
+
+def acceptance_line(name: str, figure: Mapping[str, Any]) -> str:
+    """How often a multi-token-prediction head says what the model then chooses."""
+    shares = [f"{when} {figure[when]:.1%}" for when in ("before", "after") if when in figure]
+    text = "held-out calibration text" if figure.get("heldout") else "calibration text"
+    where = f"{figure['positions']:,} positions of {text}"
+    return f"{name}: the head's likeliest token is the one that the model chooses, {', '.join(shares)} of {where}"
 
 
 def published(pushed: "PushSummary | None") -> dict[str, Any]:

@@ -211,11 +211,12 @@ def compress_in_order(
     files: CutFiles | None = None,
     judge: Judge | None = None,
     phase: str = "correct",
+    end: LayerVisitor | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
     `files` keeps the cut layers, and those that it has are not made again. The batches of `judge` run through the
-    compressed model to its end.
+    compressed model to its end; so do the calibration's for the sake of a visitor `end`.
     """
     refuse_shared_experts(model)
     batches = () if calibration is None else calibration.batches
@@ -225,10 +226,12 @@ def compress_in_order(
     if judge is not None:
         judge.first, evaluation = len(batches), judge.tokens
         visitors.append(judge)
+    if end is not None:
+        visitors.append(end)
     units = model.architecture.units
     stream = LayerStream(
-        model.partial, [*batches, *evaluation], units, wanted=units if evaluation else state.by_unit,
-        finishing=range(len(batches), len(batches) + len(evaluation)),
+        model.partial, [*batches, *evaluation], units, wanted=units if evaluation or end else state.by_unit,
+        finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
     )  # fmt: skip
     progress.start(phase, len(state.by_unit))
     with torch.random.fork_rng(devices=[]):

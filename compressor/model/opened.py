@@ -1,7 +1,7 @@
 """An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,7 @@ class OpenModel:
     whole: "OpenModel | None" = None  # the stored model, where this is a view of it: experts split, or another top-k
     split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
     top_k: int | None = None  # what smaller models write, where that is not the view's own
+    found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
 
     @cached_property
     def fingerprint(self) -> str:

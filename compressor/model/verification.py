@@ -1,6 +1,6 @@
 """Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ def check_filled(checkpoint: Checkpoint, config: Any) -> None:
     refuse_unfilled(checkpoint, build_meta(config, most=most_parts(checkpoint)))
 
 
-def verify_output(folder: Path, fields: Mapping[str, Any], experts: int, original: Path) -> None:
+def verify_output(
+    folder: Path, fields: Mapping[str, Any], experts: int, original: Path, known: Collection[str] = ()
+) -> None:
     """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one.
 
-    `fields` are what the config must say, by dotted path. What was carried from the `original` folder is loaded too.
+    `fields` are what the config must say, by dotted path. What was carried from the `original` folder is loaded too;
+    tensors that are `known` to be no part of the stock model are passed over.
     """
     config = load_config(folder)
     for path, wanted in fields.items():
@@ -33,14 +36,15 @@ def verify_output(folder: Path, fields: Mapping[str, Any], experts: int, origina
             raise CompressionError(
                 f"the written config says {path} {said} instead of {wanted}; please report this model"
             )
-    verify_checkpoint(folder, experts)
+    verify_checkpoint(folder, experts, known)
     check_carried(folder, original)
 
 
-def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
+def verify_checkpoint(folder: Path, experts: int | None = None, known: Collection[str] = ()) -> Checkpoint:
     """Check every file and tensor of any checkpoint against the stock model, which should have that many `experts`.
 
-    Returns the checkpoint; raises `CompressionError` naming the file, tensor or field that is wrong.
+    Tensors that are `known` to be no part of it are passed over. Returns the checkpoint; raises `CompressionError`
+    naming the file, tensor or field that is wrong.
     """
     checkpoint, config = Checkpoint(folder), load_config(folder)
     model = build_meta(config, most=most_parts(checkpoint))
@@ -48,18 +52,23 @@ def verify_checkpoint(folder: Path, experts: int | None = None) -> Checkpoint:
         if experts is not None and count != experts:
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
     if checkpoint.raw_config.get("quantization_config"):
-        _verify_quantized(checkpoint, config)
+        _verify_quantized(checkpoint, config, known)
     else:
-        _verify_plain(checkpoint, model)
+        verify_plain(checkpoint, model, known)
     return checkpoint
 
 
-def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
-    """Load meta tensors of the written names, shapes and dtypes through the stock loader and read its report."""
+def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()) -> None:
+    """Load meta tensors of the written names, shapes and dtypes through the stock loader and read its report.
+
+    Tensors that are `known` to be no part of the stock model are passed over.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    state = {}
+    state, passed = {}, set(known)
     for name, info in checkpoint.tensors.items():
+        if name in passed:
+            continue
         if info.dtype not in TORCH_DTYPES:
             raise CompressionError(f"the written tensor {name!r} is {info.dtype}, which stock loaders do not read")
         state[name] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
@@ -82,12 +91,12 @@ def _verify_plain(checkpoint: Checkpoint, model: Any) -> None:
             raise CompressionError(f"the written tensor {key!r} is {value.dtype}, the model has {wanted[key]}")
 
 
-def _verify_quantized(checkpoint: Checkpoint, config: Any) -> None:
+def _verify_quantized(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> None:
     """For tensors that stay quantised: each one has its role with the new number of experts, and none is missing."""
     partial = PartialModel(checkpoint, config, torch.bfloat16, torch.device("cpu"))
     layout = find_layout(checkpoint, discover(config), partial)
-    if layout.left_out:
-        raise CompressionError(f"the written tensor {layout.left_out[0]!r} does not belong to the new model")
+    if unknown := sorted(set(layout.left_out) - set(known)):
+        raise CompressionError(f"the written tensor {unknown[0]!r} does not belong to the new model")
     experts = next(iter(expert_counts(partial.model).values()))
     for name, role in layout.roles.items():
         shape = checkpoint.tensors[name].shape

@@ -14,6 +14,7 @@ from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_co
 from compressor.model.served import served_model, warn_of_servers
 from compressor.planning import make
 from compressor.planning.afterwards import check_afterwards, with_afterwards
+from compressor.planning.heads import chosen_heads, said_of_heads
 from compressor.planning.make import Wish
 from compressor.planning.protecting import Protected, given_protected, protect_found
 from compressor.planning.registry import load_strategy
@@ -47,7 +48,7 @@ def settle(model: OpenModel, request: Request) -> Wish:
         logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
         correction = Correction()
     check_afterwards(model, request)
-    wish = Wish(strategy, experts, request.options, correction)
+    wish = Wish(strategy, experts, request.options, correction, chosen_heads(model, request.mtp))
     reads = wish.reads or request.protects_what_data_shows
     check_way(request.split_by, reads or request.split == 1, "choose a strategy or a correction that reads it")
     after = replace(served_model(model), experts=experts)
@@ -96,9 +97,10 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
     else:
         data = calibration if needs_data(wish.strategy.needs) else None
         made = make.make_plan(
-            model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected, steering
-        )
-    corrected = _with_correction(made, model, wish.correction, calibration)
+            model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected, steering,
+            wish.heads,
+        )  # fmt: skip
+    corrected = _with_correction(made, model, wish, calibration)
     return with_afterwards(corrected, model, request, calibration), calibration
 
 
@@ -169,19 +171,23 @@ def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
     protected = protected_experts(request, wish.experts, steering)
     reads = needs_data(wish.strategy.needs)
     data = calibration if reads else None
-    made = make.make_plans(model, [wish], data, run.progress, request.seed, protected, True, steering)
+    made = make.make_plans(model, [wish], data, run.progress, request.seed, protected, True, steering, wish.heads)
     alone = [calibration.only(number) for number in range(len(request.sources))]
     plans = [planned.plan for planned in made] if reads else [made[0].plan] * (1 + len(alone))
     return [
-        with_afterwards(_with_correction(plan, model, wish.correction, data), model, request, calibration)
+        with_afterwards(_with_correction(plan, model, wish, data), model, request, calibration)
         for plan, data in zip(plans, [calibration, *alone], strict=True)
     ]
 
 
 def _with_correction(
-    plan: CompressionPlan, model: OpenModel, correction: Correction, calibration: Calibration | None
+    plan: CompressionPlan, model: OpenModel, wish: Wish, calibration: Calibration | None
 ) -> CompressionPlan:
-    """The plan, naming the data that was read, and asking for a correction in the dtype that the model is open in."""
+    """The plan, naming the data that was read, and asking for a correction in the dtype that the model is open in.
+
+    It says, too, what is done with multi-token-prediction heads.
+    """
+    plan, correction = replace(plan, mtp=said_of_heads(model, wish.heads)), wish.correction
     if calibration is None:
         return plan
     named = replace(plan, calibration=plan.calibration or calibration.identity)

@@ -5,15 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
-from compressor.calibration.collecting import collect
 from compressor.calibration.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
-from compressor.correction.in_order import COMPRESSED, LayerWork, Visited, compress_in_order
+from compressor.correction.in_order import COMPRESSED, LayerWork, Visited
 from compressor.correction.refit import Correction
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
+from compressor.mtp.head import Head, kept_heads
+from compressor.planning.heads import HeadLine, compress_with_heads, files_of_head
 from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy
 from compressor.planning.steering import Steering
@@ -31,6 +33,7 @@ class Wish:
     experts: int  # to keep in every layer
     options: Mapping[str, Any]
     correction: Correction = field(default_factory=Correction)
+    heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
 
     @property
     def reads(self) -> bool:
@@ -62,8 +65,9 @@ def _layer_plan(
 ) -> LayerPlan:
     """The layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
-    if needs_attribution(wish.strategy.needs):
-        stats = stats.adding(rank_change=rank_changes[stats.layer.name])
+    if needs_attribution(wish.strategy.needs):  # no router comes after a multi-token-prediction head's
+        none = torch.zeros(stats.layer.experts, dtype=torch.float64)
+        stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
     made = wish.strategy.plan_layer(stats, wish.experts, guarded)
     if changed := touched(made, guarded):
         raise CompressionError(
@@ -89,7 +93,7 @@ def _whole_plan(
         strategy=wish.strategy.name,
         options=dict(wish.options),
         calibration=None if calibration is None else calibration.identity,
-        layers=tuple(sorted(layers, key=lambda layer: order[layer.module])),
+        layers=tuple(sorted(layers, key=lambda layer: order.get(layer.module, len(order)))),
         seed=seed,
         versions=versions(),
         protected=listed(protected),
@@ -108,18 +112,21 @@ def make_plans(
     protected: Protected | None = None,
     per_source: bool = False,
     steering: Steering | None = None,
+    heads: Sequence[Head] = (),
 ) -> list[Planned]:
     """Several plans from one pass over the layers, and an attribution where a strategy needs it; nothing is written.
 
-    `protected` experts, by layer name, stay as they are. With `per_source` each calibration source gets a plan of its
-    own after the one for all; `steering`, which others may have run, is of all sources.
+    `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers. With
+    `per_source` each calibration source gets a plan of its own after the one for all; `steering`, which others may have
+    run, is of all sources.
     """
     steering = steering or Steering(model, calibration, progress, seed)
     rank_changes = steering.rank_changes([wish.strategy for wish in wishes])
     needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
     layers: dict[_Key, list[LayerPlan]] = {}
     seconds: dict[_Key, float] = {}
-    for stats in collect(model, needs, calibration, progress, seed, per_source):
+    line = HeadLine(model, heads, calibration)
+    for stats in line.statistics(needs, progress, seed, per_source):
         for number, wish in enumerate(wishes):
             for source, seen in enumerate((stats, *stats.by_source), start=-1):
                 begin = time.perf_counter()
@@ -132,7 +139,7 @@ def make_plans(
     for (number, source), plans in sorted(layers.items()):
         data = calibration if source < 0 or calibration is None else calibration.only(source)
         name = None if source < 0 or calibration is None else calibration.source_names[source]
-        plan = _whole_plan(model, wishes[number], data, plans, seed, protected)
+        plan = line.told(_whole_plan(model, wishes[number], data, plans, seed, protected))
         found.append(Planned(plan, number, seconds[number, source], name, data))
     return found
 
@@ -147,10 +154,11 @@ def make_plan(
     seed: int = 0,
     protected: Protected | None = None,
     steering: Steering | None = None,
+    heads: Sequence[Head] = (),
 ) -> CompressionPlan:
     """Plan every layer with one strategy on the original model; nothing is written."""
     wish = Wish(strategy, experts, options)
-    return make_plans(model, [wish], calibration, progress, seed, protected, steering=steering)[0].plan
+    return make_plans(model, [wish], calibration, progress, seed, protected, steering=steering, heads=heads)[0].plan
 
 
 def make_plan_in_order(
@@ -176,7 +184,7 @@ def make_plan_in_order(
         return replace(_layer_plan(stats, wish, protected, rank_changes), upstream=COMPRESSED)
 
     work = LayerWork(wish.experts, decide, wish.strategy.needs, correction, seed)
-    layers = compress_in_order(model, work, calibration, progress, files, phase="plan in order")
+    layers = compress_with_heads(model, wish.heads, work, calibration, progress, files, "plan in order")
     return _whole_plan(model, wish, calibration, layers, seed, protected, sequential=True)
 
 
@@ -193,7 +201,9 @@ def correct(
     The calibration that the plan names is repeated, unless planning has just read it. Layers that are in `files`
     already are not.
     """
+    heads = kept_heads(model, [layer.module for layer in plan.layers])
     done = [files.plan(layer) for layer in model.architecture.layers]
+    done += [files_of_head(files, number).plan(head.layer) for number, head in enumerate(heads)]
     layers = tuple(layer for layer in done if layer is not None)
     if len(layers) < len(done):
         if calibration is None:
@@ -203,5 +213,5 @@ def correct(
             plan.experts, lambda stats: by_name[stats.layer.name],
             correction=Correction.from_plan(plan.correction), seed=plan.seed, visited=visited,
         )  # fmt: skip
-        layers = compress_in_order(model, work, calibration, progress, files)
+        layers = compress_with_heads(model, heads, work, calibration, progress, files, "correct")
     return replace(plan, layers=layers)

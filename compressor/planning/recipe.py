@@ -57,6 +57,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         "split": None if parts == 1 else parts,
         "split_by": CLUSTERS if (plan.split or {}).get("by") == CLUSTERS else None,
         "top_k": plan.top_k,
+        "mtp": plan.mtp,
         "strategy": plan.strategy,
         "options": dict(plan.options),
         "sequential": plan.sequential or None,

@@ -21,6 +21,7 @@ TRAINING, LOSS = "Training", "Loss"
 CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING = "Correction", "Gate", "Routing", "Publishing", "Running"
 PANELS = (KEEP, STRATEGY, CALIBRATION, TRAINING, LOSS, CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
 DEFAULT_LENGTH = 512
+KEEP_HEADS, DROP_HEADS = "keep", "drop"  # what is done with multi-token-prediction heads
 
 
 def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
@@ -52,6 +53,12 @@ class Request:
     )
     top_k: int | None = described(
         None, KEEP, "Experts that a token visits in the output, at most so many as now (default: as many).", min=1
+    )
+    mtp: str | None = described(
+        None,
+        KEEP,
+        "Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: keep where "
+        "the layout is known).",
     )
     strategy: str = described("auto", STRATEGY, "How experts are chosen and merged; see `moe-compress strategies`.")
     options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, which checks them
@@ -97,6 +104,8 @@ class Request:
 
         if self.correct is not None and self.correct not in METHODS:
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
+        if self.mtp not in (None, KEEP_HEADS, DROP_HEADS):
+            raise CompressionError(f"--mtp {self.mtp!r} should be {KEEP_HEADS} or {DROP_HEADS}")
         if self.bake is not None:
             from compressor.pathways.bake import METHODS as BAKES
             from compressor.pathways.bake import Bake
@@ -174,6 +183,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.experts,
         request.ratio,
         (request.split, request.split_by, request.top_k),
+        request.mtp,
         request.strategy,
         sorted(request.options.items()),
         [(_content(entry.source), entry.weight) for entry in request.sources],

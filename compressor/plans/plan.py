@@ -67,6 +67,7 @@ class CompressionPlan:
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
     bake: Mapping[str, Any] | None = None  # how the routers are moved in the end, on what text, and what came of it
     recover: Mapping[str, Any] | None = None  # how all is trained after that, on what text, and what came of it
+    mtp: str | None = None  # "keep" or "drop": what is done with multi-token-prediction heads that are understood
     split: Mapping[str, Any] | None = None  # how each of the source's experts became several, which the plan numbers
     top_k: int | None = None  # experts that a token visits in the output, where they are fewer than before
 
@@ -86,6 +87,8 @@ class CompressionPlan:
                 raise CompressionError(f"{name} should list what was done before it as 'after'; restore it")
         if self.split is not None:
             check_split(self.split)
+        if self.mtp not in (None, "keep", "drop"):
+            raise CompressionError(f"mtp is {self.mtp!r}; write keep or drop, or take it out")
         names = Counter(layer.module for layer in self.layers)
         for layer in self.layers:
             if names[layer.module] > 1:
@@ -161,6 +164,7 @@ class CompressionPlan:
             "versions": dict(self.versions),
             "experts": self.experts,
             **({"protected": protected} if protected else {}),
+            **({} if self.mtp is None else {"mtp": self.mtp}),
             "layers": [layer_to_dict(layer) for layer in self.layers],
         }
 
@@ -211,6 +215,7 @@ class CompressionPlan:
                 sequential=bool(content.get("sequential", False)),
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
+                mtp=content.get("mtp"),
                 split=None if content.get("split") is None else dict(content["split"]),
                 top_k=None if content.get("top_k") is None else integer(content["top_k"], "top_k"),
                 bake=None if content.get("bake") is None else dict(content["bake"]),

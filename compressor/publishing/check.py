@@ -16,6 +16,7 @@ from compressor.files import file_digest
 from compressor.gates.report import read_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.verification import verify_checkpoint
+from compressor.mtp.head import written_heads
 from compressor.planning.registry import load_exporter
 from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.publishing.files import belonging, left_out
@@ -66,14 +67,16 @@ def _verify_weights(folder: Path) -> dict[str, int]:
 
     Returns its files of weights with the bytes of their headers.
     """
-    experts = None
+    experts, heads = None, False
     if (folder / COMPRESSION).is_file():
-        experts = entry_of(read_object(folder / COMPRESSION), "plan").get("experts")
+        plan = entry_of(read_object(folder / COMPRESSION), "plan")
+        experts, heads = plan.get("experts"), plan.get("mtp") == "keep"
         if type(experts) is not int:
             raise CompressionError(
                 f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
             )
-    files = {info.file for info in verify_checkpoint(folder, experts).tensors.values()}
+    checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
+    files = {info.file for info in checked.tensors.values()}
     return {name: header_bytes(folder / name) for name in sorted(files)}
 
 

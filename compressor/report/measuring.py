@@ -25,7 +25,7 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.planning.request import DEFAULT_LENGTH
-from compressor.plans.plan import CompressionPlan, check_against
+from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress, Silent
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
 from compressor.report.measuring_experts import Likeness, compared, likeness_of
@@ -33,6 +33,7 @@ from compressor.report.measuring_pass import measure_layers
 from compressor.report.store import keep_measures, kept_measures
 from compressor.run_record import RunRecord, read_record, versions
 from compressor.splitting.opening import as_planned
+from compressor.surgery.heads import check_plan
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,10 @@ class _AtHand:
         elif self.source is not None:
             found = by_weights(self.source, self._likeness(), progress)
         noted = {layer.module: layer for layer in self.noted.layers}
-        layers = tuple(_filled(layer, noted.get(layer.module, layer)) for layer in found)
-        return Measured(layers, tokens, name, tuple(self._missing()))
+        layers = [_filled(layer, noted.get(layer.module, layer)) for layer in found]
+        measured = {layer.module for layer in layers}
+        layers += [layer for module, layer in noted.items() if module not in measured]  # those of heads
+        return Measured(tuple(layers), tokens, name, tuple(self._missing()))
 
     def _likeness(self) -> Callable[[str], Likeness]:
         """How each layer's experts are compared, by its module; what the run has noted is told again."""
@@ -181,7 +184,7 @@ def _source(
                 f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the original with --model"
             )
         model = as_planned(model, plan)
-        check_against(plan, model.architecture.layers, model.fingerprint)
+        check_plan(plan, model)
         return model
 
     if named[0] is not None:

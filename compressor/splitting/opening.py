@@ -31,7 +31,7 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
     """
     if parts == 1 and top_k is None:
         return model
-    seen = replace(model, whole=model)
+    seen = replace(model, whole=model, found={})
     if parts > MOST_PARTS:
         raise CompressionError(f"--split {parts} is more than {MOST_PARTS} parts; give fewer")
     if parts > 1:

@@ -87,7 +87,8 @@ def _renumbered(text: str, renames: Mapping[str, str | None]) -> str | None:
     return text
 
 
-def _expert_renames(architecture: Architecture, layout: Layout, plan: CompressionPlan) -> dict[str, str | None]:
+def expert_renames(architecture: Architecture, layout: Layout, plan: CompressionPlan) -> dict[str, str | None]:
+    """For experts stored by themselves: what an expert's name becomes; None for a dropped one's."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     renames: dict[str, str | None] = {}
     for layer in architecture.layers:
@@ -145,13 +146,16 @@ def fields_set(raw: Mapping[str, Any], known: Any, fields: Mapping[str, Any]) ->
 
 
 def config_with(
-    raw: Mapping[str, Any], architecture: Architecture, layout: Layout, fields: Mapping[str, Any]
+    raw: Mapping[str, Any], architecture: Architecture, layout: Layout, fields: Mapping[str, Any], heads: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it."""
+    """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it.
+
+    Fields that announce multi-token-prediction heads stay where `heads` are kept.
+    """
     config = fields_set(raw, architecture.config, fields)
     config.pop("auto_map", None)  # stock loading only: remote code does not travel
     _drop_kernels(config)
-    return config, zero_extra_heads(config) if layout.left_out else []
+    return config, zero_extra_heads(config) if layout.left_out and not heads else []
 
 
 def output_config(
@@ -160,15 +164,20 @@ def output_config(
     layout: Layout,
     plan: CompressionPlan,
     dequantized_dtype: str | None,
+    head_renames: Mapping[str, str | None] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config.json of the output, dotted names of fields set to zero because their tensors are left out)."""
+    """(config.json of the output, dotted names of fields set to zero because their tensors are left out).
+
+    `head_renames` are those of the experts of kept multi-token-prediction heads; None where none is kept.
+    """
     fields = {architecture.count_field: plan.experts, **architecture.written}
-    config, zeroed = config_with(raw, architecture, layout, fields)
+    config, zeroed = config_with(raw, architecture, layout, fields, head_renames is not None)
+    renames = expert_renames(architecture, layout, plan) | dict(head_renames or {})
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:
             del node["quantization_config"]
         elif asked := node.get("quantization_config"):
-            node["quantization_config"] = _renumber_quantization(asked, _expert_renames(architecture, layout, plan))
+            node["quantization_config"] = _renumber_quantization(asked, renames)
     if dequantized_dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dequantized_dtype

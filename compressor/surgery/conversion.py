@@ -13,11 +13,17 @@ from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.layout import Layout
 from compressor.model.loading import PartialModel
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import quiet_transformers
 from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
+
+
+def through_model(layout: Layout, plan: CompressionPlan) -> bool:
+    """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
+    return not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
 
 
 def saved_names(small: Any, state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -17,13 +17,15 @@ from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
+from compressor.mtp.head import kept_heads
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan
 from compressor.replaceable import TEMPLATES, TOOL
 from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
-from compressor.surgery.conversion import convert_unit, converted_outputs
+from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
+from compressor.surgery.heads import cut_heads, verify_heads
 from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
 
 NOT_CARRIED = (
@@ -74,7 +76,7 @@ def compression_record(
             "versions": versions(),
             "parameters": {"before": before.parameters, "after": after.parameters},
             "bytes": {"before": before.bytes, "after": after.bytes},
-            "left_out": list(model.layout.left_out),
+            "left_out": list(left_out_of(model, plan)),
             "zeroed_fields": zeroed,
             "files": sorted(carried),
             "plan_digest": plan.digest(),
@@ -108,15 +110,29 @@ def idle_parameters(model: OpenModel, experts: int) -> int:
     )
 
 
+def left_out_of(model: OpenModel, plan: CompressionPlan) -> tuple[str, ...]:
+    """The source's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
+    heads = kept_heads(model, [layer.module for layer in plan.layers])
+    kept = {name for head in heads for name in head.names.stored}
+    return tuple(name for name in model.layout.left_out if name not in kept)
+
+
+def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
+    """Check a written folder against the stock model, and the heads whose tensors have these `names`."""
+    fields = {model.architecture.count_field: experts, **model.architecture.written}
+    verify_output(folder, fields, experts, model.source.folder, names)
+    if names:
+        verify_heads(folder, experts, names)
+
+
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
     """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
     architecture, layout = model.architecture, model.layout
-    mixed = layout.quantized and not plan.is_drop
-    through_model = model.is_split or mixed or not layout.regular or not plan.stored_as_is
     dequantized: str | None = None
-    if through_model:
+    heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
+    if model.is_split or through_model(layout, plan):
         partial = stored_partial(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
@@ -125,7 +141,10 @@ def make_job(
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
         produce = bind(stored_unit, model.checkpoint, outputs)
-    config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized)
+    outputs = [*outputs, *(output for head in heads for output in head.outputs)]
+    of_heads = {head.unit: head.produce for head in heads}
+    renames = {old: new for head in heads for old, new in head.renames.items()} if heads else None
+    config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized, renames)
     config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     carried = carried_files(model.source.folder)
     made = {"config.json": config_bytes, "compression.json": compression_record(model, plan, outputs, zeroed, carried)}
@@ -140,15 +159,10 @@ def make_job(
     job = OutputJob(
         digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         outputs=tuple(outputs),
-        units=("", *architecture.units),
-        produce=produce,
+        units=("", *architecture.units, *of_heads),
+        produce=lambda unit: of_heads[unit]() if unit in of_heads else produce(unit),
         files={**carried, **made},
-        verify=bind(
-            verify_output,
-            fields={architecture.count_field: plan.experts, **architecture.written},
-            experts=plan.experts,
-            original=model.source.folder,
-        ),
+        verify=bind(_verify, model, plan.experts, [output.name for head in heads for output in head.outputs]),
         max_shard_bytes=shard_bytes,
     )
     return job, zeroed

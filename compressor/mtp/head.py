@@ -1,0 +1,251 @@
+"""A multi-token-prediction head as a stock model of one decoder layer, so that all that works on models works on it.
+
+That model is the architecture's own with a single layer, the head's: what its embedding puts out is the projected pair
+(`compressor.mtp.inputs`), its final norm is the head's, and its language-model head is the head's own or the trunk's.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compressor.checkpoint.headers import TORCH_DTYPES, TensorInfo
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError, reason_of
+from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, discover, head_of, layer_number
+from compressor.model.layout import find_layout
+from compressor.model.loading import PartialModel
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.verification import verify_plain
+from compressor.mtp.layouts import HeadNames, head_names
+from compressor.mtp.view import CheckpointView
+
+logger = logging.getLogger(__name__)
+
+HEADS = "heads"  # of an opened model, once they have been found
+SCALED = "quantization_config"
+FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers that come before MoE ones
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head: its stored tensors, and the model of one decoder layer that it is."""
+
+    names: HeadNames
+    model: OpenModel
+    norm: str  # the final norm's module
+    embedding: str  # the stored embedding of the next token
+    checkpoint: Checkpoint  # that holds it all, by the stored names
+
+    @property
+    def layer(self) -> MoeLayer:
+        """The MoE layer within `model`."""
+        return self.model.architecture.layers[0]
+
+    @property
+    def named(self) -> MoeLayer:
+        """The MoE layer as plans name it: by the stored name of its experts, and numbered past the trunk's."""
+        name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.unit}.")
+        return replace(self.layer, name=name, unit=self.names.unit, index=self.names.number)
+
+    def stored_name(self, name: str) -> str:
+        """The name in the output of a tensor of `model`'s decoder layer."""
+        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.unit))
+
+
+def find_heads(model: OpenModel) -> tuple[Head, ...]:
+    """The heads of a model, in the order in which they predict; none where the checkpoint has none.
+
+    Raises `CompressionError` saying why the tensors of a head are not understood.
+    """
+    if HEADS not in model.found:
+        model.found[HEADS] = tuple(_head(model, names) for names in names_of(model))
+    heads: tuple[Head, ...] = model.found[HEADS]
+    return heads
+
+
+def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
+    """The names of a model's heads; raises `CompressionError` for a layout that is not known."""
+    if not model.layout.left_out:
+        return ()
+    units = model.architecture.units
+    container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
+    return head_names(model.layout.left_out, container, len(units))
+
+
+def known_heads(model: OpenModel) -> tuple[Head, ...]:
+    """The heads of a model, or none, saying why, where their tensors are not understood."""
+    try:
+        return find_heads(model)
+    except CompressionError as error:
+        logger.warning("a multi-token-prediction head is left out: %s", reason_of(error))
+        return ()
+
+
+def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
+    """The heads whose experts modules a plan names, which must be all or none of them."""
+    trunk = {layer.name for layer in model.architecture.layers}
+    if not (asked := set(modules) - trunk) or not model.layout.left_out:
+        return ()
+    heads = find_heads(model)
+    known = {head.named.name for head in heads}
+    if known & asked and (absent := sorted(known - asked)):
+        raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
+    return heads if known & asked else ()
+
+
+def written_heads(folder: Path) -> tuple[str, ...]:
+    """The tensors of all heads of a checkpoint on disk; raises `CompressionError` where they are not understood."""
+    return tuple(name for head in find_heads(open_model(locate(str(folder)))) for name in head.names.stored)
+
+
+def stored_prefix(model: OpenModel, unit: str) -> str:
+    """How the names of a decoder layer's stored tensors begin, up to and with its number."""
+    number = f".{layer_number(unit)}."
+    names = [name for name, role in model.layout.roles.items() if role.unit == unit]
+    starts = {name[: name.index(number) + len(number)] for name in names if number in name}
+    if len(starts) != 1 or not all(number in name for name in names):
+        raise CompressionError(f"the stored tensors of {unit} have no prefix in common")
+    return starts.pop()
+
+
+def _head(model: OpenModel, names: HeadNames) -> Head:
+    """The head of these names, built like a layer of the trunk that its tensors fit."""
+    refusals = list[str]()
+    for unit, quantized in _templates(model, names):
+        try:
+            return _built(model, names, unit, quantized)
+        except CompressionError as error:
+            refusals.append(str(error))
+    why = refusals[0] if refusals else "no decoder layer of the model with experts has such tensors"
+    raise CompressionError(f"{names.prefix}* is not understood: {why}")
+
+
+def _templates(model: OpenModel, names: HeadNames) -> Iterator[tuple[str, bool]]:
+    """Decoder layers that the head's may be like, and whether it is quantised: those of its tensors, then any kind."""
+    tensors, own = model.checkpoint.tensors, dict[str, tuple[Any, ...]]()
+    for name in names.block:
+        own[name] = tensors[names.prefix + name].shape
+    kinds: dict[tuple[Any, ...], str] = {}
+    for unit in dict.fromkeys(layer.unit for layer in reversed(model.architecture.layers)):
+        prefix = stored_prefix(model, unit)
+        there = {name.removeprefix(prefix): tensors[name].shape for name, role in model.layout.roles.items()
+                 if role.unit == unit}  # fmt: skip
+        if there == own:
+            yield unit, model.layout.quantized
+            return
+        kinds.setdefault(tuple(sorted(there.items())), unit)
+    plain = all(_is_plain(tensors[names.prefix + name]) for name in names.block)
+    yield from ((unit, False) for unit in (kinds.values() if plain else ()))
+
+
+def _is_plain(info: TensorInfo) -> bool:
+    dtype = TORCH_DTYPES.get(info.dtype)
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> Head:
+    config = _one_layer(model, like)
+    raw = dict(model.checkpoint.raw_config)
+    if not quantized:
+        raw.pop(SCALED, None)
+        for node in (config, config.get_text_config()):
+            if hasattr(node, SCALED):
+                delattr(node, SCALED)
+    stock = build_meta(config)
+    units = decoder_layers(stock)
+    if len(units) != 1 or not _same_layer(stock, units[0], model.partial.model, like):
+        raise CompressionError(f"{type(stock).__name__} cannot be built with {like} alone")
+    if type(stock.get_input_embeddings()) is not nn.Embedding:
+        raise CompressionError(f"{type(stock).__name__} does more than look up the embeddings of tokens")
+    norm = _final_norm(stock, units[0])
+    view = CheckpointView(model.checkpoint, _view_names(model, names, like, stock, norm), raw)
+    if not quantized:
+        verify_plain(view, stock)
+    architecture = discover(config, build_meta(config))
+    partial = PartialModel(view, config, model.partial.dtype, model.partial.device)
+    layout = find_layout(view, architecture, partial)
+    opened = OpenModel(model.source, view, config, architecture, partial, layout)
+    _refuse_odd(opened, names, model)
+    by_target = _stored_by_target(model)
+    embedding = names.parts.get("embedding") or by_target[_weight_of(stock, stock.get_input_embeddings())]
+    return Head(names, opened, norm, embedding, model.checkpoint)
+
+
+def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel) -> None:
+    """Refuse a head whose layer or projection is not what can be run and cut."""
+    layers, experts = opened.architecture.layers, model.architecture.experts
+    if len(layers) != 1 or layers[0].tables or opened.layout.left_out or layers[0].experts != experts:
+        raise CompressionError("its decoder layer does not hold one block of experts like the others'")
+    width = int(model.partial.model.get_input_embeddings().weight.shape[1])
+    wanted = {"projection": (width, 2 * width), "embedding_norm": (width,), "hidden_norm": (width,)}
+    for part, shape in wanted.items():
+        info = model.checkpoint.tensors[names.parts[part]]
+        if info.shape != shape or not _is_plain(info):
+            raise CompressionError(f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}")
+
+
+def _one_layer(model: OpenModel, like: str) -> Any:
+    """The config of a model whose only decoder layer is built like `like`, with an untied language-model head."""
+    config = copy.deepcopy(model.config)
+    text, count, place = config.get_text_config(), len(model.architecture.units), layer_number(like)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count and ("layer" in name or "type" in name):
+            setattr(text, name, [value[place]])
+    for name in FIRST_DENSE:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, 0)
+    if hasattr(text, "decoder_sparse_step"):
+        text.decoder_sparse_step, text.mlp_only_layers = 1, []
+    text.num_hidden_layers = 1
+    config.tie_word_embeddings = text.tie_word_embeddings = False
+    return config
+
+
+def _same_layer(stock: nn.Module, unit: str, other: nn.Module, like: str) -> bool:
+    def shapes(model: nn.Module, name: str) -> dict[str, Any]:
+        return {key: value.shape for key, value in model.get_submodule(name).state_dict().items()}
+
+    return shapes(stock, unit) == shapes(other, like)
+
+
+def _final_norm(stock: nn.Module, unit: str) -> str:
+    """The module beside the list of decoder layers that holds one vector alone."""
+    above = unit.rpartition(".")[0].rpartition(".")[0]
+    found = [
+        f"{above}.{name}".removeprefix(".")
+        for name, child in stock.get_submodule(above).named_children()
+        if [(key, value.dim()) for key, value in child.named_parameters()] == [("weight", 1)]
+    ]
+    if len(found) != 1:
+        raise CompressionError(f"{type(stock).__name__} has {len(found)} modules that could be its final norm")
+    return found[0]
+
+
+def _stored_by_target(model: OpenModel) -> dict[str, str]:
+    return {target: name for name, target in model.partial.plain_keys.targets.items()}
+
+
+def _weight_of(stock: nn.Module, module: nn.Module) -> str:
+    return next(f"{name}.weight" for name, found in stock.named_modules() if found is module)
+
+
+def _view_names(model: OpenModel, names: HeadNames, like: str, stock: Any, norm: str) -> dict[str, str]:
+    """The stored name of each tensor by what the model of one layer loads it as."""
+    roles, parts = model.layout.roles, names.parts
+    by_target, head = _stored_by_target(model), head_of(stock)
+    embedding = _weight_of(stock, stock.get_input_embeddings())
+    if head is None or f"{norm}.weight" not in by_target or embedding not in by_target:
+        raise CompressionError(f"{type(stock).__name__} has no language-model head, final norm or embedding to share")
+    found = {name: name for name, role in roles.items() if role.unit == ""}
+    found[by_target[f"{norm}.weight"]] = parts["norm"]
+    key = _weight_of(stock, head)
+    output = by_target.get(key, key)
+    found[output] = parts.get("output", by_target.get(key, by_target[embedding]))
+    first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
+    return found | {first + name: names.prefix + name for name in names.block}
