@@ -87,7 +87,7 @@ def test_errors_of_kept_sets_are_squared_distances_of_outputs(name: str, tmp_pat
 
 
 def test_rescaled_errors_are_the_least_of_all_scales(tmp_path: Path) -> None:
-    """Every scale of a token is tried one by one, on outputs of the stock modules; how large they are does not count."""
+    """Every scale of a token is tried, on outputs of the stock modules; how large the original's are does not count."""
     stock, model = opened("mixtral", tmp_path)
     parts = batches(stock)
     calls, small = plain_calls(stock, model.architecture, parts), Small.of("mixtral", stock)
