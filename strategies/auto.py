@@ -12,7 +12,7 @@ from compressor.plugins import (
     least,
     load_strategy,
     option,
-    relative_error,
+    rescaled_error,
 )
 
 CANDIDATES = "enumerate,gated-mass,count-guided,reap"
@@ -51,9 +51,9 @@ def needs(options: Options) -> frozenset[str]:
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
 ) -> LayerPlan:
-    """The candidates' plan of least router-weighted reconstruction error on held-out tokens; ties go to the earlier.
+    """The candidates' plan of least error on held-out tokens after rescaling; ties go to the earlier.
 
-    A layer that no held-out token reached is planned by the first candidate.
+    The error is `rescaled_error`. A layer that no held-out token reached is planned by the first candidate.
     """
     plans, errors = dict[str, LayerPlan](), dict[str, float]()
     refusals: list[CompressionError] = []
@@ -65,7 +65,7 @@ def plan(
             continue
         same = next((name for name, other in plans.items() if other.groups == made.groups), None)
         plans[strategy.name] = made
-        errors[strategy.name] = relative_error(stats.heldout, made) if same is None else errors[same]
+        errors[strategy.name] = rescaled_error(stats.heldout, made) if same is None else errors[same]
     if not plans:
         raise refusals[0]
     won = [*errors][least(errors.values(), SQUARED)]

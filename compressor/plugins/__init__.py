@@ -23,7 +23,7 @@ from compressor.grouping.choose import (
     routing_blocks,
 )
 from compressor.grouping.partition import Grouping, group_experts
-from compressor.grouping.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
+from compressor.grouping.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error, rescaled_error
 from compressor.grouping.similarity import (
     CLOSENESS,
     closeness,
@@ -51,5 +51,5 @@ __all__ = [
     "exceeds", "expert_parameters", "fast_squared_distances", "group_experts", "keep_best", "kept_share", "least",
     "linear_cka", "load_strategy", "mean_output_distances", "mean_output_noise", "merge_groups", "merge_needs",
     "noise", "option", "original", "pairwise_distances", "projections", "rbf_cka", "reconstruct", "relative_error",
-    "rounded", "routing_blocks",
+    "rescaled_error", "rounded", "routing_blocks",
 ]  # fmt: skip

@@ -61,7 +61,10 @@ def block_calls(stock: nn.Module, layers: Sequence[MoeLayer], parts: Sequence[Te
 
 @torch.no_grad()
 def errors(stock: Any, model: OpenModel, plan: CompressionPlan, parts: Sequence[Tensor]) -> dict[str, float]:
-    """||y - y'||^2 / ||y||^2 of each layer alone: a stock model of fewer experts, given what the original is given."""
+    """Each layer's error alone: a stock model of fewer experts, given what the original is given.
+
+    A token's output is scaled by least squares, but not turned round, and weighted by its energy and their median.
+    """
     layers = model.architecture.layers
     small = reference.cut(stock, model.architecture.count_field, plan.to_dict())
     calls, found = block_calls(stock, layers, parts), {}
@@ -71,7 +74,10 @@ def errors(stock: Any, model: OpenModel, plan: CompressionPlan, parts: Sequence[
             stock.get_submodule(layer.block)(*args, **kwargs)
             small.get_submodule(layer.block)(*args, **kwargs)
         y, other = (torch.cat(seen[layer.name].experts_outputs).double() for seen in (before, after))
-        found[layer.name] = float((y - other).square().sum() / y.square().sum())
+        scales = torch.linalg.lstsq(other[:, :, None], y[:, :, None]).solution[:, 0].clamp(min=0)
+        energies = y.square().sum(1)
+        weights = 1 / (energies + energies.median())
+        found[layer.name] = float(weights @ (y - scales * other).square().sum(1) / (weights @ energies))
     return found
 
 
@@ -134,7 +140,7 @@ def test_ties_by_hand(error: dict[int, float], won: str, ahead: float, monkeypat
         return error[plan.groups[0].members[0]]
 
     monkeypatch.setattr(auto, "load_strategy", keep)
-    monkeypatch.setattr(auto, "relative_error", error_of)
+    monkeypatch.setattr(auto, "rescaled_error", error_of)
     held = LayerStatistics(layer)
     made = auto.plan(LayerStatistics(layer, values={"heldout": held}), 3, options=Options(",".join(KEPT)))
     assert made.figures["won"] == won and made.figures["ahead_by"] == ahead

@@ -13,7 +13,7 @@ from compressor.calibration.collecting import collect
 from compressor.calibration.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups
-from compressor.grouping.reconstruction import KeptErrors, original, reconstruct, relative_error
+from compressor.grouping.reconstruction import KeptErrors, original, reconstruct, relative_error, rescaled_error
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.opened import open_model
 from compressor.plans.plan import Group, LayerPlan
@@ -84,6 +84,34 @@ def test_errors_of_kept_sets_are_squared_distances_of_outputs(name: str, tmp_pat
             torch.testing.assert_close(errors.kept(kept, rows).errors, expected[rows], rtol=1e-3, atol=1e-6)
             assert set(found.experts.unique().tolist()) <= set(kept)
         assert float(errors.kept(range(8)).errors.max()) < 1e-9
+
+
+def test_rescaled_errors_are_the_least_of_all_scales(tmp_path: Path) -> None:
+    """Every scale of a token is tried, on outputs of the stock modules; how large the original's are does not count."""
+    stock, model = opened("mixtral", tmp_path)
+    parts = batches(stock)
+    calls, small = plain_calls(stock, model.architecture, parts), Small.of("mixtral", stock)
+    scales = torch.linspace(0, 8, 4001, dtype=torch.float64)
+    turned = 0
+    for stats in layers(model, parts):
+        seen = calls[stats.layer.name]
+        before = torch.cat(seen.experts_outputs).double()
+        energies = before.square().sum(1)
+        ordered = sorted(energies.tolist())
+        weights = [1 / (energy + ordered[(len(ordered) - 1) // 2]) for energy in energies.tolist()]
+        for plan in plans(stats):
+            after = small.run(stats.layer, plan, seen)[2].double()
+            turned += int(((before * after).sum(1) < 0).sum())
+            least = [
+                min((y[None] - scales[:, None] * other[None]).square().sum(1).tolist())
+                for y, other in zip(before, after, strict=True)
+            ]
+            whole = sum(weight * float(energy) for weight, energy in zip(weights, energies, strict=True))
+            expected = sum(weight * gap for weight, gap in zip(weights, least, strict=True)) / whole
+            assert rescaled_error(stats, plan) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+            larger = changed(stats, top_k_weights=3 * stats.top_k_weights)  # of the original alone
+            assert rescaled_error(larger, plan) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert turned  # some tokens' output points the other way, and no scale below 0 is allowed
 
 
 def test_outputs_are_taken_from_the_statistic(tmp_path: Path) -> None:

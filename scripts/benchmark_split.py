@@ -1,0 +1,242 @@
+"""Measure what splitting experts before pruning saves at equal bytes, and what it costs in speed.
+
+    python -m scripts.benchmark_split MODEL --text train.jsonl --heldout valid.jsonl -o work [--parts 1 2 4]
+
+For every number of parts the model is split, and every strategy's plan at every share of the experts is carried out
+without a correction and with each. Prints the loss over the original model's on the held-out text, with 1.96 paired
+standard errors over sequences; `auto` is made into a plan once, whatever the correction. Then how long a split model
+takes over the unsplit one, without pruning, in torch and in ONNX Runtime. Plans that come out alike are judged once.
+
+What is found goes to `work/found.jsonl` as it comes, so that a run that was stopped goes on, and to `work/table.md`.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from compressor.api.splitting import split
+from compressor.calibration.batches import Calibration, EvaluationSet, calibrate, evaluation_sets, load_tokenizer
+from compressor.calibration.heldout import Judge, evaluation_batches
+from compressor.checkpoint.source import locate
+from compressor.correction.in_order import LayerWork, compress_in_order
+from compressor.correction.refit import Correction
+from compressor.memory import limit_caches
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.streaming import LayerStream
+from compressor.planning.answering import HELDOUT
+from compressor.planning.make import Wish, make_plans
+from compressor.planning.registry import load_strategy
+from compressor.plans.plan import CompressionPlan
+from compressor.progress import Silent
+from exporters.onnx import ExportOptions, export
+from scripts import benchmark_onnx
+
+STRATEGIES = ("gated-mass", "count-guided", "auto")
+CORRECTIONS = ("none", "ridge", "tune")
+FORWARD = "| parts | torch decode | torch prefill | ONNX Runtime decode | prefill |\n" + "|---" * 5 + "|"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cell of the table."""
+
+    share: float
+    strategy: str
+    correction: str
+    parts: int
+
+
+class Found:
+    """Losses of every sequence by what was judged, kept in a file line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.losses = path, dict[str, Tensor]()
+        if path.exists():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                self.losses[entry["key"]] = torch.tensor(entry["losses"], dtype=torch.float64)
+
+    def add(self, key: str, losses: Tensor) -> Tensor:
+        """Keep what was found."""
+        self.losses[key] = losses
+        with self.path.open("a") as file:
+            file.write(json.dumps({"key": key, "losses": losses.tolist()}) + "\n")
+        return losses
+
+
+def one_each(sets: tuple[EvaluationSet, ...]) -> list[EvaluationSet]:
+    """A set for every sequence, so that each one's loss is known."""
+    rows = [row for entry in sets for batch in entry.batches for row in batch.split(1)]
+    return [EvaluationSet(str(number), (row,)) for number, row in enumerate(rows)]
+
+
+def judged(judge: Judge) -> Tensor:
+    """The loss of every sequence, [N]."""
+    return torch.tensor([entry.loss / entry.tokens for entry in judge.found], dtype=torch.float64)
+
+
+def original(model: OpenModel, judge: Judge) -> Tensor:
+    """What the model loses as it is; the judge keeps its states."""
+    units, batches = model.architecture.units, judge.tokens
+    with judge.watch(model.partial.model):
+        LayerStream(model.partial, batches, units, units, range(len(batches))).run(judge)
+    return judged(judge)
+
+
+def carried_out(model: OpenModel, judge: Judge, plan: CompressionPlan, method: str, data: Calibration) -> Tensor:
+    """What a plan's model loses, corrected by the method; nothing is written."""
+    plans = {layer.module: layer for layer in plan.layers}
+    work = LayerWork(plan.experts, lambda stats: plans[stats.layer.name], correction=Correction(method))
+    with judge.watch(model.partial.model):
+        compress_in_order(model, work, data if method != "none" else None, Silent(), judge=judge)
+    return judged(judge)
+
+
+def digest(plan: CompressionPlan) -> str:
+    """Tells what a plan does from what another does."""
+    content = repr([(layer.module, layer.groups) for layer in plan.layers])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def checkpoint(parts: int, args: argparse.Namespace) -> str:
+    """The model split into so many parts, made where it is not there yet."""
+    if parts == 1:
+        return str(args.model)
+    folder = args.out / f"split-{parts}"
+    split(
+        args.model, folder, parts, data=args.text, samples=args.samples, sequence_length=args.length, dtype=args.dtype
+    )
+    return str(folder)
+
+
+def cases(parts: int, found: Found, args: argparse.Namespace) -> Iterator[tuple[Case, Tensor]]:
+    """Every cell of one number of parts, the quick ones first."""
+    model = open_model(locate(checkpoint(parts, args)), args.dtype, "cpu")
+    tokenizer, vocabulary = load_tokenizer(model.source.folder), model.vocabulary
+    data = calibrate(
+        args.text, tokenizer, samples=args.samples, length=args.length, seed=0, vocab=vocabulary, heldout=HELDOUT
+    )
+    sets = one_each(evaluation_sets(
+        [args.heldout], tokenizer, length=args.length, seed=0, vocab=vocabulary, most=args.sequences
+    ))  # fmt: skip
+    judge = Judge(evaluation_batches(sets, vocabulary), len(sets))
+    whole = original(model, judge)
+    if f"{parts} whole" not in found.losses:
+        found.add(f"{parts} whole", whole)
+    wishes = [
+        Wish(load_strategy(name), round(model.architecture.experts * share), {})
+        for share in args.shares for name in args.strategies
+    ]  # fmt: skip
+    made = make_plans(model, wishes, data, Silent())
+    seconds = dict.fromkeys(args.strategies, 0.0)
+    for planned in made:
+        seconds[wishes[planned.wish].strategy.name] += planned.seconds
+    told = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
+    print(f"{parts} parts: {sum(len(row) for entry in sets for row in entry.batches[0])} tokens; {told}", flush=True)
+    for method in args.corrections:
+        for planned in made:
+            share = args.shares[planned.wish // len(args.strategies)]
+            key = f"{parts} {planned.plan.experts} {method} {digest(planned.plan)}"
+            losses = found.losses.get(key)
+            if losses is None:
+                losses = found.add(key, carried_out(model, judge, planned.plan, method, data))
+            yield Case(share, planned.plan.strategy, method, parts), losses
+
+
+def cell(losses: Tensor | None, base: Tensor) -> str:
+    """The mean over the original's, and how far it may be off."""
+    if losses is None:
+        return "-"
+    more = losses - base
+    return f"{more.mean():.4f} ± {1.96 * float(more.std()) / math.sqrt(len(more)):.4f}"
+
+
+def table(known: dict[Case, Tensor], found: Found, args: argparse.Namespace) -> str:
+    """What is known so far, as Markdown."""
+    base = found.losses["1 whole"]
+    whole = [cell(found.losses.get(f"{parts} whole"), base) for parts in args.parts]
+    head = ["kept", "correction", "strategy", *(f"{parts} parts" for parts in args.parts)]
+    lines = [head, ["---"] * len(head), ["1", "", "", *whole]]
+    for share in args.shares:
+        for method in args.corrections:
+            for name in args.strategies:
+                cells = [cell(known.get(Case(share, name, method, parts)), base) for parts in args.parts]
+                lines.append([f"{share:g}", method, name, *cells])
+    return f"Loss of the original: {base.mean():.4f}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def forward_lines(args: argparse.Namespace) -> Iterator[str]:
+    """Seconds of a split model over those of the unsplit one; the sides take turns."""
+    steps: dict[str, dict[str, Any]] = {}
+    for parts in args.parts:
+        folder, graph = Path(checkpoint(parts, args)), args.out / f"onnx-{parts}-{args.samples}"
+        if not graph.exists():
+            export(folder, graph, ExportOptions(tokens=8))
+        steps[f"onnx {parts}"] = benchmark_onnx.graph_steps(graph, 1, benchmark_onnx.CACHED)
+        for name in benchmark_onnx.TORCH:
+            steps[f"{name} {parts}"] = benchmark_onnx.torch_side(folder, name, benchmark_onnx.CACHED)
+    seconds = {
+        step: benchmark_onnx.typical({name: side[step] for name, side in steps.items()}, runs, 0.5)
+        for step, runs in (("decode", args.runs), ("prefill", max(1, args.runs // 8)))
+    }
+
+    def of(side: str, step: str, parts: int) -> float:
+        names = benchmark_onnx.TORCH if side == "torch" else ("onnx",)
+        return min(seconds[step][f"{name} {parts}"] for name in names)
+
+    yield FORWARD
+    for parts in args.parts:
+        cells = [
+            f"{of(side, step, parts) / of(side, step, args.parts[0]):.2f}"
+            for side in ("torch", "onnx") for step in ("decode", "prefill")
+        ]  # fmt: skip
+        yield f"| {parts} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Split, plan, carry out, judge, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", required=True, help="to split, plan and correct with")
+    parser.add_argument("--heldout", required=True, help="to judge on")
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.75, 0.5])
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=CORRECTIONS)
+    parser.add_argument("--samples", type=int, default=128, help="sequences of the calibration")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=51, help="held-out ones")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--runs", type=int, default=16, help="turns of a timing; 0 times nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    limit_caches()
+    logging.disable_progress_bar()
+    args.out.mkdir(parents=True, exist_ok=True)
+    found, known = Found(args.out / "found.jsonl"), dict[Case, Tensor]()
+    for parts in args.parts:
+        begin = time.perf_counter()
+        for case, losses in cases(parts, found, args):
+            known[case] = losses
+            more = cell(losses, found.losses["1 whole"])
+            print(f"{case.parts} parts, {case.share:g}, {case.strategy}, {case.correction}: {more}", flush=True)
+            (args.out / "table.md").write_text(table(known, found, args))
+        print(f"{parts} parts: {time.perf_counter() - begin:.0f} s", flush=True)
+    print(table(known, found, args))
+    if args.runs:
+        print("\n".join(forward_lines(args)))
+
+
+if __name__ == "__main__":
+    main()
