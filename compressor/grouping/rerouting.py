@@ -14,6 +14,7 @@ from compressor.calibration.statistics import LayerStatistics
 from compressor.model.architecture import ExpertTensor
 from compressor.model.buffers import as_call
 from compressor.plans.plan import LayerPlan
+from compressor.surgery.equal_rows import told_apart
 from compressor.surgery.tensors import remap_table
 
 _Select = Callable[[ExpertTensor, torch.Tensor], torch.Tensor]  # a tensor's rows for the smaller layer
@@ -33,7 +34,11 @@ class SmallerRouter:
         self._built: dict[int, Any] = {}
         sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
         own = {f"{layer.router}.{key}": (key, value.detach()) for key, value in weights.router.state_dict().items()}
-        self._sized = {name: (sized[key], value.float()) for key, (name, value) in own.items() if key in sized}
+        self._sized = {
+            name: (sized[key], told_apart(value.float(), sized[key].dim, layer.experts))
+            for key, (name, value) in own.items()
+            if key in sized
+        }
         self._tables = {name: value for key, (name, value) in own.items() if key in layer.tables}
         buffers = dict(weights.router.named_buffers())
         self._whole = {name: value for name, value in buffers.items() if f"{layer.router}.{name}" not in own}

@@ -13,6 +13,7 @@ from compressor.model.experts import Parameters, expert_parameters, parameter_na
 from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.plan import LayerPlan
 from compressor.surgery.alignment import merged_parameters
+from compressor.surgery.equal_rows import is_cut, told_apart
 from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 from compressor.surgery.tensors import mix, refuse_overflow, remap_table, weighted_members
 
@@ -55,8 +56,10 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
             cut.update(_aligned_experts(model.get_submodule(layer.name), layer, plan))
         for tensor in layer.tensors:
             if tensor.key not in cut:
-                router = not tensor.key.startswith(f"{layer.name}.")
-                cut[tensor.key] = _mixed_rows(tensor.key, state[tensor.key], tensor.dim, plan, router)
+                router, value = not tensor.key.startswith(f"{layer.name}."), state[tensor.key]
+                if router and is_cut(layer, plan):
+                    value = told_apart(value, tensor.dim, layer.experts)
+                cut[tensor.key] = _mixed_rows(tensor.key, value, tensor.dim, plan, router)
         for table in layer.tables:
             cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
     return cut

@@ -25,6 +25,7 @@ from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
+from compressor.surgery.equal_rows import has_equal_rows
 from compressor.surgery.heads import cut_heads, verify_heads
 from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
 
@@ -132,7 +133,8 @@ def make_job(
     architecture, layout = model.architecture, model.layout
     dequantized: str | None = None
     heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
-    if model.is_split or through_model(layout, plan):
+    apart = plan.experts < architecture.experts and has_equal_rows(model.checkpoint, layout)
+    if model.is_split or through_model(layout, plan) or (apart and not layout.quantized):
         partial = stored_partial(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
