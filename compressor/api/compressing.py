@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from compressor.api.constants import constants_job
 from compressor.api.repeating import answers, note_request, request_key, tell_in_place
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
@@ -16,8 +17,9 @@ from compressor.model.inspection import stored_with
 from compressor.model.opened import OpenModel
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, plan_request, plan_sources, refuse_per_source, settle
+from compressor.planning.constants import settle_constants
 from compressor.planning.further import refuse_part
-from compressor.planning.make import correct
+from compressor.planning.make import Wish, correct
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.request import Request, request_digest
@@ -110,7 +112,7 @@ def apply(
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
     place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
-    dtype = (loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
+    dtype = (loaded.constants or loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
     with open_run(source, revision, dtype, progress=progress) as run:
         check_carried(run.model.source.folder)
         facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
@@ -150,7 +152,7 @@ def compress(
     place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
-            wish = settle(run.model, asked)
+            wish = settle_constants(run.model, asked) if asked.constants else settle(run.model, asked)
             check_carried(run.model.source.folder)
             digest = request_digest(run.model, asked)
             known = accept is None or terms is not None
@@ -162,9 +164,9 @@ def compress(
                 return found
             _check_target(run.model, place, wish.experts, wish.correction.wanted)
             with run.clock.phase("plan"):
-                if not asked.sequential:  # which sees other inputs than the source's own
+                if isinstance(wish, Wish) and not asked.sequential:  # which sees other inputs than the source's own
                     wish = replace(wish, strategy=noted.planning(wish.strategy))
-                made, calibration = plan_or_resume(run, asked, wish)
+                made, calibration = plan_or_resume(run, asked, wish if isinstance(wish, Wish) else None)
             done = _carry_out(run, made, place, noted, calibration)
     _record(run.model, done, place, noted)
     return done
@@ -226,10 +228,13 @@ def _carry_out(
     refuse_part(plan)
     if plan.bake is not None:
         refuse_references(plan.bake)
-    if plan.correction is not None and cut is not None:
-        with clock.phase("correct"):
-            plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
-    made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
+    if plan.constants is not None:
+        plan, made, zeroed = constants_job(run, plan, place.max_shard_bytes, calibration)
+    else:
+        if plan.correction is not None and cut is not None:
+            with clock.phase("correct"):
+                plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
+        made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
     recipe = recipe_of(plan, model.source.label)
 
     def verify(folder: Path) -> None:

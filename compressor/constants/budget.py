@@ -5,6 +5,7 @@ at a few numbers, and between two of them it grows with what the constants miss,
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
     costs = np.zeros(len(summed))
     places = [0, *sorted(measured)]
     known = np.maximum.accumulate([0.0, *(measured[place] for place in places[1:])])
-    for number, (begin, end) in enumerate(zip(places, places[1:], strict=False)):
+    for number, (begin, end) in enumerate(pairwise(places)):
         inside = np.arange(begin + 1, end + 1)
         width = summed[end] - summed[begin]
         share = (summed[inside] - summed[begin]) / width if width > 0 else (inside - begin) / (end - begin)

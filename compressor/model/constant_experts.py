@@ -1,4 +1,4 @@
-"""Experts that put out a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward, and checkpoints with them.
+"""Experts that put out a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward, and such checkpoints.
 
 The router keeps all its rows. A token that it sends to such an expert gets the gate weight times the expert's constant,
 and nothing is renormalised. The names are those that vLLM reads: the config's `approximate_experts` maps a decoder
@@ -79,7 +79,8 @@ def declared(raw_config: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
     if content is None:
         return {}
     found: dict[int, tuple[int, ...]] = {}
-    listed = content.items() if isinstance(content, dict) and len(content) < MOST_CONSTANTS else ((content, None),)
+    usable = isinstance(content, dict) and len(content) <= MOST_CONSTANTS
+    listed: list[tuple[Any, Any]] = list(content.items()) if usable else [(content, None)]
     for layer, experts in listed:
         right = isinstance(layer, str) and re.fullmatch(r"\d{1,6}", layer) and isinstance(experts, list)
         if not right or len(experts) > MOST_CONSTANTS or not all(type(expert) is int for expert in experts):
@@ -106,12 +107,12 @@ class SubstitutedCheckpoint(Checkpoint):
         wanted = declared(self.raw_config)
         prefixes: dict[int, str] = {}
         for name in [name for name in self.tensors if name.endswith(SUFFIX)]:
-            prefix, _, expert = name.removesuffix(SUFFIX).rpartition(".")
-            if (layer := number_in(prefix)) is None or not expert.isdecimal() or len(expert) > 6:
+            prefix, _, number = name.removesuffix(SUFFIX).rpartition(".")
+            if (layer := number_in(prefix)) is None or not re.fullmatch(r"[0-9]{1,6}", number):
                 raise CompressionError(f"tensor {name!r} names no layer and expert; download the checkpoint again")
             if prefixes.setdefault(layer, prefix) != prefix:
                 raise CompressionError(f"layer {layer} has constants as {prefix!r} and as {prefixes[layer]!r}")
-            self.constants[layer, int(expert)] = name
+            self.constants[layer, int(number)] = name
             del self.tensors[name]
         pairs = {(layer, expert) for layer, experts in wanted.items() for expert in experts}
         if odd := sorted(pairs ^ self.constants.keys()):
@@ -154,7 +155,7 @@ class SubstitutedCheckpoint(Checkpoint):
         places: dict[int, list[int]] = {}
         for layer, expert in sorted(self.constants):
             if layer not in by_index or expert >= by_index[layer].experts:
-                raise CompressionError(f"config.json: {FIELD} names expert {expert} of layer {layer}, which is not there")
+                raise CompressionError(f"config.json: {FIELD} names expert {expert} of layer {layer}; there is none")
             places.setdefault(layer, []).append(expert)
         found = {}
         for layer, experts in places.items():

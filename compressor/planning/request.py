@@ -21,6 +21,8 @@ TRAINING, LOSS = "Training", "Loss"
 CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING = "Correction", "Gate", "Routing", "Publishing", "Running"
 PANELS = (KEEP, STRATEGY, CALIBRATION, TRAINING, LOSS, CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
 DEFAULT_LENGTH = 512
+BUDGETS = ("even", "uneven")
+MONE = "mone"  # the format in which constants stand for what is dropped
 
 
 def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
@@ -37,6 +39,13 @@ class Request:
 
     experts: int | None = described(None, KEEP, "Experts to keep in every MoE layer.")
     ratio: float | None = described(None, KEEP, "Share of the experts to remove; no more than this goes.")
+    experts_total: int | None = described(
+        None, KEEP, "With --format mone: experts to keep over all MoE layers, which then keep different numbers."
+    )
+    budget: str | None = described(
+        None, KEEP, "With --format mone: even (as many in every layer) or uneven (fewer where the model loses least)."
+    )
+    constants: bool = False  # whether constants stand for what is dropped: --format mone
     protect: str | Sequence[Mapping[str, Any]] | None = described(
         None,
         KEEP,
@@ -83,10 +92,10 @@ class Request:
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        from compressor.correction.refit import METHODS  # here, since torch comes with them
+        from compressor.correction.refit import CONSTANTS, METHODS  # here, since torch comes with them
         from compressor.plans.json import few, refuse_floods
 
-        if self.correct is not None and self.correct not in METHODS:
+        if self.correct is not None and self.correct not in (*METHODS, CONSTANTS):
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
         if self.bake is not None:
             from compressor.pathways.bake import METHODS as BAKES
@@ -101,6 +110,8 @@ class Request:
 
             if self.recover not in (methods := ("none", *RECOVERIES)):
                 raise CompressionError(f"there is no recovery {self.recover!r}; known are {', '.join(methods)}")
+        if self.budget not in (None, *BUDGETS):
+            raise CompressionError(f"there is no budget {self.budget!r}; known are {', '.join(BUDGETS)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)
@@ -164,6 +175,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         model.checkpoint.stamp(),
         request.experts,
         request.ratio,
+        (request.constants, request.experts_total, request.budget),
         request.strategy,
         sorted(request.options.items()),
         [(_content(entry.source), entry.weight) for entry in request.sources],
