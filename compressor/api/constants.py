@@ -20,6 +20,7 @@ from compressor.planning.registry import load_exporter
 from compressor.planning.request import MONE
 from compressor.planning.run import Run
 from compressor.plans.plan import CompressionPlan
+from compressor.progress import Progress, Silent
 from compressor.surgery.kept import kept_tensors
 from compressor.surgery.tensors import OutputJob
 
@@ -47,11 +48,11 @@ def constants_job(
         return plan, *_job(run, plan, {n: own.values for n, own in rounded.items()}, None, rounded, max_shard_bytes)
     folder = run.folder / f"constants-cut-{plan.digest()[:16]}"
 
-    def in_order() -> InOrder:
-        return InOrder(model, planned, calibration, correction, folder, run.progress, seed)
+    def in_order(progress: Progress) -> InOrder:
+        return InOrder(model, planned, calibration, correction, folder, progress, seed)
 
     with run.clock.phase("correct"):
-        figures = correct_constants(in_order())
+        figures = correct_constants(in_order(run.progress))
     layers = tuple(
         replace(layer, figures={**layer.figures, "correction": figures[layer.module]}) if layer.constants else layer
         for layer in plan.layers
@@ -60,7 +61,7 @@ def constants_job(
     values = {name: kept_tensors(kept_at(folder, by_name[name]))[VALUES] for name in planned}
     made, zeroed = _job(
         run, plan := replace(plan, layers=layers), values, None if correction.method == CONSTANTS else folder,
-        in_order(), max_shard_bytes,
+        in_order(Silent()), max_shard_bytes,
     )  # fmt: skip
     return plan, made, zeroed
 

@@ -11,7 +11,7 @@ from compressor.calibration.statistics import needs_attribution
 from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, compare_models, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
-from compressor.correction.refit import Correction
+from compressor.correction.refit import CONSTANTS, Correction
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.gates.run import GateRequest, run_gate
@@ -27,6 +27,7 @@ from compressor.planning.answering import (
     refuse_per_source,
     refuse_unjudged_sources,
 )
+from compressor.planning.constants import refuse_model
 from compressor.planning.protecting import given_protected
 from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
@@ -60,16 +61,23 @@ def compare(
     """What each strategy costs on this model and data; keywords are those of `Request`, counts and options excepted.
 
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
-    by default each strategy's own beside none. Without `evaluate` the text is taken from the calibration's sources,
+    by default each strategy's own beside none. With `constants`, rows in which constants stand for experts follow,
+    even and uneven; `corrections` may name `constants` then. Without `evaluate` the text is taken from the calibration's sources,
     beyond what any plan or correction sees.
     """
     asked = Request.of(request, wanted)
     if per_source:
         refuse_per_source(asked)
-    contenders = _contenders(strategies, corrections, random_seeds)
+    stock = corrections
+    if asked.constants and corrections is not None:  # of which one is for constants alone
+        stock = [method for method in corrections if method != CONSTANTS] or ["none"]
+    contenders = _contenders(strategies, stock, random_seeds)
+    methods = tuple(map(Correction, corrections or ("none", CONSTANTS))) if asked.constants else ()
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         opened = run.model
         counts = _counts(opened, experts, asked)
+        if methods:
+            refuse_model(opened)
         reserve = 0 if evaluate else evaluation_samples
         given = evaluation_sets(
             evaluate, load_tokenizer(opened.source.folder), length=asked.sequence_length, seed=asked.seed,
@@ -83,7 +91,7 @@ def compare(
         contenders = _attributable(contenders, steering, named=bool(strategies))
         return compare_models(
             opened, contenders, counts, calibration, given or calibration.reserved, run.progress, asked.seed,
-            per_source, protected, steering,
+            per_source, protected, steering, methods,
         )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`inspect`, `compare` and `attribute`: the commands that look at models and strategies and change nothing."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,9 @@ import typer
 import compressor
 from compressor.cli.options import DATA, Model, Running, counts, listed
 from compressor.cli.terminal import progress_bars
+from compressor.errors import CompressionError
 from compressor.locking import alone
-from compressor.planning.request import CALIBRATION, Request
+from compressor.planning.request import CALIBRATION, MONE, Request
 
 
 def inspect(
@@ -45,6 +47,9 @@ def compare(
         typer.Option(help="Text to measure on; may be repeated (default: calibration text that no plan saw)."),
     ] = None,
     evaluation_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure on, at most.")] = 64,
+    format: Annotated[
+        str, typer.Option("--format", help="safetensors, or mone: rows with constants for experts, too.")
+    ] = "safetensors",
     random_seeds: Annotated[int, typer.Option(min=1, help="Random drops to compare with.")] = 3,
     per_source: Annotated[
         bool,
@@ -61,6 +66,9 @@ def compare(
     from compressor.files import check_folder
 
     kept = counts(experts)
+    if format not in ("safetensors", MONE):
+        raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
+    request = replace(request, constants=format == MONE)
     check_folder(output, NAMES, running.overwrite)
     with alone(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
@@ -96,7 +104,6 @@ def attribute(
     from compressor.attribution.hubs import find_hubs, super_experts
     from compressor.attribution.report import NAMES, write_attribution
     from compressor.cli.results import show_attribution
-    from compressor.errors import CompressionError
     from compressor.files import check_folder
 
     if edges not in ("routers", "experts"):
