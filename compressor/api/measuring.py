@@ -62,8 +62,8 @@ def compare(
 
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
     by default each strategy's own beside none. With `constants`, rows in which constants stand for experts follow,
-    even and uneven; `corrections` may name `constants` then. Without `evaluate` the text is taken from the calibration's sources,
-    beyond what any plan or correction sees.
+    even and uneven; `corrections` may name `constants` then. Without `evaluate` the text is taken from the
+    calibration's sources, beyond what any plan or correction sees.
     """
     asked = Request.of(request, wanted)
     if per_source:

@@ -23,8 +23,8 @@ from compressor.model.experts import apply_expert, expert_parameters, routed
 
 FIELD, SUFFIX = "approximate_experts", ".approx_value"
 NOT_STOCK = (
-    "some of its experts are constants (config field approximate_experts), which vLLM serves and stock transformers "
-    "cannot load"
+    "experts that are constants (config field approximate_experts) are served by vLLM, and stock transformers cannot "
+    "load them"
 )
 MOST_CONSTANTS = 2**17  # of all layers: more than any model has experts
 

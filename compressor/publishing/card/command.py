@@ -52,7 +52,7 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     correct = ["--correct", str(refit.get("method")), *(["--dtype", str(dtype)] if dtype else [])]
     shared = [
         *base,
-        *("--experts", str(plan.experts), "--strategy", plan.strategy),
+        *_numbers(plan),
         *(argument for name, value in plan.options.items() for argument in ("--option", option_text(name, value))),
         *data,
         *("--seed", str(plan.seed)),
@@ -69,6 +69,15 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     planned = command_text("plan", model, "-o", "plan.json", *shared, "--per-source")
     (file,) = source_files(Path("plan.json"), [label(str(only))])
     return Command((planned, command_text("apply", str(file), "-o", out), *further), protected)
+
+
+def _numbers(plan: CompressionPlan) -> tuple[str, ...]:
+    """How many experts to keep, and how they are chosen."""
+    if plan.constants is None:
+        return "--experts", str(plan.experts), "--strategy", plan.strategy
+    budget, total = str(plan.constants.get("budget")), str(plan.constants.get("experts_total"))
+    many = ("--experts", str(plan.experts)) if budget == "even" else ("--experts-total", total)
+    return "--format", "mone", *many, "--budget", budget
 
 
 def _splitting(plan: CompressionPlan, split: Mapping[str, Any], out: str, base: list[str]) -> Command | None:
