@@ -85,7 +85,7 @@ def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -
     """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
     checkpoint = Checkpoint(source.folder)
     if declared(checkpoint.raw_config):
-        raise CompressionError(f"{source.label} cannot be used here: {NOT_STOCK}; name the checkpoint that it was made of")
+        raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
     return open_checkpoint(source, checkpoint, dtype, device)
 
 

@@ -13,6 +13,9 @@ from compressor.constants.budget import cheapest_numbers, curve, even_numbers, h
 from compressor.constants.measure import NEEDS, LayerConstants, layer_constants, of_statistics, substitutes_of
 from compressor.constants.uneven import divide
 from compressor.constants.variants import judge_variants
+from compressor.correction.constants import SubstitutedLayer, refit_constants
+from compressor.correction.cut_layer import Recording
+from compressor.correction.refit import Correction, Refit
 from compressor.progress import Silent
 from tests import opened
 
@@ -68,7 +71,7 @@ def test_the_cheapest_division_is_that_of_trying_all(steps: list[list[float]], d
     assert sum(even) == removed and all(0 <= number <= top for number, top in zip(even, most, strict=True))
     full = [number == top for number, top in zip(even, most, strict=True)]
     free = [number for number, at_top in zip(even, full, strict=True) if not at_top]
-    assert not free or max(even) <= max(free) + 1 and max(free) - min(free) <= 1
+    assert not free or (max(free) - min(free) <= 1 and max(even) <= max(free) + 1)
     between = halfway(found, even)
     assert sum(between) == removed
     assert all(min(a, b) <= c <= max(a, b) for a, b, c in zip(found, even, between, strict=True))
@@ -99,3 +102,33 @@ def test_variants_of_one_pass_are_judged_as_each_alone_and_a_division_is_never_w
     assert sum(found.numbers.values()) == removed
     assert all(0 <= number <= model.architecture.experts - 2 for number in found.numbers.values())
     assert found.figures["heldout_kl_chosen"] <= found.figures["heldout_kl_even"]
+
+
+def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_misses(tmp_path: Path) -> None:
+    stock, model = opened.opened("mixtral", tmp_path)
+    layer = model.architecture.layers[1]
+    dropped, kept = [1, 4, 6], [0, 2, 3, 5, 7]
+    recording = Recording(layer, 96)
+    recording.attach(stock)
+    parts = opened.batches(stock, (4, 2), 16)
+    calls = opened.plain_calls(stock, model.architecture, parts)[layer.name]
+    recording.detach()
+    experts, block = stock.get_submodule(layer.name), stock.get_submodule(layer.block)
+    hidden, index, weights = calls.joined()
+    gates = torch.zeros(len(hidden), 8, dtype=torch.float64).scatter_add_(1, index, weights.double())
+    outputs = torch.stack([opened.one_expert(experts, expert, hidden).double() for expert in range(8)], 1)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, torch.nn.Parameter(getattr(experts, name)[kept], requires_grad=False))
+    slots = torch.tensor([[*kept, *dropped].index(expert) for expert in range(8)])
+    start = torch.randn(3, hidden.shape[1], generator=torch.Generator().manual_seed(0))
+    router = stock.get_submodule(layer.router)
+    cut = SubstitutedLayer.made(start, slots, torch.float32, recording, experts, router, block)
+    rows = torch.arange(len(hidden))
+    refit_constants(Refit(cut, {}, rows, rows, Correction("constants"), 1.0, 0))
+    missing = torch.einsum("te,teh->th", gates[:, dropped], outputs[:, dropped])  # the layer without its kept experts
+    energy = torch.einsum("te,teh->th", gates, outputs).square().sum(-1)
+    share = (1 / (energy + energy.median())).sqrt()[:, None]
+    best = torch.linalg.lstsq(gates[:, dropped] * share, missing * share).solution
+    torch.testing.assert_close(cut.values.double(), best, atol=2e-4, rtol=1e-3)
+    expected = torch.einsum("te,teh->th", gates[:, kept], outputs[:, kept]) + gates[:, dropped] @ cut.values.double()
+    torch.testing.assert_close(cut.output(cut.inputs(rows), *cut.route(rows)).double(), expected, atol=1e-5, rtol=1e-4)
