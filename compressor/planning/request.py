@@ -69,7 +69,10 @@ class Request:
     sequence_length: int = described(DEFAULT_LENGTH, CALIBRATION, "Tokens in each of them.", min=2)
     seed: int = described(0, CALIBRATION, "For the choice of calibration text and everything else that is drawn.")
     correct: str | None = described(
-        None, CORRECTION, "Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."
+        None,
+        CORRECTION,
+        "Refit what is left: none, ridge or tune (default: tune for auto, none for the others); with --format mone "
+        "constants, too (default: none).",
     )
     bake: str | None = described(
         None,
