@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_a_fused_one_and_impossible_numbers_are_refused(tmp
         small.edit_json(out / "config.json", lambda config, new=content: config.update(approximate_experts=new))
         with pytest.raises(CompressionError, match="approximate_experts"):
             read_constants(out)
-    for numbers, told in (({"experts": 1}, "top-k"), ({"experts_total": 17}, "cannot be kept"), ({}, "one of --experts"),
+    for numbers, told in (({"experts": 1}, "top-k"), ({"experts_total": 17}, "cannot be kept"), ({}, "one of --exp"),
                           ({"experts_total": 9, "budget": "even"}, "does not divide")):  # fmt: skip
         with pytest.raises(CompressionError, match=told):
             compressor.plan(str(source), **data(tmp_path), **numbers)
