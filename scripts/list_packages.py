@@ -40,6 +40,7 @@ FLOORS: Mapping[str, tuple[int, str]] = {
     "pathways": (6, "which experts a token visits, changed after the fact"),
     "recovery": (6, "what is lost, trained back; CoMoE"),
     "splitting": (6, "each expert as several narrower ones that compute the same"),
+    "constants": (6, "what stands for experts that are left out, and how many each layer can spare"),
     "planning": (7, "from a request to a plan"),
     "forecasting": (8, "how long it will take on this machine"),
     "plugins": (8, "the one import that a plugin's author needs"),

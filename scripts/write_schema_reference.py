@@ -20,6 +20,7 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("`correction`", "plan", "correction"),
     ("`bake`", "plan", "bake"),
     ("`recover`", "plan", "recover"),
+    ("`constants`", "plan", "constants"),
     ("`split`", "plan", "split"),
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),

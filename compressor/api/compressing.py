@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compressor.api.constants import constants_job
 from compressor.api.repeating import answers, note_request, request_key, tell_in_place
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
@@ -18,9 +19,10 @@ from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
 from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import plan_or_resume, seen, settle
+from compressor.planning.constants import settle_constants
 from compressor.planning.further import refuse_part
 from compressor.planning.heads import Accepted, acceptance_of, accepted_by
-from compressor.planning.make import correct
+from compressor.planning.make import Wish, correct
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
 from compressor.planning.request import Request, request_digest
@@ -90,7 +92,7 @@ def apply(
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
     place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
-    dtype = (loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
+    dtype = (loaded.constants or loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
     with open_run(source, revision, dtype, progress=progress) as run:
         check_carried(run.model.source.folder)
         facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
@@ -133,7 +135,7 @@ def compress(
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
             run.model = seen(run.model, asked)
-            wish = settle(run.model, asked)
+            wish = settle_constants(run.model, asked) if asked.constants else settle(run.model, asked)
             check_carried(run.model.source.folder)
             digest = request_digest(run.model, asked)
             known = accept is None or terms is not None
@@ -144,13 +146,13 @@ def compress(
             if (found := _in_place(run, place)) is not None:  # another run of it has just ended
                 return found
             _check_target(run.model, place, wish.experts, wish.correction.wanted)
-            if run.folder is not None and not (run.folder / "plan.json").is_file():
+            if isinstance(wish, Wish) and run.folder is not None and not (run.folder / "plan.json").is_file():
                 told = partial(forecast_compression, run.model, asked, wish, run.folder.parent)
                 announce_long(announce, told, run.model)
             with run.clock.phase("plan"):
-                if not asked.sequential:  # which sees other inputs than the source's own
+                if isinstance(wish, Wish) and not asked.sequential:  # which sees other inputs than the source's own
                     wish = replace(wish, strategy=noted.planning(wish.strategy))
-                made, calibration = plan_or_resume(run, asked, wish)
+                made, calibration = plan_or_resume(run, asked, wish if isinstance(wish, Wish) else None)
             done = _carry_out(run, made, place, noted, calibration)
     _record(run.model, done, place, noted)
     return done
@@ -213,10 +215,13 @@ def _carry_out(
     refuse_part(plan)
     if plan.bake is not None:
         refuse_references(plan.bake)
-    if plan.correction is not None and cut is not None:
-        with clock.phase("correct"):
-            plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
-    made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
+    if plan.constants is not None:
+        plan, made, zeroed = constants_job(run, plan, place.max_shard_bytes, calibration)
+    else:
+        if plan.correction is not None and cut is not None:
+            with clock.phase("correct"):
+                plan = correct(model, plan, run.progress, cut, calibration, noted.visited)
+        made, zeroed = make_job(model, plan, place.max_shard_bytes, cut)
     accepted = accepted_by(plan)
     recipe = recipe_of(plan, model.source.label)
 

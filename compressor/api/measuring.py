@@ -12,7 +12,7 @@ from compressor.calibration.statistics import needs_attribution
 from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, Variant, compare_models, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
-from compressor.correction.refit import Correction
+from compressor.correction.refit import CONSTANTS, Correction
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_attribution
@@ -29,6 +29,7 @@ from compressor.planning.answering import (
     refuse_per_source,
     refuse_unjudged_sources,
 )
+from compressor.planning.constants import refuse_model
 from compressor.planning.protecting import given_protected
 from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
@@ -70,8 +71,9 @@ def compare(
 
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
     by default each strategy's own beside none. With several `splits` and `top_ks` there is a row for each of them;
-    what is kept is then said by `ratios`, for `experts` counts the parts of one split. Without `evaluate` the text is
-    taken from the calibration's sources, beyond what any plan or correction sees.
+    what is kept is then said by `ratios`, for `experts` counts the parts of one split. With `constants`, rows in which
+    constants stand for experts follow, even and uneven; `corrections` may name `constants` then. Without `evaluate` the
+    text is taken from the calibration's sources, beyond what any plan or correction sees.
     """
     asked = Request.of(request, wanted)
     if per_source:
@@ -82,7 +84,11 @@ def compare(
             "counts parts"
         )
     check_way(split_by, True, "")
-    contenders = _contenders(strategies, corrections, random_seeds)
+    stock = corrections
+    if asked.constants and corrections is not None:  # of which one is for constants alone
+        stock = [method for method in corrections if method != CONSTANTS] or ["none"]
+    contenders = _contenders(strategies, stock, random_seeds)
+    methods = tuple(map(Correction, corrections or ("none", CONSTANTS))) if asked.constants else ()
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         opened = run.model
         seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
@@ -92,6 +98,8 @@ def compare(
             for number, each in enumerate(seen)
             for top_k in wanted_top_ks
         }
+        if methods:
+            refuse_model(opened)
         reserve = 0 if evaluate else evaluation_samples
         given = evaluation_sets(
             evaluate, load_tokenizer(opened.source.folder), length=asked.sequence_length, seed=asked.seed,
@@ -111,7 +119,9 @@ def compare(
             contenders = _attributable(contenders, steering, named=bool(strategies))
             variants.append(Variant(variant, kept, protected, steering))
         sets = given or calibration.reserved
-        return compare_models(opened, variants, contenders, calibration, sets, run.progress, asked.seed, per_source)
+        return compare_models(
+            opened, variants, contenders, calibration, sets, run.progress, asked.seed, per_source, methods
+        )
 
 
 def _contenders(

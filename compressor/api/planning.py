@@ -27,6 +27,8 @@ def plan(
     """
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+        if asked.constants:
+            return plan_request(run, asked)[0]
         run.model = seen(run.model, asked)
         wish = settle(run.model, asked)
         announce_long(announce, partial(forecast_plan, run.model, asked, wish), run.model)

@@ -88,6 +88,34 @@ class GatedNormSum(_OutputSum):
         self.total[expert] += (weights.double() * norms).sum().cpu()
 
 
+class SquaredGateSum(_Sum):
+    name, meaning = "squared_gate_sum", "square of the gate weight, summed over its tokens"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        found = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
+        self.total += found.index_add_(0, call.index[call.used], call.weights[call.used].double().square()).cpu()
+
+
+class SquaredGateOutputSum(_OutputSum):
+    name, shape = "squared_gate_output_sum", "[E, H]"
+    meaning = "square of the gate weight times the expert's output, summed over its tokens"
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        down, turned = observed.experts.down_proj, observed.experts.is_transposed
+        self.total = torch.zeros(observed.layer.experts, down.shape[2 if turned else 1], dtype=torch.float64)
+
+    def expert_put_out(self, expert: int, weights: Tensor, outputs: Tensor) -> None:
+        self.total[expert] += (weights.double().square() @ outputs.double()).cpu()
+
+
+class SquaredGatedNormSum(_OutputSum):
+    name, meaning = "squared_gated_norm_sum", "square of gate weight times the norm, summed over its tokens"
+
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
+        self.total[expert] += (weights.double() * norms).square().sum().cpu()
+
+
 class _Sample(Meter):
     kind = "sampled"
 
@@ -245,8 +273,9 @@ class RankChange(Meter):
 METERS: Mapping[str, type[Meter]] = {
     meter.name: meter
     for meter in (
-        RoutedCount, GateWeightSum, ProbabilitySum, NormSum, SquaredNormSum, GatedNormSum, Inputs, RouterLogits,
-        TopKIndex, TopKWeights, RouterArgumentsThere, ExpertOutputs, MixedOutputs, Weights, Heldout, RankChange,
+        RoutedCount, GateWeightSum, ProbabilitySum, NormSum, SquaredNormSum, GatedNormSum, SquaredGateSum,
+        SquaredGateOutputSum, SquaredGatedNormSum, Inputs, RouterLogits, TopKIndex, TopKWeights,
+        RouterArgumentsThere, ExpertOutputs, MixedOutputs, Weights, Heldout, RankChange,
     )
 }  # fmt: skip
 

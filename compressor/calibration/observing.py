@@ -93,6 +93,9 @@ class Meter:
     def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
         """An expert put out what has these L2 norms [n] in float64, and these gate weights [n]."""
 
+    def expert_put_out(self, expert: int, weights: Tensor, outputs: Tensor) -> None:
+        """The same outputs [n, H] themselves, in the computing dtype."""
+
     def absorb(self, other: Self, scale: float) -> None:
         """Take in what another meter of the same layer has seen, its sums times `scale`."""
 

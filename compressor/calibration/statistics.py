@@ -83,6 +83,9 @@ class LayerStatistics:
     norm_sum = _Collected[Tensor]()
     squared_norm_sum = _Collected[Tensor]()
     gated_norm_sum = _Collected[Tensor]()
+    squared_gate_sum = _Collected[Tensor]()
+    squared_gate_output_sum = _Collected[Tensor]()
+    squared_gated_norm_sum = _Collected[Tensor]()
     inputs = _Collected[Tensor]()
     router_logits = _Collected[Tensor]()
     top_k_index = _Collected[Tensor]()
@@ -224,6 +227,7 @@ class Collector:
         norms = outputs.double().norm(dim=-1)
         for meter in self.meters.values():
             meter.expert_ran(expert, weights, norms)
+            meter.expert_put_out(expert, weights, outputs)
 
     def finish(
         self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import tell
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
+from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.planning.options import helps
-from compressor.plans.document import first_of, plan_blocks, protected_blocks
+from compressor.plans.document import constants_line, first_of, plan_blocks, protected_blocks
 from compressor.plans.plan import CompressionPlan
 from compressor.plans.split import told_split
 from compressor.publishing.document import push_blocks
@@ -35,6 +36,7 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         "experts": f"{report.experts} in each, top-{report.top_k}",
         "routing": report.routing,
         "quantization": report.quantization or "none",
+        **({"constants": report.constants} if report.constants else {}),
         "parameters": human_count(report.parameters),
         "bytes": human_bytes(report.bytes),
         "largest layer, loaded": human_bytes(report.largest_layer_bytes),
@@ -103,6 +105,7 @@ def summary_dict(summary: "Summary") -> dict[str, Any]:
            if summary.acceptance else {}),
         "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
         "servers": asdict(summary.servers),
+        **({} if summary.plan.constants is None else {"constants": dict(summary.plan.constants)}),
         **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
     }  # fmt: skip
 
@@ -142,6 +145,7 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
         *(Text(acceptance_line(name, figure)) for name, figure in summary.acceptance.items()),
         *([Text(names)] if summary.left_out else []),
         Text(server_line(summary.servers)),
+        *([Text(f"{constants_line(summary.plan)}; {NOT_STOCK}")] if summary.plan.constants is not None else []),
         Text(f"Written to {summary.out}"),
         *(push_blocks(pushed) if pushed is not None else ()),
     )

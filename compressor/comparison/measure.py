@@ -12,6 +12,9 @@ import torch
 from compressor.calibration.batches import Calibration, EvaluationSet
 from compressor.calibration.heldout import Judge, Judgement, evaluation_batches
 from compressor.calibration.statistics import LayerStatistics, needs_data
+from compressor.checkpoint.headers import Size
+from compressor.comparison.constants import STRATEGY as CONSTANTS
+from compressor.comparison.constants import Substituted, run_judged, substituted_models
 from compressor.comparison.rows import Comparison, Row
 from compressor.correction.in_order import LayerWork, compress_in_order
 from compressor.correction.refit import Correction
@@ -111,10 +114,12 @@ class _Table:
     progress: Progress
     seed: int
 
-    def row(self, name: str, experts: int, seconds: float, peak: int, **more: Any) -> Row:
+    def row(
+        self, name: str, experts: int, seconds: float, peak: int, stored: Size | None = None, **more: Any
+    ) -> Row:
         """A row of what the judge has just found."""
         whole = _mean(self.judge.found)
-        size = output_size(self.model, experts)
+        size = stored or output_size(self.model, experts)
         idle = idle_parameters(self.model, experts)
         loss = whole.loss / whole.tokens
         return Row(
@@ -158,6 +163,18 @@ class _Table:
         )  # fmt: skip
 
 
+    def substituted(self, made: Substituted, correction: Correction, calibration: Calibration) -> Row:
+        """Run a model in which constants stand for experts, without writing it, and judge it."""
+        begin = time.perf_counter()
+        with PeakMemory() as peak, self.judge.watch(self.model.partial.model):
+            error = run_judged(self.model, made, correction, calibration, self.judge, self.progress, self.seed)
+        spent = time.perf_counter() - begin if correction.wanted else 0.0
+        return self.row(
+            made.name, made.experts, made.seconds + spent, peak.anonymous, made.size, strategy=CONSTANTS,
+            correction=correction.method, error=error,
+        )  # fmt: skip
+
+
 def compare_models(
     original: OpenModel,
     variants: Sequence[Variant],
@@ -167,10 +184,12 @@ def compare_models(
     progress: Progress,
     seed: int = 0,
     per_source: bool = False,
+    constants: Sequence[Correction] = (),
 ) -> Comparison:
     """Plan with every contender at every count, from one pass of each variant, carry plans out, and judge all alike.
 
-    Protected experts, by layer name, stay as they are in every plan, the random ones included.
+    Protected experts, by layer name, stay as they are in every plan, the random ones included. With `constants`, rows
+    of whole experts for which constants stand follow, one for each of these corrections.
     """
     judge = Judge(evaluation_batches(sets, original.vocabulary), len(sets))
     table = _Table(original, judge, sets, progress, seed)
@@ -188,6 +207,11 @@ def compare_models(
             same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
             tried = [correction for correction in contender.corrections if correction.wanted or not same]
             rows += [table.judged(planned, contender, correction, data) for correction in tried]
+        if constants and variant.model is original:
+            for found in substituted_models(
+                original, variant.counts, calibration, progress, seed, variant.protected
+            ):
+                rows += [table.substituted(found, correction, calibration) for correction in constants]
     return Comparison(
         model=original.source.label,
         rows=tuple(rows),

@@ -164,6 +164,10 @@ class CutLayer:
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
         return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs))
 
+    def more_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is refitted beside experts and router, each tensor with the place where its best state is kept."""
+        return []
+
     def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
         positional, by_keyword = self.recording.router_arguments(rows, self.block)

@@ -53,6 +53,7 @@ STEPS_OF: Mapping[str, Mapping[str, Step]] = {  # of each correction, by name; w
     "tune": {"ridge": _ridge, "tune": _tune},
 }
 METHODS = tuple(STEPS_OF)
+CONSTANTS = "constants"  # refits the constants alone: for layers that have some
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Correction:
     rate: float = RATE
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method not in (*METHODS, CONSTANTS):
             raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
         whole = isinstance(self.steps, int) and isinstance(self.tokens, int)
         counted = whole and 1 <= self.steps <= MOST_STEPS and 1 <= self.tokens <= MOST_TOKENS
@@ -138,6 +139,7 @@ class _Guard:
             for expert, parameters in enumerate(cut.parameters)
             for name, value in parameters.items()
         ]
+        self.kept_at += cut.more_kept()
         self.kept_at += [(value, self._stored(value.detach(), dtypes[key]).clone()) for key, value in router.items()]
         self.kept, self.best = "none", self._error()
 
@@ -172,11 +174,14 @@ def correct_layer(
     correction: Correction,
     seed: int = 0,
     writing: torch.dtype | None = None,
+    cut_layer: Callable[[Recording, Any, Any, Any], CutLayer] = CutLayer.of,
+    steps_of: Mapping[str, Mapping[str, Step]] = STEPS_OF,
 ) -> dict[str, Any]:
     """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
 
     Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept.
 
+    `cut_layer` makes what the steps of `steps_of` work on, of a recording, experts, router and block.
     Errors are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
@@ -186,10 +191,10 @@ def correct_layer(
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with _float_router(model, layer, recording) as router:
-        cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block)
+        cut = cut_layer(recording, experts, model.get_submodule(layer.router), block)
         guard = _Guard(cut, router, dtypes, writing)
         errors = {"before": guard.best}
-        steps = STEPS_OF[correction.method] if guard.best > 0 and len(rows) else {}
+        steps = steps_of[correction.method] if guard.best > 0 and len(rows) else {}
         for name, step in steps.items():
             step(Refit(cut, router, rows, judged, correction, guard.best, seed))
             errors[name] = guard.judge(name)

@@ -17,6 +17,7 @@ from compressor.checkpoint.source import fetch_headers, is_local, locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, build_meta, discover, load_config
 from compressor.model.bounds import most_parts
+from compressor.model.constant_experts import NOT_STOCK, SUFFIX, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
 from compressor.model.opened import pick_dtype
@@ -71,6 +72,7 @@ class Inspection:
     left_out: tuple[str, ...]
     module_of_layers: tuple[str, ...]
     servers: tuple[Advice, ...] = ()  # what servers make of the model as it is, and of every outcome
+    constants: str | None = None  # that experts are constants, and what that means
 
 
 def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Outcome:
@@ -124,7 +126,10 @@ def inspect_model(model: str, revision: str | None = None, experts: int | None =
     """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
     if is_local(model):
         source = locate(model, revision)
-        return _report(model, None, Checkpoint(source.folder), load_config(source.folder), experts)
+        checkpoint = Checkpoint(source.folder)
+        if declared(checkpoint.raw_config):
+            checkpoint = SubstitutedCheckpoint(source.folder)
+        return _report(model, None, checkpoint, load_config(source.folder), experts)
     headers = fetch_headers(model, revision)
     raw = json.loads((headers.folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
@@ -145,13 +150,24 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
     embeddings = frozenset(name for name, module in stock.named_modules() if any(module is end for end in ends))
     blocks = tuple(layer.block for layer in architecture.layers)
     totals = {part: [0, 0] for part in PARTS}
+    stored = checkpoint.stored if isinstance(checkpoint, SubstitutedCheckpoint) else checkpoint.tensors
     for name, role in layout.roles.items():
-        info = checkpoint.tensors[name]
+        if (info := checkpoint.tensors[name]) is not stored.get(name):
+            continue  # of an expert that is a constant
         entry = totals[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)]
         entry[0], entry[1] = entry[0] + info.parameters, entry[1] + info.nbytes
     layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
-    first, tensors = architecture.layers[0], checkpoint.tensors
-    outcomes = [stored_with(tensors, layout, count) for count in candidates(architecture.layers, experts)]
+    first, tensors, constants = architecture.layers[0], stored, None
+    counts = candidates(architecture.layers, experts)
+    if isinstance(checkpoint, SubstitutedCheckpoint):
+        gone = [info for name, info in stored.items() if name.endswith(SUFFIX)]
+        totals[PARTS[0]] = [
+            totals[PARTS[0]][0] + sum(info.parameters for info in gone),
+            totals[PARTS[0]][1] + sum(info.nbytes for info in gone),
+        ]
+        every = sum(layer.experts for layer in architecture.layers)
+        constants, counts = f"for {len(gone)} of {every} experts; {NOT_STOCK}", []
+    outcomes = [stored_with(checkpoint.tensors, layout, count) for count in counts]
     routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
@@ -186,4 +202,5 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
             advice_on(served, architecture.layers, count)
             for count in dict.fromkeys([first.experts, *(outcome.experts for outcome in outcomes)])
         ),
+        constants=constants,
     )

@@ -13,6 +13,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
 from compressor.model.bounds import most_parts
+from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout, find_layout, fingerprint
 from compressor.model.loading import PartialModel
 from compressor.model.routers import check_count
@@ -93,6 +94,18 @@ class OpenModel:
 def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
     """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
     checkpoint = Checkpoint(source.folder)
+    if declared(checkpoint.raw_config):
+        raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
+    return open_checkpoint(source, checkpoint, dtype, device)
+
+
+def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
+    """Open a checkpoint in which constants stand for experts; its `checkpoint` is a `SubstitutedCheckpoint`."""
+    return open_checkpoint(source, SubstitutedCheckpoint(source.folder), dtype, device)
+
+
+def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str) -> OpenModel:
+    """The model of a checkpoint whose headers have been read."""
     config = load_config(source.folder)
     architecture = discover(config, build_meta(config, most=most_parts(checkpoint)))
     partial = PartialModel(checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from compressor.calibration import batches
 from compressor.calibration.batches import Calibration
 from compressor.calibration.statistics import needs_data
-from compressor.correction.refit import Correction
+from compressor.correction.refit import CONSTANTS, Correction
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
@@ -38,6 +38,13 @@ def seen(model: OpenModel, request: Request) -> OpenModel:
 
 def settle(model: OpenModel, request: Request) -> Wish:
     """Check count and protected experts, load the strategy, settle the correction: every refusal that needs no data."""
+    for option, given in {
+        "--experts-total": request.experts_total is not None,
+        "--budget": request.budget is not None,
+        f"--correct {request.correct}": request.correct == CONSTANTS,
+    }.items():
+        if given:
+            raise CompressionError(f"{option} is for constants in the place of experts; pass --format mone with it")
     strategy = load_strategy(request.strategy, request.options)
     experts = resolve_count(model.architecture.layers, request.experts, request.ratio)
     given_protected(request.protect, model.architecture.layers, experts)
@@ -83,6 +90,10 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
 
     The run's folder keeps the layers that a plan in order has cut.
     """
+    if request.constants:
+        from compressor.planning.constants import plan_constants  # which stands on this module
+
+        return plan_constants(run, request)[:2]
     wish = wish or settle(run.model, request)
     calibration = None
     if wish.reads or request.protects_what_data_shows:
@@ -112,7 +123,7 @@ def _dealt(run: Run, request: Request, calibration: Calibration | None) -> OpenM
     return run.model
 
 
-def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionPlan, Calibration | None]:
+def plan_or_resume(run: Run, request: Request, wish: Wish | None = None) -> tuple[CompressionPlan, Calibration | None]:
     """The plan that an interrupted run of this request kept, or a new one, then kept too, with its calibration."""
     assert run.folder is not None
     kept = run.folder / "plan.json"
@@ -132,6 +143,8 @@ def plan_or_resume(run: Run, request: Request, wish: Wish) -> tuple[CompressionP
 
 def refuse_per_source(request: Request) -> None:
     """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
+    if request.constants:
+        raise CompressionError("--format mone makes one plan for all calibration sources; leave out --per-source")
     if len(request.sources) < 2:
         raise CompressionError("--per-source needs several calibration sources; repeat --calibration for each")
     if request.sequential:

@@ -18,7 +18,7 @@ import yaml
 from compressor.calibration.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.planning.further import first_output, further_commands, separate
-from compressor.planning.request import Request
+from compressor.planning.request import BUDGETS, Request
 from compressor.plans.plan import CompressionPlan
 from compressor.plans.split import CLUSTERS, part_entry, parts_of
 from compressor.records import MOST_DEPTH
@@ -52,13 +52,13 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
     content = {
         "model": model,
         "revision": plan.source.revision,
-        "experts": plan.experts,
+        **_numbers(plan),
         "protect": protected,
         "split": None if parts == 1 else parts,
         "split_by": CLUSTERS if (plan.split or {}).get("by") == CLUSTERS else None,
         "top_k": plan.top_k,
         "mtp": plan.mtp,
-        "strategy": plan.strategy,
+        "strategy": None if plan.constants is not None else plan.strategy,
         "options": dict(plan.options),
         "sequential": plan.sequential or None,
         **_data(plan.calibration),
@@ -77,6 +77,15 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         heading = "# One of the plans of: moe-compress plan --recipe recipe.yaml --per-source -o plan.json\n"
     further = [f"# {line}\n" for line in further_commands(plan, "OUTPUT") or ()]
     return ("".join([heading, *further]) + text).encode(errors="backslashreplace")
+
+
+def _numbers(plan: CompressionPlan) -> dict[str, Any]:
+    """How many experts stay, in each layer or in all, and whether constants stand for the others."""
+    if plan.constants is None:
+        return {"experts": plan.experts}
+    budget, total = plan.constants.get("budget"), plan.constants.get("experts_total")
+    given = {"experts": plan.experts} if budget == BUDGETS[0] else {"experts_total": total}
+    return {**given, "budget": budget, "constants": True}
 
 
 def _data(calibration: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -22,6 +22,8 @@ CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING = "Correction", "Gate", "Routing"
 PANELS = (KEEP, STRATEGY, CALIBRATION, TRAINING, LOSS, CORRECTION, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
 DEFAULT_LENGTH = 512
 KEEP_HEADS, DROP_HEADS = "keep", "drop"  # what is done with multi-token-prediction heads
+BUDGETS = ("even", "uneven")
+MONE = "mone"  # the format in which constants stand for what is dropped
 
 
 def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
@@ -38,6 +40,13 @@ class Request:
 
     experts: int | None = described(None, KEEP, "Experts to keep in every MoE layer.")
     ratio: float | None = described(None, KEEP, "Share of the experts to remove; no more than this goes.")
+    experts_total: int | None = described(
+        None, KEEP, "With --format mone: experts to keep over all MoE layers, which then keep different numbers."
+    )
+    budget: str | None = described(
+        None, KEEP, "With --format mone: even (as many in every layer) or uneven (fewer where the model loses least)."
+    )
+    constants: bool = False  # whether constants stand for what is dropped: --format mone
     protect: str | Sequence[Mapping[str, Any]] | None = described(
         None,
         KEEP,
@@ -76,7 +85,10 @@ class Request:
     sequence_length: int = described(DEFAULT_LENGTH, CALIBRATION, "Tokens in each of them.", min=2)
     seed: int = described(0, CALIBRATION, "For the choice of calibration text and everything else that is drawn.")
     correct: str | None = described(
-        None, CORRECTION, "Refit what is left: none, ridge or tune (default: tune for auto, none for the others)."
+        None,
+        CORRECTION,
+        "Refit what is left: none, ridge or tune (default: tune for auto, none for the others); with --format mone "
+        "constants, too (default: none).",
     )
     bake: str | None = described(
         None,
@@ -99,10 +111,10 @@ class Request:
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        from compressor.correction.refit import METHODS  # here, since torch comes with them
+        from compressor.correction.refit import CONSTANTS, METHODS  # here, since torch comes with them
         from compressor.plans.json import few, refuse_floods
 
-        if self.correct is not None and self.correct not in METHODS:
+        if self.correct is not None and self.correct not in (*METHODS, CONSTANTS):
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
         if self.mtp not in (None, KEEP_HEADS, DROP_HEADS):
             raise CompressionError(f"--mtp {self.mtp!r} should be {KEEP_HEADS} or {DROP_HEADS}")
@@ -119,6 +131,8 @@ class Request:
 
             if self.recover not in (methods := ("none", *RECOVERIES)):
                 raise CompressionError(f"there is no recovery {self.recover!r}; known are {', '.join(methods)}")
+        if self.budget not in (None, *BUDGETS):
+            raise CompressionError(f"there is no budget {self.budget!r}; known are {', '.join(BUDGETS)}")
         if self.central == 0:
             raise CompressionError(f"--protect {self.protect} should be graph:N with a whole number N above 0")
         refuse_floods(self.samples, self.sequence_length)
@@ -184,6 +198,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.ratio,
         (request.split, request.split_by, request.top_k),
         request.mtp,
+        (request.constants, request.experts_total, request.budget),
         request.strategy,
         sorted(request.options.items()),
         [(_content(entry.source), entry.weight) for entry in request.sources],

@@ -13,7 +13,7 @@ COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 def plan_blocks(plan: CompressionPlan, path: Path) -> tuple[Block, ...]:
     """A row for each layer of a plan that was written there."""
-    columns = COLUMNS if plan.protected else COLUMNS[:-1]
+    columns: tuple[str, ...] = COLUMNS if plan.protected else COLUMNS[:-1]
     rows = [
         (
             layer.module, str(layer.experts), str(len(layer.groups)), first_of(layer.dropped),
@@ -23,8 +23,18 @@ def plan_blocks(plan: CompressionPlan, path: Path) -> tuple[Block, ...]:
         for layer in plan.layers
     ]  # fmt: skip
     data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
+    if plan.constants is not None:
+        columns = tuple("constants" if name == "dropped" else name for name in columns)
     title = f"Plan by {plan.strategy}{data}, written to {path}"
     return Table(title, columns, tuple(rows)), *protected_blocks(plan)
+
+
+def constants_line(plan: CompressionPlan) -> str:
+    """'constants for 12 experts; the layers keep 6 to 8'."""
+    kept = sorted({len(layer.groups) for layer in plan.layers})
+    each = f"{kept[0]}" if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
+    gone = counted(sum(len(layer.constants) for layer in plan.layers), "expert")
+    return f"constants for {gone}; the layers keep {each} each"
 
 
 def protected_blocks(plan: CompressionPlan) -> tuple[Block, ...]:

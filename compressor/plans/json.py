@@ -80,6 +80,7 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
         **{name: getattr(plan, name) for name in facts},
         "groups": groups,
         "dropped": list(plan.dropped),
+        **({"constants": list(plan.constants)} if plan.constants else {}),
         "upstream": plan.upstream,
         "decided_by": plan.decided_by,
         "figures": dict(plan.figures),
@@ -116,6 +117,7 @@ def layer_from_dict(entry: Mapping[str, Any]) -> LayerPlan:
         upstream=str(entry.get("upstream", "original")),
         decided_by=str(entry.get("decided_by", "")),
         figures=dict(few(entry.get("figures"), "figures") or {}),
+        constants=tuple(sorted({integer(expert, "each of constants") for expert in entry.get("constants") or ()})),
     )
     grouped, gone = plan.slots(), set(plan.dropped)
     for expert in entry.get("dropped") or ():

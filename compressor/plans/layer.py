@@ -79,10 +79,13 @@ class LayerPlan:
     upstream: str = "original"  # what the earlier layers were while this one was planned
     decided_by: str = ""  # the statistic that decided
     figures: Mapping[str, Any] = field(default_factory=dict)
+    constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
 
     def __post_init__(self) -> None:
-        if fault := self._fault_of_members():
+        if fault := self._fault_of_members() or self._fault_of_constants():
             raise CompressionError(f"{self.module}: {fault}")
+        if self.constants:
+            return  # the router stays as it is
         check_count(self, len(self.groups), self.module)
         if self.routing_groups > 1 and (fault := self._fault_of_routing_groups()):
             raise CompressionError(f"{self.module}: {fault}")
@@ -98,6 +101,18 @@ class LayerPlan:
                 if expert in seen:
                     return f"expert {expert} is in two groups; an expert may be in one at most"
                 seen.add(expert)
+        return ""
+
+    def _fault_of_constants(self) -> str:
+        if not self.constants:
+            return ""
+        if self.constants != self.dropped:
+            gone = list(self.dropped)
+            return f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
+        if not self.is_drop:
+            return "constants stand beside merged experts; give every expert that is kept an untouched group of its own"
+        if len(self.groups) < self.top_k:
+            return f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
         return ""
 
     def _fault_of_routing_groups(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
+from compressor.plans.constants import fault_of_constants
 from compressor.plans.json import (
     few,
     field_names,
@@ -55,7 +56,7 @@ class CompressionPlan:
     """A whole model's plan with its provenance."""
 
     source: Source
-    experts: int  # per layer, in the output
+    experts: int  # per layer, in the output; where layers keep different numbers, their mean rounded down
     strategy: str
     options: Mapping[str, Any]
     calibration: Mapping[str, Any] | None  # source, digest, samples and seed; None when no data was read
@@ -68,6 +69,7 @@ class CompressionPlan:
     bake: Mapping[str, Any] | None = None  # how the routers are moved in the end, on what text, and what came of it
     recover: Mapping[str, Any] | None = None  # how all is trained after that, on what text, and what came of it
     mtp: str | None = None  # "keep" or "drop": what is done with multi-token-prediction heads that are understood
+    constants: Mapping[str, Any] | None = None  # which stand for the experts that are dropped, and the budget
     split: Mapping[str, Any] | None = None  # how each of the source's experts became several, which the plan numbers
     top_k: int | None = None  # experts that a token visits in the output, where they are fewer than before
 
@@ -93,11 +95,13 @@ class CompressionPlan:
         for layer in self.layers:
             if names[layer.module] > 1:
                 raise CompressionError(f"{layer.module} appears twice in the plan; keep one entry for each layer")
-            if len(layer.groups) != self.experts:
+            if self.constants is None and len(layer.groups) != self.experts:
                 raise CompressionError(
                     f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
                     "every layer; make them equal"
                 )
+        if fault := fault_of_constants(self):
+            raise CompressionError(fault)
         known = {layer.module: layer for layer in self.layers}
         for module, experts in self.protected.items():
             if (owner := known.get(module)) is None:
@@ -157,6 +161,7 @@ class CompressionPlan:
             "calibration": None if self.calibration is None else dict(self.calibration),
             "sequential": self.sequential,
             "correction": None if self.correction is None else dict(self.correction),
+            **({} if self.constants is None else {"constants": dict(self.constants)}),
             **({} if self.split is None else {"split": dict(self.split)}),
             **({} if self.top_k is None else {"top_k": self.top_k}),
             **({} if self.bake is None else {"bake": dict(self.bake)}),
@@ -178,9 +183,11 @@ class CompressionPlan:
             "source": self.source.fingerprint,
             "layers": [layer_to_dict(layer)["groups"] for layer in self.layers],
         }
-        if self.correction is not None:
+        if self.correction is not None or self.constants is not None:
             data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
-            decisive["correction"] = {**self.correction, "calibration": data, "seed": self.seed}
+            decisive["correction"] = {**(self.correction or {}), "calibration": data, "seed": self.seed}
+        if self.constants is not None:
+            decisive["constants"] = [list(layer.constants) for layer in self.layers]
         if self.split is not None:
             told = ("calibration", "neurons")  # the digest of the order stands for both
             decisive["split"] = {name: value for name, value in self.split.items() if name not in told}
@@ -216,6 +223,7 @@ class CompressionPlan:
                 correction=None if content.get("correction") is None else dict(content["correction"]),
                 protected=protected_from_dict(content.get("protected", {})),
                 mtp=content.get("mtp"),
+                constants=None if content.get("constants") is None else dict(few(content["constants"], "constants")),
                 split=None if content.get("split") is None else dict(content["split"]),
                 top_k=None if content.get("top_k") is None else integer(content["top_k"], "top_k"),
                 bake=None if content.get("bake") is None else dict(content["bake"]),

@@ -8,13 +8,15 @@ from typing import Any
 
 from compressor.checkpoint.headers import header_bytes
 from compressor.checkpoint.links import refuse_link, refuse_links
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.scores import identity
 from compressor.files import file_digest
 from compressor.gates.report import read_gate
 from compressor.gates.verdict import GateResult
+from compressor.model.constant_experts import SubstitutedCheckpoint, declared
+from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.mtp.head import written_heads
 from compressor.planning.registry import load_exporter
@@ -75,9 +77,20 @@ def _verify_weights(folder: Path) -> dict[str, int]:
             raise CompressionError(
                 f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
             )
+    if declared(read_object(folder / "config.json")):
+        files = {info.file for info in _verify_constants(folder).tensors.values()}
+        return {name: header_bytes(folder / name) for name in sorted(files)}
     checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
     files = {info.file for info in checked.tensors.values()}
     return {name: header_bytes(folder / name) for name in sorted(files)}
+
+
+def _verify_constants(folder: Path) -> Checkpoint:
+    """Check a checkpoint in which constants stand for experts: they are all there, and the rest is a whole model."""
+    model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
+    assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+    model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
+    return model.checkpoint
 
 
 def _verify_graph(folder: Path) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """`plan`, `apply` and `compress`: the commands that make models smaller."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from compressor.cli.parameters import given
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.errors import CompressionError
 from compressor.locking import alone
-from compressor.planning.request import CALIBRATION, Request
+from compressor.planning.request import CALIBRATION, MONE, Request
 
 Model = Annotated[
     str | None,
@@ -38,6 +39,9 @@ def plan(
     running: Running,
     model: Model = None,
     recipe: Recipe = None,
+    format: Annotated[
+        str, typer.Option("--format", help="safetensors, or mone: a plan with constants for what is dropped.")
+    ] = "safetensors",
     per_source: Annotated[
         bool,
         typer.Option(
@@ -56,6 +60,7 @@ def plan(
     if takes_gguf(context, model, imatrix, CHOOSING):
         return plan_of_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
+    request = with_constants(request, listed(format, "--format") or ())
     outputs = [output, *source_files(output, request.source_names if per_source else ())]
     check_files(outputs, running.overwrite)
     with alone(output), progress_bars(running.as_json) as progress:
@@ -98,6 +103,21 @@ def _asked(
     return model, revision, strategy_options.put_into(request)
 
 
+def with_constants(request: Request, formats: Sequence[str]) -> Request:
+    """The request, for constants if it is for the format that has them; that goes with no other format."""
+    if MONE not in formats:
+        return request
+    if set(formats) != {MONE}:
+        raise CompressionError(f"--format {','.join(formats)}: {MONE} is written alone; name one format")
+    return replace(request, constants=True)
+
+
+def refuse_beside_constants(under_gate: UnderGate) -> None:
+    """Refuse a gate, which loads the output by stock transformers."""
+    if under_gate.gate is not None:
+        raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
+
+
 def apply(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
@@ -137,7 +157,8 @@ def compress(
         str,
         typer.Option(
             "--format",
-            help="safetensors, onnx or another exporter, or both: safetensors,onnx (in the subfolder onnx).",
+            help="safetensors, onnx or another exporter, or both: safetensors,onnx (in the subfolder onnx); or mone: "
+            "constants for what is dropped, as vLLM serves them.",
         ),
     ] = "safetensors",
     yes: Yes = False,
@@ -150,7 +171,10 @@ def compress(
     if takes_gguf(context, model, imatrix, CHOOSING):
         return compress_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
-    formats = exporting.read_formats(listed(format, "--format") or ())
+    request = with_constants(request, listed(format, "--format") or ())
+    formats = exporting.read_formats((exporting.WRITER,) if request.constants else listed(format, "--format") or ())
+    if request.constants:
+        refuse_beside_constants(under_gate)
     if publishing.push_to_hub is not None:
         check_access(publishing.push_to_hub, publishing.private)
     task: dict[str, Any] = {"request": request, "revision": revision, "command": command_line()}

@@ -1,6 +1,7 @@
 """`inspect`, `compare` and `attribute`: the commands that look at models and strategies and change nothing."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,9 @@ import compressor
 from compressor.cli.announcing import announcing
 from compressor.cli.options import DATA, Model, Running, Yes, counts, listed, shares
 from compressor.cli.terminal import progress_bars
+from compressor.errors import CompressionError
 from compressor.locking import alone
-from compressor.planning.request import CALIBRATION, KEEP, Request
+from compressor.planning.request import CALIBRATION, KEEP, MONE, Request
 
 
 def inspect(
@@ -69,6 +71,9 @@ def compare(
         typer.Option(help="Text to measure on; may be repeated (default: calibration text that no plan saw)."),
     ] = None,
     evaluation_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure on, at most.")] = 64,
+    format: Annotated[
+        str, typer.Option("--format", help="safetensors, or mone: rows with constants for experts, too.")
+    ] = "safetensors",
     random_seeds: Annotated[int, typer.Option(min=1, help="Random drops to compare with.")] = 3,
     per_source: Annotated[
         bool,
@@ -86,6 +91,9 @@ def compare(
 
     kept = counts(experts, "--experts")
     removed, parts, visited = shares(ratio, "--ratio"), counts(split, "--split"), counts(top_k, "--top-k")
+    if format not in ("safetensors", MONE):
+        raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
+    request = replace(request, constants=format == MONE)
     check_folder(output, NAMES, running.overwrite)
     with alone(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
@@ -123,7 +131,6 @@ def attribute(
     from compressor.attribution.hubs import find_hubs, super_experts
     from compressor.attribution.report import NAMES, write_attribution
     from compressor.cli.results import show_attribution
-    from compressor.errors import CompressionError
     from compressor.files import check_folder
 
     if edges not in ("routers", "experts"):

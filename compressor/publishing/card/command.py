@@ -54,7 +54,7 @@ def rebuilt(plan: CompressionPlan, out: str) -> Command | None:
     shared = [
         *base,
         *_finer(plan),
-        *("--experts", str(plan.experts), "--strategy", plan.strategy),
+        *_numbers(plan),
         *(argument for name, value in plan.options.items() for argument in ("--option", option_text(name, value))),
         *data,
         *("--seed", str(plan.seed)),
@@ -81,6 +81,15 @@ def _finer(plan: CompressionPlan) -> list[str]:
         *(["--split-by", CLUSTERS] if split.get("by") == CLUSTERS else []),
         *(["--top-k", str(plan.top_k)] if plan.top_k is not None else []),
     ]
+
+
+def _numbers(plan: CompressionPlan) -> tuple[str, ...]:
+    """How many experts to keep, and how they are chosen."""
+    if plan.constants is None:
+        return "--experts", str(plan.experts), "--strategy", plan.strategy
+    budget, total = str(plan.constants.get("budget")), str(plan.constants.get("experts_total"))
+    many = ("--experts", str(plan.experts)) if budget == "even" else ("--experts-total", total)
+    return "--format", "mone", *many, "--budget", budget
 
 
 def _splitting(plan: CompressionPlan, split: Mapping[str, Any], out: str, base: list[str]) -> Command | None:

@@ -20,6 +20,7 @@ class Fates:
     merged: int  # experts that became fewer
     groups: int  # which they became
     dropped: int
+    fate: str = "dropped"  # what became of those
 
     @classmethod
     def of(cls, plan: CompressionPlan) -> "Fates":
@@ -33,6 +34,7 @@ class Fates:
             merged=sum(len(group.members) for group in several),
             groups=len(several),
             dropped=sum(len(layer.dropped) for layer in plan.layers),
+            fate="dropped" if plan.constants is None else "replaced by constants",
         )
 
     def __str__(self) -> str:
@@ -41,7 +43,7 @@ class Fates:
             *([f"{counted(self.kept, 'expert')} kept"] if self.kept else []),
             *([f"{self.rescaled:,} rescaled"] if self.rescaled else []),
             *([f"{self.merged:,} merged into {self.groups:,}"] if self.merged else []),
-            *([f"{self.dropped:,} dropped"] if self.dropped else []),
+            *([f"{self.dropped:,} {self.fate}"] if self.dropped else []),
         ]
         return joined(found)
 
@@ -89,7 +91,7 @@ def layer_table(plan: CompressionPlan) -> Table:
         else str(each.layer),
         "kept": kept,
         "merged": merged,
-        "dropped": lambda layer: ranges(layer.dropped),
+        "dropped" if plan.constants is None else "constants": lambda layer: ranges(layer.dropped),
         **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
         "decided by": lambda layer: one_line(decided_by(layer)),
         **({"held-out error": error_change} if has_errors else {}),

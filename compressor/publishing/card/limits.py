@@ -22,6 +22,7 @@ def limits(facts: Facts, has_licence: bool) -> tuple[Block, ...]:
         _text(facts.plan),
         _refitted(facts.plan),
         _format(facts),
+        *([_constants()] if facts.plan.constants is not None else []),
         *_missing(facts.record),
         *([_graph(facts.graph)] if facts.graph is not None else []),
         *(["The base was a local folder; which repository it came from is not recorded."] if is_local else []),
@@ -91,6 +92,13 @@ def _format(facts: Facts) -> str:
     if facts.quantization:
         return f"The weights are quantised as the original's are ({one_line(str(kind))}), stored as {names}."
     return f"The weights are not quantised; they are stored as {names}."
+
+
+def _constants() -> str:
+    return (
+        "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own "
+        "forward: the written tensors give the logits that the original gives with these constants."
+    )
 
 
 def _missing(record: Mapping[str, Any]) -> list[str]:

@@ -133,7 +133,7 @@ def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardD
         language=languages(base),
         base_model=repository,
         **({"base_model_relation": RELATION} if repository is not None else {}),
-        library_name="onnx" if facts.only_graph else "transformers",
+        library_name="onnx" if facts.only_graph else "transformers" if facts.plan.constants is None else "vllm",
         pipeline_tag=pipeline if _matches(IDENTIFIER, pipeline) else TASK,
         tags=tags(facts),
         **({"model_name": repo_id.rpartition("/")[2], "eval_results": results} if results else {}),

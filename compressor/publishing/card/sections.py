@@ -49,6 +49,8 @@ def introduction(facts: Facts) -> Blocks:
     plan = facts.plan
     if plan.split is not None and plan.strategy == KEPT_WHOLE:
         return (Text(("This is ", base_name(plan), _split_told(plan, plan.split))),)
+    if plan.constants is not None:
+        return (Text(("This is ", base_name(plan), _substituted_told(plan))),)
     won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
     decided = f"; decided by {joined(won)}" if won else ""
     finer = f" after a split of {told_split(plan.split)}" if plan.split is not None else ""
@@ -70,6 +72,19 @@ def _split_told(plan: CompressionPlan, split: Mapping[str, Any]) -> str:
         f"{split.get('parts')} narrower ones, {plan.experts} in all, of which a token visits so many times more. They "
         f"compute what the original's do, up to rounding. {_recovered(plan)}It was made with moe-compressor and is an "
         "ordinary checkpoint of its architecture."
+    )
+
+
+def _substituted_told(plan: CompressionPlan) -> str:
+    """How many experts are constants, and that stock transformers cannot load them."""
+    gone, before = sum(len(layer.constants) for layer in plan.layers), sum(layer.experts for layer in plan.layers)
+    counts = sorted({len(layer.groups) for layer in plan.layers})
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return (
+        f" in which constants stand for {gone:,} of the {before:,} experts of its "
+        f"{counted(len(plan.layers), 'MoE layer')}; {each} stay in each (MoNE, arXiv:2507.00390). The routers are "
+        f"whole. {_corrected(plan)} It was made with moe-compressor. Stock transformers cannot load it; vLLM can, from "
+        "the version on that serves the config field approximate_experts."
     )
 
 
@@ -260,6 +275,13 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
         f"{one_line(str(facts.versions.get('transformers', 'unknown')))}; "
     )
+    if facts.plan.constants is not None:
+        return (
+            Text("Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the "
+                 "config field approximate_experts, where it supports this architecture unquantised (not tested with "
+                 "this checkpoint):"),
+            Listing(f"vllm serve {repo_id}", "bash"),
+        )  # fmt: skip
     return (
         Text((checked, Code("device_map"), " needs the package accelerate):")),
         Listing("\n".join(code), "python"),

@@ -121,7 +121,7 @@ def test_the_mix_weights_sums_by_share_and_holds_every_sample(name: str, tmp_pat
     for stats in gathered(model, mixed(parts_of(stock)), per_source=True).values():
         assert stats.tokens == sum(part.tokens for part in stats.by_source)
         for key in SUMS:
-            expected = torch.zeros(stats.layer.experts, dtype=torch.float64)
+            expected = torch.zeros(stats.values[key].shape, dtype=torch.float64)
             for share, part in zip(SHARES, stats.by_source, strict=True):
                 if part.tokens:
                     expected += share * stats.tokens * part.values[key] / part.tokens  # its mean per token

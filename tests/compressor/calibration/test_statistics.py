@@ -54,6 +54,8 @@ def close(found: Tensor, expected: Tensor) -> None:
 def naive_sums(stock: Any, name: str, experts: int, calls: Calls) -> dict[str, Tensor]:
     """The sums of one layer, token by token and choice by choice."""
     sums = {key: torch.zeros(experts, dtype=torch.float64) for key in ROUTED | ROUTED_OUTPUTS}
+    width = stock.get_submodule(name).down_proj.shape[2 if stock.get_submodule(name).is_transposed else 1]
+    sums["squared_gate_output_sum"] = torch.zeros(experts, width, dtype=torch.float64)
     if not calls.experts_arguments:
         return sums
     hidden, index, weights = calls.joined()
@@ -68,6 +70,9 @@ def naive_sums(stock: Any, name: str, experts: int, calls: Calls) -> dict[str, T
             sums["norm_sum"][expert] += norm
             sums["squared_norm_sum"][expert] += norm**2
             sums["gated_norm_sum"][expert] += weight * norm
+            sums["squared_gate_sum"][expert] += weight**2
+            sums["squared_gate_output_sum"][expert] += weight**2 * outputs[expert][token].double()
+            sums["squared_gated_norm_sum"][expert] += (weight * norm) ** 2
     return sums
 
 

@@ -1,0 +1,1 @@
+"""Constants for what is dropped, and layers that keep different numbers of experts."""

@@ -1,0 +1,205 @@
+"""`--format mone`: what is written computes what a plain model with constants does; repeated, refused, told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import compressor
+from compressor.constants.forward import read_constants, written_logits
+from compressor.errors import CompressionError
+from compressor.plans.plan import CompressionPlan
+from compressor.publishing.card.build import card_text
+from compressor.publishing.check import verify_folder
+from tests import quantized, small, zoo
+from tests.command_line import Run
+
+pytestmark = pytest.mark.usefixtures("offline")
+SUFFIX = ".approx_value"
+NAMES = {"mixtral": "block_sparse_moe", "deepseek_v3": "mlp"}
+
+
+def data(folder: Path, samples: int = 16) -> dict[str, Any]:
+    """Calibration text of its own."""
+    return {"calibration": str(small.text_file(folder)), "samples": samples, "sequence_length": 32, "constants": True}
+
+
+def plain_model(folder: Path, source: Path, scratch: Path) -> Any:
+    """The stock model with a written checkpoint's tensors, NaN for those that it lacks; constants by a plain loop."""
+    stored, original = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
+    constants = {name: stored.pop(name) for name in list(stored) if name.endswith(SUFFIX)}
+    filled = {name: stored.get(name, torch.full_like(value, torch.nan)) for name, value in original.items()}
+    assert stored.keys() <= original.keys()
+    scratch.mkdir()
+    save_file(filled, scratch / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    listed = config.pop("approximate_experts")
+    (scratch / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    block = NAMES[config["model_type"]]
+    for layer, experts in listed.items():
+        own = {expert: constants.pop(f"model.layers.{layer}.{block}.experts.{expert}{SUFFIX}") for expert in experts}
+        module = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+        kept = module.forward
+
+        def forward(
+            hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, kept: Any = kept, own: Any = own
+        ) -> torch.Tensor:
+            rows = []
+            for token in range(len(hidden)):
+                total = torch.zeros_like(hidden[token])
+                for expert, weight in zip(index[token].tolist(), weights[token], strict=True):
+                    if expert in own:
+                        total = total + weight * own[expert].float()
+                    else:
+                        one = torch.tensor([[expert]])
+                        total = total + kept(hidden[token][None], one, weight.reshape(1, 1))[0]
+                rows.append(total)
+            return torch.stack(rows)
+
+        module.forward = forward
+    assert not constants
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("mixtral", {"experts": 6}),
+        ("mixtral", {"experts_total": 9, "correct": "constants"}),
+        ("deepseek_v3", {"ratio": 0.4, "budget": "uneven", "correct": "ridge"}),
+    ],
+)
+def test_what_is_written_computes_what_a_plain_model_with_constants_does(
+    name: str, request_: dict[str, Any], tmp_path: Path
+) -> None:
+    source, out = small.save(tmp_path / "source", name), tmp_path / "out"
+    made = compressor.compress(str(source), out, **data(tmp_path), **request_)
+    plan, config = made.plan, json.loads((out / "config.json").read_text())
+    listed = {str(layer.layer): list(layer.constants) for layer in plan.layers if layer.constants}
+    assert config["approximate_experts"] == listed
+    assert config["num_local_experts" if name == "mixtral" else "n_routed_experts"] == 8  # which the router has
+    total = sum(len(layer.groups) for layer in plan.layers)
+    assert total == {"experts": 12, "experts_total": 9, "ratio": 10}[next(iter(request_))]  # of 2 layers of 8
+    written, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    changed = {key for key in written.keys() & original.keys() if not torch.equal(written[key], original[key])}
+    if request_.get("correct") == "ridge":
+        assert changed and all(".experts." in key and "down_proj" in key for key in changed)
+    else:
+        assert not changed  # copies of the stored bytes, routers whole
+    assert all(written[key].dtype == torch.float32 for key in written if key.endswith(SUFFIX))
+    tokens = torch.arange(40).reshape(2, 20) * 13 % small.VOCABULARY
+    expected = zoo.logits(plain_model(out, source, tmp_path / "plain"), tokens)
+    [found] = written_logits(out, [tokens])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    # the plan and the source give the same bytes again
+    again = tmp_path / "again"
+    plan_file = tmp_path / "plan.json"
+    plan_file.write_text(plan.to_json())
+    compressor.apply(plan_file, again, model=str(source))
+    assert small.tree(again) == small.tree(out)
+    if "correct" in request_:
+        figures = [layer.figures["correction"] for layer in plan.layers if layer.constants]
+        assert all(entry["heldout_error"] <= entry["heldout_error_before"] for entry in figures)
+
+
+def test_everything_says_that_stock_transformers_cannot_load_it(tmp_path: Path, run: Run) -> None:
+    source, out = small.save(tmp_path / "source"), tmp_path / "out"
+    text = ["--calibration", str(small.text_file(tmp_path)), "--samples", "8", "--sequence-length", "16"]
+    made = run("compress", source, "-o", out, "--format", "mone", "--experts", "6", *text)
+    assert made.status == 0, made.err
+    assert "stock transformers cannot" in " ".join(made.out.split()) and "constants for 4 experts" in made.out
+    shown = " ".join(run("inspect", out, "--json").out.split())
+    assert "for 4 of 16 experts; " in shown and "cannot load" in shown
+    card = card_text(out, "me/small").text
+    assert "Stock transformers cannot load it" in card and "AutoModelForCausalLM" not in card
+    assert "--format mone --experts 6 --budget even" in card
+    assert verify_folder(out).weights == {"model.safetensors"}
+    refused = run("compress", out, "-o", tmp_path / "more", "--experts", "4", "--calibration", "demo")
+    assert refused.status != 0 and "stock transformers cannot load" in " ".join(refused.err.split())
+    recipe = run("compress", source, "--recipe", out / "recipe.yaml", "-o", tmp_path / "twice", *text)
+    assert recipe.status == 0, recipe.err
+    assert (tmp_path / "twice" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    plan = run("plan", source, "-o", tmp_path / "plan.json", "--format", "mone", "--experts", "6", *text)
+    assert plan.status == 0 and CompressionPlan.load(tmp_path / "plan.json").constants is not None
+    for option, told in {
+        "--bake router": "--bake", "--strategy reap": "--strategy reap", "--sequential": "--sequential",
+        "--gate demo": "--gate", "--experts-total 3": "one of --experts", "--format mone,onnx": "written alone",
+    }.items():  # fmt: skip
+        arguments = ["--format", "mone", "--experts", "6", *text, *option.split()]
+        found = run("compress", source, "-o", tmp_path / "no", *arguments)
+        assert found.status != 0 and told in " ".join(found.err.split()), found.err
+    bare = run("compress", source, "-o", tmp_path / "no", "--experts-total", "9", *text)
+    assert bare.status != 0 and "--format mone" in bare.err
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_damaged_checkpoint_a_fused_one_and_impossible_numbers_are_refused(tmp_path: Path) -> None:
+    source, out = small.save(tmp_path / "source"), tmp_path / "out"
+    compressor.compress(str(source), out, experts=6, **data(tmp_path, 8))
+    stored = load_file(out / "model.safetensors")
+    lost = next(name for name in stored if name.endswith(SUFFIX))
+    prefix, whole = lost.removesuffix(SUFFIX).rpartition(".")[0], range(8)
+    more = next(f"{prefix}.{n}{SUFFIX}" for n in whole if f"{prefix}.{n}{SUFFIX}" not in stored)
+    for change, told in (
+        (lambda tensors: tensors.pop(lost), "has no constant"),
+        (lambda tensors: tensors.update({more: stored[lost]}), "does not name it"),
+        (lambda tensors: tensors.update({lost: torch.zeros(3)}), "differ in shape"),
+    ):
+        kept = (out / "model.safetensors").read_bytes()
+        small.edit_tensors(out, change)
+        with pytest.raises(CompressionError, match=told):
+            read_constants(out)
+        (out / "model.safetensors").write_bytes(kept)
+    for content in (7, {"0": "all"}, {"zero": [1]}, {"0": [1, 1]}, {"0": [1.5]}):
+        small.edit_json(out / "config.json", lambda config, new=content: config.update(approximate_experts=new))
+        with pytest.raises(CompressionError, match="approximate_experts"):
+            read_constants(out)
+    for numbers, told in (({"experts": 1}, "top-k"), ({"experts_total": 17}, "cannot be kept"), ({}, "one of --exp"),
+                          ({"experts_total": 9, "budget": "even"}, "does not divide")):  # fmt: skip
+        with pytest.raises(CompressionError, match=told):
+            compressor.plan(str(source), **data(tmp_path), **numbers)
+    fused = small.save(tmp_path / "fused", "gpt_oss")
+    with pytest.raises(CompressionError, match="store all experts of a layer together"):
+        compressor.plan(str(fused), experts=6, **data(tmp_path))
+
+
+def test_quantised_experts_are_copied_and_the_constants_plain(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    quantized.save_fp8(source, sizes={"vocab_size": small.VOCABULARY})
+    small.tokenizer().save_pretrained(source)
+    compressor.compress(str(source), out, experts=5, **data(tmp_path, 8))
+    written, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    constants = {name for name in written if name.endswith(SUFFIX)}
+    assert len(constants) == 6 and {written[name].dtype for name in constants} == {torch.bfloat16}
+    for name in written.keys() - constants:
+        assert written[name].dtype == original[name].dtype
+        assert torch.equal(written[name].view(torch.uint8), original[name].view(torch.uint8))
+    gone = {name.removesuffix(SUFFIX) for name in constants}
+    assert original.keys() - written.keys() == {n for n in original if any(n.startswith(f"{each}.") for each in gone)}
+    with pytest.raises(CompressionError, match="stay quantised"):
+        compressor.plan(str(source), experts=5, correct="ridge", **data(tmp_path, 8))
+
+
+def test_a_plan_with_constants_can_be_edited_and_not_be_made_impossible(tmp_path: Path) -> None:
+    source = small.save(tmp_path / "source")
+    content = compressor.plan(str(source), experts=6, **data(tmp_path, 8)).to_dict()
+    first = content["layers"][0]
+    kept, gone = first["groups"][0]["members"][0], first["constants"][0]
+    first["groups"][0]["members"] = [gone]
+    with pytest.raises(CompressionError, match="constants stand for"):
+        CompressionPlan.from_dict({**content, "layers": [{**first, "dropped": []}, content["layers"][1]]})
+    swapped = sorted([*first["constants"][1:], kept])
+    edited = {**first, "constants": swapped, "dropped": swapped}
+    found = CompressionPlan.from_dict({**content, "layers": [edited, content["layers"][1]]})
+    assert found.layers[0].constants == tuple(swapped)
+    for change, told in (({"constants": None}, "not of that format"), ({"calibration": None}, "calibration"),
+                         ({"constants": {"format": "mone", "experts_total": 11}}, "make them equal")):  # fmt: skip
+        with pytest.raises(CompressionError, match=told):
+            CompressionPlan.from_dict({**content, "layers": [edited, content["layers"][1]], **change})
