@@ -114,7 +114,8 @@ def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
         packed = gzip.compress("\n".join(lines[shard::2]).encode())
         (data / "en" / f"c4-train.{shard:05d}-of-00002.json.gz").write_bytes(packed)
     (tmp_path / "home").mkdir()
-    ask = ("compress", "../model", "--experts", "4", "--samples", "4", "--sequence-length", "32")
+    sizes = ("--samples", "4", "--sequence-length", "32")
+    ask = ("compress", "../model", "--experts", "4", "--strategy", "count-guided", *sizes)
     other = (*ask, "-o", "../other", "--calibration", "org/nothing")
     with serve("allenai/c4", data, "dataset") as hub:
         done, refused = run(hub, tmp_path / "home", (*ask, "-o", "../out", "--json"), other)
