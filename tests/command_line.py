@@ -85,9 +85,10 @@ def work(arguments: list[str], module: str, function: str, nth: int) -> None:
         return real(*args, **named)
 
     setattr(owner, name, rigged)
-    for module_name, holder in list(sys.modules.items()):  # which have imported it by its name already
-        if module_name.startswith(OURS) and getattr(holder, name, None) is real:
-            setattr(holder, name, rigged)
+    if getattr(real, "__module__", None) == module:  # where it is defined: others have imported it by its name already
+        for holder in [value for key, value in sys.modules.items() if key.startswith(OURS)]:
+            if getattr(holder, name, None) is real:
+                setattr(holder, name, rigged)
     torch.set_num_threads(1)
     sys.argv = ["moe-compress", *arguments]
     cli.main()
