@@ -18,10 +18,9 @@ import torch
 
 from compressor.cli import main as cli
 
-FRESH = multiprocessing.get_context("forkserver")  # each process starts with the packages imported and nothing run
-FRESH.set_forkserver_preload(
-    ["compressor.cli.main", "compressor.api.compressing", "compressor.model.opened", "tests.zoo"]
-)
+OURS = ("compressor.", "exporters.", "strategies.")
+# A fork has all packages imported already, and what a test has patched; a GPU's driver and threads do not survive it.
+CHILDREN: Any = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,10 @@ def work(arguments: list[str], module: str, function: str, nth: int) -> None:
         return real(*args, **named)
 
     setattr(owner, name, rigged)
+    if getattr(real, "__module__", None) == module:  # where it is defined: others have imported it by its name already
+        for holder in [value for key, value in sys.modules.items() if key.startswith(OURS)]:
+            if getattr(holder, name, None) is real:
+                setattr(holder, name, rigged)
     torch.set_num_threads(1)
     sys.argv = ["moe-compress", *arguments]
     cli.main()
@@ -93,7 +96,29 @@ def work(arguments: list[str], module: str, function: str, nth: int) -> None:
 
 def run_killed(arguments: list[str], module: str = "os", function: str = "replace", nth: int = -1) -> int | None:
     """The command in a process of its own, killed at a call (never, by default); returns its exit code."""
-    process = FRESH.Process(target=work, args=(arguments, module, function, nth))
+    process = CHILDREN.Process(target=work, args=(arguments, module, function, nth))
     process.start()
-    process.join(120)
-    return process.exitcode
+    process.join()  # it is killed or ends, however long a busy machine takes
+    code: int | None = process.exitcode
+    return code
+
+
+def start(arguments: list[str], streams: Path, environment: dict[str, str]) -> Any:
+    """The command in a process of its own that goes on beside this one; `ended` waits for it."""
+    process = CHILDREN.Process(target=_apart, args=(arguments, streams, environment))
+    process.start()
+    return process
+
+
+def _apart(arguments: list[str], streams: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        os.dup2(stream.fileno(), number)
+    work(arguments, "os", "replace", -1)
+
+
+def ended(process: Any, streams: Path) -> Result:
+    """What a process that was started left on its streams."""
+    process.join()
+    return Result(process.exitcode, *(streams.with_suffix(end).read_text() for end in (".out", ".err")))

@@ -39,6 +39,17 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps of tuning and of learned merges, where they are not what is tested."""
+    from compressor.correction import refit
+    from compressor.correction.tuning import Schedule
+    from compressor.grouping import learned
+
+    monkeypatch.setattr(refit, "Schedule", lambda steps, *more: Schedule(2, *more))
+    monkeypatch.setattr(learned.learn_coefficients, "__defaults__", (True, 3))
+
+
+@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """The command line in this process."""
     return runner(monkeypatch, capfd)

@@ -126,6 +126,7 @@ WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("way", WAYS)
 def test_plan_and_apply_give_the_bytes_of_compress(
     way: str, run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path

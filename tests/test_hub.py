@@ -5,18 +5,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tests import small, zoo
+from tests.command_line import Result
 from tests.hub_server import COMMIT, Hub, serve
 
 REPOSITORY = "org/tiny-moe"
 
 
-def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, whose Hub is the server."""
+CODE = """
+import dataclasses, json, sys
+from tests.command_line import captured
+print(json.dumps([dataclasses.asdict(captured(*arguments)) for arguments in json.load(sys.stdin)]))
+"""
+
+
+def run(hub: Hub, home: Path, *commands: Sequence[str]) -> list[Result]:
+    """The command line in a process of its own, whose Hub is the server from its start, one command after the other."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,
@@ -24,20 +33,28 @@ def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[st
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    command = [sys.executable, "-m", "compressor", *arguments]
-    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=120)
+    given = {"input": json.dumps(commands), "env": environment, "cwd": home}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, **given)
+    assert done.returncode == 0, done.stderr
+    return [Result(**each) for each in json.loads(done.stdout)]
 
 
-def test_inspect_fetches_headers_only(tmp_path: Path) -> None:
+def test_inspect_fetches_headers_only_and_unknown_names_are_one_sentence(tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path / "model")
     size = (tmp_path / "model" / "model.safetensors").stat().st_size
     (tmp_path / "home").mkdir()
+    unknown = {
+        ("inspect", "org/other"): "neither a folder here nor a model on the Hub",
+        ("inspect", REPOSITORY, "--revision", "nowhere"): "has no revision 'nowhere'",
+        ("compress", "org/other", "-o", "out", "--experts", "4"): "neither a folder here nor a model on the Hub",
+    }
     with serve(REPOSITORY, tmp_path / "model") as hub:
-        done = run(hub, tmp_path / "home", "inspect", REPOSITORY, "--json")
-        assert done.returncode == 0, done.stderr
+        found, *refusals = run(hub, tmp_path / "home", ("inspect", REPOSITORY, "--json"), *unknown)
         fetched = sum(sent for _, path, sent in hub.requests if path.endswith("model.safetensors"))
-    report = json.loads(done.stdout)
+    assert found.status == 0, found
+    report = json.loads(found.out)
     assert 0 < fetched < size, "the weights were downloaded"
     assert report["revision"] == COMMIT
     assert report["experts"] == 8
@@ -48,6 +65,10 @@ def test_inspect_fetches_headers_only(tmp_path: Path) -> None:
     assert report["outcomes"] == [
         {"experts": o.experts, "parameters": o.parameters, "bytes": o.bytes} for o in local.outcomes
     ]
+    for refusal, message in zip(refusals, unknown.values(), strict=True):
+        assert refusal.status == 2
+        assert message in refusal.err
+        assert refusal.err.count("\n") == 1, refusal
 
 
 def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
@@ -66,8 +87,8 @@ def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
             "model-centric",
             "--json",
         )
-        done = run(hub, tmp_path / "home", *arguments, "-o", str(tmp_path / "out"))
-        assert done.returncode == 0, done.stderr
+        (done,) = run(hub, tmp_path / "home", (*arguments, "-o", str(tmp_path / "out")))
+        assert done.status == 0, done
         assert not any("pytorch_model.bin" in path for _, path, _ in hub.requests)
     from compressor import compress
 
@@ -82,22 +103,6 @@ def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
     ).all()
 
 
-def test_unknown_names_are_one_sentence(tmp_path: Path) -> None:
-    zoo.save("mixtral", tmp_path / "model")
-    (tmp_path / "home").mkdir()
-    with serve(REPOSITORY, tmp_path / "model") as hub:
-        cases = {
-            ("inspect", "org/other"): "neither a folder here nor a model on the Hub",
-            ("inspect", REPOSITORY, "--revision", "nowhere"): "has no revision 'nowhere'",
-            ("compress", "org/other", "-o", "out", "--experts", "4"): "neither a folder here nor a model on the Hub",
-        }
-        for arguments, message in cases.items():
-            done = run(hub, tmp_path / "home", *arguments)
-            assert done.returncode == 2
-            assert message in done.stderr
-            assert done.stderr.count("\n") == 1, done.stderr
-
-
 def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
     small.save(tmp_path / "model")
     data = tmp_path / "c4"
@@ -110,15 +115,14 @@ def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
         (data / "en" / f"c4-train.{shard:05d}-of-00002.json.gz").write_bytes(packed)
     (tmp_path / "home").mkdir()
     sizes = ("--samples", "4", "--sequence-length", "32")
+    ask = ("compress", "../model", "--experts", "4", "--strategy", "count-guided", *sizes)
+    other = (*ask, "-o", "../other", "--calibration", "org/nothing")
     with serve("allenai/c4", data, "dataset") as hub:
-        done = run(hub, tmp_path / "home", "compress", "../model", "-o", "../out", "--experts", "4", *sizes, "--json")
-        assert done.returncode == 0, done.stderr
+        done, refused = run(hub, tmp_path / "home", (*ask, "-o", "../out", "--json"), other)
         assert any("c4-train" in path for _, path, _ in hub.requests)
+    assert done.status == 0, done
     calibration = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["calibration"]
     assert calibration["tokens"] == 4 * 32
-    missing = ("--calibration", "org/nothing")
-    with serve("allenai/c4", data, "dataset") as hub:
-        done = run(hub, tmp_path / "home", "compress", "../model", "-o", "../other", "--experts", "4", *missing)
-    assert done.returncode == 2
-    assert "'org/nothing' is no file, and cannot be read as a data set" in done.stderr
+    assert refused.status == 2
+    assert "'org/nothing' is no file, and cannot be read as a data set" in refused.err
     assert not (tmp_path / "other").exists()

@@ -22,7 +22,7 @@ from tests import small
 from tests.command_line import Run, names, refused
 from tests.small import tree
 
-pytestmark = pytest.mark.usefixtures("offline")
+pytestmark = pytest.mark.usefixtures("offline", "hasty")
 
 EXPERTS = "model.layers.{}.mlp.experts"
 HUBS = [{"layer": 0, "expert": 3, "influence": 9.5}, {"layer": 1, "expert": 6}, {"layer": 1, "expert": 0}]

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from compressor.recovery.engine import Judgement
 from compressor.recovery.memory import InMemory
 from compressor.words import short
 from tests import small, zoo
-from tests.command_line import Run, names, refused, run_killed
+from tests.command_line import Run, captured, ended, names, refused, run_killed, start
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -50,6 +49,20 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(folder: Path, out: Path, *more: Any) -> list[str]:
     data = ("--data", folder / "calibration.txt", "--teacher", folder / "model")
     return [str(part) for part in ("recover", folder / "smaller", "-o", out, *data, *SIZES, *more)]
+
+
+@pytest.fixture(scope="module")
+def whole(originals: Path) -> Callable[..., dict[str, str]]:
+    """What a run that nothing stops writes, made once for the same arguments."""
+
+    @cache
+    def made(*more: str) -> dict[str, str]:
+        out = originals / "-".join(("whole", *more))
+        result = captured(*asked(originals, out, *more))
+        assert result.status == 0, result
+        return tree(out)
+
+    return made
 
 
 @pytest.mark.parametrize(
@@ -89,13 +102,17 @@ def test_the_output_is_stock_and_nearer_to_the_original(
         assert torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
 
 
-def test_the_record_says_how_and_the_same_command_writes_nothing(run: Run, originals: Path, tmp_path: Path) -> None:
-    outs = [tmp_path / name for name in ("one", "two")]
-    for out in outs:
-        result = run(*asked(originals, out))
-        assert result.status == 0 and "The state after" in result.out, result
-    assert tree(outs[0]) == tree(outs[1]) and names(tmp_path) == ["one", "two"]
-    record, own = (json.loads((folder / "compression.json").read_text()) for folder in (outs[0], originals / "smaller"))
+def test_the_record_says_how_and_the_same_command_writes_nothing(
+    run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    expected, out = whole(), tmp_path / "out"
+    result = run(*asked(originals, out))
+    assert result.status == 0 and "The state after" in result.out, result
+    assert tree(out) == expected and names(tmp_path) == ["out"]
+    again = run(*asked(originals, out))
+    assert again.status == 0 and "is in place already" in again.err and tree(out) == expected
+    refused(run(*asked(originals, out, "--seed", 1)), "exists already")
+    record, own = (json.loads((folder / "compression.json").read_text()) for folder in (out, originals / "smaller"))
     done = record["plan"].pop("recover")
     assert record["plan"] == own["plan"] and record["bytes"] == own["bytes"]
     assert (done["method"], done["steps"], done["optimizer"], done["teacher"]) == ("experts", 8, "adam", "model")
@@ -107,17 +124,14 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(run: Run, origi
     told = (
         f"it was then {short(done['result']['after'])} instead of {short(done['result']['before'])} nats per token away"
     )
-    card = " ".join(card_text(outs[0], "me/small").text.split())
+    card = " ".join(card_text(out, "me/small").text.split())
     assert "No text was read to choose experts" in card and "images/recovery.png" in card
     assert told in card and "trained what is left end to end" in card and "No weight was refitted" not in card
     before = card_text(originals / "smaller", "me/small").text
     assert "nats per token away" not in before and "No weight was refitted" in before
-    assert run("report", outs[0], "-o", tmp_path / "report.html").status == 0
+    assert run("report", out, "-o", tmp_path / "report.html").status == 0
     page = (tmp_path / "report.html").read_text()
     assert "experts, 8 steps of 128 tokens at most; from the original on held-out text" in page
-    again = run(*asked(originals, outs[1]))
-    assert again.status == 0 and "is in place already" in again.err and tree(outs[0]) == tree(outs[1])
-    refused(run(*asked(originals, outs[0], "--seed", 1)), "exists already")
 
 
 MOMENTS = [  # of a run of 8 evaluations
@@ -125,16 +139,16 @@ MOMENTS = [  # of a run of 8 evaluations
     ("compressor.recovery.running", "write_whole", 4, ()),
     ("compressor.recovery.running", "write_whole", 4, ("--stream", "--method", "lora")),
     ("compressor.recovery.recover", "keep_tensors", 2, ()),
-    ("compressor.recovery.finished", "put_into", 2, ("--method", "lora")),
+    ("compressor.recovery.finished", "put_into", 2, ("--stream",)),
 ]
 
 
 @pytest.mark.parametrize(("module", "function", "nth", "more"), MOMENTS)
 def test_a_killed_run_goes_on_to_the_same_bytes(
-    module: str, function: str, nth: int, more: tuple[str, ...], run: Run, originals: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, function: str, nth: int, more: tuple[str, ...], run: Run, originals: Path,
+    whole: Callable[..., dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    assert run(*asked(originals, tmp_path / "whole", *more)).status == 0
+    expected = whole(*more)
     command = asked(originals, tmp_path / "out", *more)
     assert run_killed(command, module, function, nth) == -signal.SIGKILL and not (tmp_path / "out").exists()
     steps: list[int] = []
@@ -147,12 +161,13 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 
     monkeypatch.setattr(running, "Objective", noting)
     assert run(*command).status == 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
+    assert tree(tmp_path / "out") == expected and names(tmp_path) == ["out"]
     assert len(steps) < 8
 
 
-def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(run: Run, originals: Path, tmp_path: Path) -> None:
-    assert run(*asked(originals, tmp_path / "whole")).status == 0
+def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(
+    run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
     command = asked(originals, tmp_path / "out")
     assert run_killed(command, "compressor.recovery.running", "write_whole", 4) == -signal.SIGKILL
     work = tmp_path / ".out.moe-compressor"
@@ -160,7 +175,7 @@ def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(run: Run, origin
     assert states and answers
     for path in (*states, *answers[-1:]):
         path.write_bytes(path.read_bytes()[:-1])
-    assert run(*command).status == 0 and tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert run(*command).status == 0 and tree(tmp_path / "out") == whole()
 
 
 def unchanged(run: Run, originals: Path, out: Path, *more: Any) -> dict[str, Any]:
@@ -283,7 +298,8 @@ def test_compress_recovers_layer_by_layer(
 def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, originals: Path, tmp_path: Path) -> None:
     data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
     ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--correct", "ridge")
-    wish = ("--bake", "router", "--recover", "experts", "--recover-steps", 2)
+    bake = ("--bake", "router", "--bake-rounds", 2, "--bake-sequences", 40)
+    wish = (*bake, "--recover", "experts", "--recover-steps", 2)
     assert run("compress", *ask, *wish, "-o", tmp_path / "one").status == 0
     assert run("plan", *ask, *wish, "-o", tmp_path / "plan.json").status == 0
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
@@ -293,7 +309,7 @@ def test_compress_recovers_after_the_bake_and_apply_repeats_it(run: Run, origina
     recipe = (tmp_path / "one" / "recipe.yaml").read_text()
     assert "recover: experts" in recipe and "recover_steps: 2" in recipe
     command = " ".join(card_text(tmp_path / "one", "me/small").text.split())
-    asked = "--bake router --bake-rounds 4 --bake-sequences 400 --recover experts --recover-steps 2"
+    asked = "--bake router --bake-rounds 2 --bake-sequences 40 --recover experts --recover-steps 2"
     assert asked in command.replace("\\ ", "")
     assert "recover_stream" not in recipe and "--recover-stream" not in command
     refused(run("compress", *ask, "--recover", "x", "-o", tmp_path / "four"), "there is no recovery 'x'")
@@ -305,18 +321,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_two_processes_that_train_together_come_to_what_one_does(run: Run, originals: Path, tmp_path: Path) -> None:
+def test_two_processes_that_train_together_come_to_what_one_does(
+    run: Run, originals: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     more = ("--contrastive", 0.0, "--cross-entropy", 0.5, "--steps", 3, "--evaluate-every", 1)
     assert run(*asked(originals, tmp_path / "one", *more)).status == 0
-    command = [sys.executable, "-m", "compressor", *asked(originals, tmp_path / "two", *more)]
     port, started = str(free_port()), []
+    streams = tmp_path_factory.mktemp("streams")
     for number in ("0", "1"):
         place = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-        own = {**os.environ, **place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        started.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    (out, err), (silent, other) = (process.communicate(timeout=300) for process in started)
-    assert [process.returncode for process in started] == [0, 0], err + other
-    assert "The state after" in out and silent == ""
+        own = {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        started.append(start(asked(originals, tmp_path / "two", *more), streams / number, own))
+    first, second = (ended(process, streams / number) for process, number in zip(started, ("0", "1"), strict=True))
+    assert [first.status, second.status] == [0, 0], first.err + second.err
+    assert "The state after" in first.out and second.out == ""
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for key, value in one.items():
         torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-5, msg=key)

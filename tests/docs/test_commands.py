@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from compressor.cli import demonstration
-from compressor.correction import refit
-from compressor.correction.tuning import Schedule
 from tests.command_line import Run
 from tests.pages import PAGES, PROGRAM, ROOT, blocks, group, name_of, options, parse, prose
 
@@ -36,13 +34,12 @@ COMMANDS = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None, hasty: None) -> Path:
     """What a reader in the clone sees of the demo model, in an empty folder; a hasty tuning, a small demo."""
     (tmp_path / "compressor").mkdir()
     (tmp_path / "compressor" / "demo").symlink_to(ROOT / "compressor" / "demo")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(refit, "Schedule", lambda steps, *more: Schedule(2, *more))
     monkeypatch.setattr(demonstration, "SAMPLES", 8)
     return tmp_path
 
