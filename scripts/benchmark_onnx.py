@@ -32,7 +32,7 @@ from transformers.utils import logging
 from exporters.onnx import ExportOptions, export
 from exporters.onnx_quantized_experts import FORMATS
 
-CACHED, PREFILLED, VOCABULARY = 64, 256, 1000
+CACHED, PREFILLED, VOCABULARY = 64, 256, 256
 BURST = 8  # calls in a row, as in generation
 TORCH = ("eager", "grouped_mm")
 GOALS = {"decode": 4.0, "prefill": 1.0, "growth": 1.3}

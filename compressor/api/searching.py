@@ -22,6 +22,7 @@ from compressor.locking import alone
 from compressor.model.opened import open_model
 from compressor.model.served import counts_below, unwarned
 from compressor.planning.answering import seen
+from compressor.planning.finer import with_parts
 from compressor.planning.request import Request, request_digest
 from compressor.progress import Progress, Silent
 from compressor.records import read_object
@@ -130,8 +131,9 @@ def compress_gated(
 
     with alone(target):
         if search:
-            counts = possible_counts(source, asked)
             opened = open_model(source, asked.dtype, asked.device)
+            asked = with_parts(opened, asked)
+            counts = possible_counts(source, asked)
             whole = request_key(request_digest(opened, asked), judged)
             begun = known and answers(target, whole)
             steps = math.ceil(math.log2(len(counts) + 1))

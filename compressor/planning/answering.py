@@ -33,7 +33,7 @@ HELDOUT = 0.125  # share of the calibration sequences that judge a plan or a cor
 
 def seen(model: OpenModel, request: Request) -> OpenModel:
     """The model as it is to be compressed: split, and with the top-k that is to be written; neurons in no order yet."""
-    return seen_as(model, request.split, request.top_k)
+    return seen_as(model, request.split or 1, request.top_k)
 
 
 def settle(model: OpenModel, request: Request) -> Wish:
@@ -57,7 +57,7 @@ def settle(model: OpenModel, request: Request) -> Wish:
     check_afterwards(model, request)
     wish = Wish(strategy, experts, request.options, correction, chosen_heads(model, request.mtp))
     reads = wish.reads or request.protects_what_data_shows
-    check_way(request.split_by, reads or request.split == 1, "choose a strategy or a correction that reads it")
+    check_way(request.split_by, reads or not model.is_split, "choose a strategy or a correction that reads it")
     after = replace(served_model(model), experts=experts)
     warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
     return wish

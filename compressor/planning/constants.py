@@ -69,7 +69,7 @@ def refuse_options(request: Request) -> None:
         "--sequential": request.sequential,
         "--bake": request.bakes,
         "--recover": request.recovers,
-        "--split": request.split > 1,
+        "--split": (request.split or 1) > 1,
         "--top-k": request.top_k is not None,
         "--mtp keep": request.mtp == KEEP_HEADS,
     }

@@ -18,7 +18,7 @@ import yaml
 from compressor.calibration.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.planning.further import first_output, further_commands, separate
-from compressor.planning.request import BUDGETS, Request
+from compressor.planning.request import AUTO, BUDGETS, Request
 from compressor.plans.plan import CompressionPlan
 from compressor.plans.split import CLUSTERS, part_entry, parts_of
 from compressor.records import MOST_DEPTH
@@ -54,7 +54,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         "revision": plan.source.revision,
         **_numbers(plan),
         "protect": protected,
-        "split": None if parts == 1 else parts,
+        "split": parts if parts > 1 or plan.strategy == AUTO else None,  # auto would choose
         "split_by": CLUSTERS if (plan.split or {}).get("by") == CLUSTERS else None,
         "top_k": plan.top_k,
         "mtp": plan.mtp,

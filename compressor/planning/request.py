@@ -54,8 +54,12 @@ class Request:
         "routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
         kind=str | None,
     )
-    split: int = described(
-        1, KEEP, "Parts that each expert is split into first, exactly; --experts then counts parts.", min=1
+    split: int | None = described(
+        None,
+        KEEP,
+        "Parts that each expert is split into first, exactly; --experts then counts parts (default: 2 for auto where "
+        "nothing speaks against it, otherwise 1).",
+        min=1,
     )
     split_by: str = described(
         "energy", KEEP, "How its neurons are dealt out: energy, or clusters (those that fire together)."

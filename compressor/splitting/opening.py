@@ -16,7 +16,8 @@ from compressor.plans.plan import CompressionPlan, check_source
 from compressor.plans.split import MOST_PARTS
 from compressor.splitting.entry import digest_of, packed_orders, read_orders
 from compressor.splitting.exact import factors_of
-from compressor.splitting.shape import split_shape, widths
+from compressor.splitting.shape import SplitShape, split_shape, widths
+from compressor.splitting.tensors import Factors
 from compressor.splitting.top_k import top_k_fields
 from compressor.splitting.view import SplitModel
 from compressor.surgery.configuration import fields_set
@@ -35,15 +36,25 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
     if parts > MOST_PARTS:
         raise CompressionError(f"--split {parts} is more than {MOST_PARTS} parts; give fewer")
     if parts > 1:
-        shape = split_shape(model.architecture, parts)
+        shape, factors = _way(model, parts)
         stored = copy.copy(model.checkpoint)
         stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
-        partial = SplitModel(model.partial, model.architecture, shape, factors_of(model.architecture, shape))
+        partial = SplitModel(model.partial, model.architecture, shape, factors)
         said = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
         layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
         architecture = replace(shape.architecture, layers=layers, written=said)
         seen = replace(seen, config=architecture.config, checkpoint=stored, architecture=architecture, partial=partial)
     return with_top_k(seen, top_k)
+
+
+def _way(model: OpenModel, parts: int) -> tuple[SplitShape, Factors]:
+    """How the model is split so; found once, for blocks are run for that."""
+    known = f"split in {parts}"
+    if known not in model.found:
+        shape = split_shape(model.architecture, parts)
+        model.found[known] = shape, factors_of(model.architecture, shape)
+    found: tuple[SplitShape, Factors] = model.found[known]
+    return found
 
 
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:

@@ -15,6 +15,7 @@ from compressor.planning.further import (
     is_whole,
     separate,
 )
+from compressor.planning.request import AUTO
 from compressor.plans.files import source_files
 from compressor.plans.plan import CompressionPlan
 from compressor.plans.split import CLUSTERS, part_entry, parts_of
@@ -77,7 +78,7 @@ def _finer(plan: CompressionPlan) -> list[str]:
     """How experts were split before they were planned, and how many of them a token visits."""
     split = plan.split or {}
     return [
-        *(["--split", str(split.get("parts"))] if split else []),
+        *(["--split", str(split.get("parts", 1))] if split or plan.strategy == AUTO else []),
         *(["--split-by", CLUSTERS] if split.get("by") == CLUSTERS else []),
         *(["--top-k", str(plan.top_k)] if plan.top_k is not None else []),
     ]
