@@ -82,7 +82,8 @@ def forward(model: OpenModel, text: Text, head: bool = False) -> Iterator[Produc
     Attention counts in every layer with a child module that is causal, over whole sequences, as eager kernels do.
     """
     stock, dtype = model.partial.model, model.partial.dtype
-    rows, times = float(min(text.batch, text.sequences) * text.length), text.sequences / min(text.batch, text.sequences)
+    batch = max(1, min(text.batch, text.sequences))  # what reads the text refuses one of no sequence
+    rows, times = float(batch * text.length), text.sequences / batch
     by_unit, widths = layers_by_unit(model.architecture.layers), attention_widths(model.config)
     for unit in model.architecture.units:
         layers = by_unit.get(unit, [])

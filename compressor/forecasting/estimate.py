@@ -135,7 +135,7 @@ class Estimate:
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None) or 0
         found = 2 * (self.passing(text) + self.reading)
-        rows, width = min(text.batch, text.sequences) * text.length, attention_widths(self.model.config)[1]
+        rows, width = max(1, min(text.batch, text.sequences)) * text.length, attention_widths(self.model.config)[1]
         for number, shape in enumerate(self.shapes):
             later = sum(other.experts for other in self.shapes[number + 1 :])
             components = heads + shape.top_k + 2

@@ -74,7 +74,8 @@ def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tup
             raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
     number, expert = (integer(entry[name], f"{where}: {name}") for name in ("layer", "expert"))
     layer = _find_layer(number, entry.get("module"), named, numbered, where)
-    if not 0 <= expert < (count := layer.experts // layer.parts):
+    count = layer.experts // layer.parts
+    if not 0 <= expert < count:
         raise CompressionError(
             f"{where}: {layer.name} has no expert {expert}; its experts are numbered 0 to {count - 1}"
         )

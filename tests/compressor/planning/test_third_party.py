@@ -149,7 +149,7 @@ def test_a_broken_plugin_is_named_and_left_out(
     source, message = BROKEN[fault]
     install(tmp_path, monkeypatch, fault, source)
     found = [strategy.name for strategy in registry.working_strategies()]
-    assert "reap" in found and len(found) == 10 and fault not in found
+    assert "reap" in found and len(found) == 12 and fault not in found
     (record,) = caplog.records
     said = record.getMessage()
     assert record.levelname == "WARNING" and f"strategy '{fault}'" in said and message.partition(".")[0] in said
@@ -162,7 +162,7 @@ def test_strategies_and_compare_go_on_without_a_broken_plugin(
 ) -> None:
     install(tmp_path, monkeypatch, "broken", "raise RuntimeError('no GPU here')")
     shown = run("strategies", "--json")
-    assert shown.status == 0 and len(json.loads(shown.out)) == 10
+    assert shown.status == 0 and len(json.loads(shown.out)) == 12
     assert "'broken'" in shown.err and "no GPU here; it is left out" in shown.err
     small.save(tmp_path / "model")
     text = small.text_file(tmp_path)
@@ -182,7 +182,7 @@ def test_a_name_that_two_packages_offer_is_left_out_too(
 ) -> None:
     install(tmp_path / "one", monkeypatch, "their-reap", REAP, "first_package")
     install(tmp_path / "two", monkeypatch, "their-reap", REAP, "second_package")
-    assert len(list(registry.working_strategies())) == 10
+    assert len(list(registry.working_strategies())) == 12
     assert "two packages offer 'their-reap'" in caplog.text
 
 
@@ -290,7 +290,7 @@ def test_the_built_in_exporters_are_exporters(name: str) -> None:
 
 def test_every_option_of_a_built_in_strategy_has_a_help_text(run: Run) -> None:
     shown = json.loads(run("strategies", "--json").out)
-    assert len(shown) == 10
+    assert len(shown) == 12
     for entry in shown:
         assert set(entry["help"]) == set(entry["options"]) and all(entry["help"].values())
 

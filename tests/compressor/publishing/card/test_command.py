@@ -10,6 +10,7 @@ import pytest
 
 from compressor.api import compressing as api
 from compressor.api.baking import calibrate_router
+from compressor.api.planning import plan_per_source
 from compressor.api.recovering import recover
 from compressor.errors import CompressionError
 from compressor.planning.registry import read_option
@@ -87,7 +88,7 @@ def test_protected_experts_come_as_the_file_that_the_command_reads(place: Path) 
 
 
 def test_a_plan_for_one_source_of_several_takes_two_commands(place: Path) -> None:
-    plans = api.plan_per_source("checkpoint", **SMALL, strategy="count-guided", calibration=["a.txt", "b=2.txt"])
+    plans = plan_per_source("checkpoint", **SMALL, strategy="count-guided", calibration=["a.txt", "b=2.txt"])
     assert plans[1].digest() != plans[2].digest()
     api.apply(plans[2], "out")
     again = run_again(place / "out", place)
