@@ -211,7 +211,8 @@ def test_a_gated_command_that_is_repeated_finds_its_output(base: Path, tmp_path:
     assert (first.status, again.status) == (0, 0) and "is what this command asks for" in again.err, again
     assert json.loads(again.out)["tasks"] == json.loads(first.out)["tasks"] and tree(tmp_path) == before
     for other in (("--confidence", 0.9), ("--keep-failed",), ("--limit", 50)):
-        refused(gated_run(base, tmp_path / "out", *ask, *other), "exists already")
+        done = gated_run(base, tmp_path / "out", *ask, *other)
+        assert done.status == 2 and "out exists already; name another folder" in done.err
     content = json.loads((tmp_path / "out" / "gate.json").read_text())
     content["routing"] = {"method": "c3po", "reference": "d1ce", "options": {}, "cost": 3.5, "left_plain": 0}
     (tmp_path / "out" / "gate.json").write_text(json.dumps(content))

@@ -222,7 +222,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
         "merges experts": replace(plan, layers=(merged, *rest)),
         "corrects what is left": replace(plan, correction={"method": "ridge"}, calibration={"source": "text"}),
         "bakes routers": replace(plan, bake=after), "recovers by training": replace(plan, recover=after),
-        "splits experts": replace(plan, split={"parts": 2}),
+        "splits experts": replace(plan, split={"parts": 2, "neurons": {}}),
         "says top_k 3, blk.0 has 2": replace(plan, layers=(replace(first, top_k=3), *rest)),
         "says experts 5": replace(plan, layers=(replace(first, experts=5), *rest)),
         "no entry for blk.0": replace(plan, layers=tuple(rest)),

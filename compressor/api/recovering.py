@@ -77,9 +77,9 @@ def recover(
             original = open_original(run, teacher, revision, place)
             check_recovery(run.model, original, wish, ranks)
             _warn_of_another_source(run.model, original)
+            text = recovery_text(wish, sources, original, seed)
             if ranks.count == 1:
                 announce_long(announce, partial(forecast_recovery, run.model, wish), run.model)
-            text = recovery_text(wish, sources, original, seed)
         asked = {**wish.to_dict(), "seed": seed, "dtype": original.dtype_name, "calibration": text.identity}
 
         def change(written: Path, kept: Path) -> dict[str, Any]:

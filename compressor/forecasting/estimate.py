@@ -158,7 +158,7 @@ def announce_long(
     announce: Callable[[Forecast], None] | None, made: Callable[[Machine | None], Forecast], model: OpenModel
 ) -> None:
     """Tell a listener, if there is one, of a forecast; nothing is measured for a run that is short on any machine."""
-    if announce is not None and made(Slowest(model.partial.device)).is_long:
+    if announce is not None and model.checkpoint.tensors and made(Slowest(model.partial.device)).is_long:
         announce(made(None))
 
 

@@ -14,7 +14,7 @@ from compressor.calibration.statistics import LayerStatistics
 from compressor.model.architecture import ExpertTensor
 from compressor.model.buffers import as_call
 from compressor.plans.plan import LayerPlan
-from compressor.surgery.equal_rows import told_apart
+from compressor.surgery.equal_rows import has_equal, told_apart
 from compressor.surgery.tensors import remap_table
 
 _Select = Callable[[ExpertTensor, torch.Tensor], torch.Tensor]  # a tensor's rows for the smaller layer
@@ -34,11 +34,8 @@ class SmallerRouter:
         self._built: dict[int, Any] = {}
         sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
         own = {f"{layer.router}.{key}": (key, value.detach()) for key, value in weights.router.state_dict().items()}
-        self._sized = {
-            name: (sized[key], told_apart(value.float(), sized[key].dim, layer.experts))
-            for key, (name, value) in own.items()
-            if key in sized
-        }
+        self._sized = {name: (sized[key], value.float()) for key, (name, value) in own.items() if key in sized}
+        self._equal = any(has_equal(value, tensor.dim, layer.experts) for tensor, value in self._sized.values())
         self._tables = {name: value for key, (name, value) in own.items() if key in layer.tables}
         buffers = dict(weights.router.named_buffers())
         self._whole = {name: value for name, value in buffers.items() if f"{layer.router}.{name}" not in own}
@@ -98,7 +95,10 @@ class SmallerRouter:
         if count not in self._built:
             self._built[count] = self._build(count)
         arguments = {name: _argument(*entry, select, rows) for name, entry in self._arguments.items()}
-        tensors = {name: select(tensor, value) for name, (tensor, value) in self._sized.items()} | self._whole
+        tensors = {name: select(tensor, value) for name, (tensor, value) in self._sized.items()}
+        if self._equal:  # as rows that stay are told apart when the layer is cut
+            tensors = {name: told_apart(value, self._sized[name][0].dim, count) for name, value in tensors.items()}
+        tensors |= self._whole
         for name, table in self._tables.items():
             tensors[name] = _table(table, slots, self.layer.experts, list(arguments.values()))
         call = as_call((name if isinstance(name, str) else None, value) for name, value in arguments.items())

@@ -56,10 +56,10 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
             cut.update(_aligned_experts(model.get_submodule(layer.name), layer, plan))
         for tensor in layer.tensors:
             if tensor.key not in cut:
-                router, value = not tensor.key.startswith(f"{layer.name}."), state[tensor.key]
-                if router and is_cut(layer, plan):
-                    value = told_apart(value, tensor.dim, layer.experts)
-                cut[tensor.key] = _mixed_rows(tensor.key, value, tensor.dim, plan, router)
+                router = not tensor.key.startswith(f"{layer.name}.")
+                made = _mixed_rows(tensor.key, state[tensor.key], tensor.dim, plan, router)
+                apart = router and is_cut(layer, plan)
+                cut[tensor.key] = told_apart(made, tensor.dim, len(plan.groups)) if apart else made
         for table in layer.tables:
             cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
     return cut

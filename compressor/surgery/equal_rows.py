@@ -25,16 +25,24 @@ def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
 
     `experts` rows are looked at. The first of equal rows then has the largest logit wherever that is positive.
     """
-    if value.numel() == value.shape[dim]:
-        return value
-    before = earlier(value.narrow(dim, 0, experts).movedim(dim, 0).flatten(1))
-    if not bool(before.any()):
+    if not has_equal(value, dim, experts):
         return value
     factors = torch.ones(value.shape[dim], device=value.device)
-    factors[:experts] -= STEP * before.to(value.device)
+    factors[:experts] -= STEP * earlier(_rows(value, dim, experts)).to(value.device)
     shape = [1] * value.dim()
     shape[dim] = -1
     return (value.float() * factors.view(shape)).to(value.dtype)
+
+
+def has_equal(value: torch.Tensor, dim: int, experts: int) -> bool:
+    """Whether two of the first `experts` rows along `dim` are equal; no bias has any, nor has a tensor on meta."""
+    if value.is_meta or value.numel() == value.shape[dim]:
+        return False
+    return bool(earlier(_rows(value.detach(), dim, experts)).any())
+
+
+def _rows(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+    return value.narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
 
 
 def earlier(rows: torch.Tensor) -> torch.Tensor:
@@ -47,12 +55,8 @@ def earlier(rows: torch.Tensor) -> torch.Tensor:
 
 def has_equal_rows(checkpoint: Checkpoint, layout: Layout) -> bool:
     """Whether a layer's router is stored with two equal rows; reads the routers."""
-    for name, role in layout.roles.items():
-        if role.is_router and role.kind == "fused":
-            value = checkpoint.read(name)
-            if value.numel() == value.shape[role.dim]:
-                continue  # a bias
-            rows = value.narrow(role.dim, 0, value.shape[role.dim] - role.extra).movedim(role.dim, 0).flatten(1)
-            if bool(earlier(rows).any()):
-                return True
-    return False
+    routers = {name: role for name, role in layout.roles.items() if role.is_router and role.kind == "fused"}
+    return any(
+        has_equal(checkpoint.read(name), role.dim, checkpoint.tensors[name].shape[role.dim] - role.extra)
+        for name, role in routers.items()
+    )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.api import compressing as api
+from compressor.api import planning as api
 from compressor.calibration import collecting
 from compressor.calibration.batches import sample_positions
 from compressor.calibration.meters import METERS
