@@ -18,9 +18,9 @@ from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
 from compressor.pathways.finished import bake_finished, refuse_references
-from compressor.planning.answering import plan_or_resume, seen, settle
+from compressor.planning.answering import plan_or_resume, settle
 from compressor.planning.constants import settle_constants
-from compressor.planning.finer import with_parts
+from compressor.planning.finer import prepared
 from compressor.planning.further import refuse_part
 from compressor.planning.heads import Accepted, acceptance_of, accepted_by
 from compressor.planning.make import Wish, correct
@@ -135,8 +135,7 @@ def compress(
     place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
-            asked = with_parts(run.model, asked)
-            run.model = seen(run.model, asked)
+            asked = prepared(run, asked)
             wish = settle_constants(run.model, asked) if asked.constants else settle(run.model, asked)
             check_carried(run.model.source.folder)
             digest = request_digest(run.model, asked)

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.forecasting.estimate import Forecast, forecast_compression
-from compressor.planning.answering import seen, settle
-from compressor.planning.finer import with_parts
+from compressor.planning.answering import settle
+from compressor.planning.finer import prepared
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
 
@@ -25,6 +25,5 @@ def forecast(
     """
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device) as run:
-        asked = with_parts(run.model, asked)
-        run.model = seen(run.model, asked)
+        asked = prepared(run, asked)
         return forecast_compression(run.model, asked, settle(run.model, asked), Path(out))

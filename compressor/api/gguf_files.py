@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.gguf_files.blocks import find_blocks
+from compressor.gguf_files.blocks import Blocks, find_blocks
 from compressor.gguf_files.choosing import NO_IMATRIX, fit_plan, imatrix_plan, refuse_more_than_drop
 from compressor.gguf_files.imatrix import read_imatrix
 from compressor.gguf_files.job import GgufSummary, carry_out
-from compressor.gguf_files.parts import open_gguf
+from compressor.gguf_files.parts import Gguf, open_gguf
 from compressor.gguf_files.source import compare_routers
 from compressor.gguf_files.writing import check_output
 from compressor.locking import alone
@@ -31,7 +31,18 @@ def plan_gguf(
     `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
     """
     opened = open_gguf(model)
-    blocks = find_blocks(opened)
+    return _planned(opened, find_blocks(opened), imatrix, experts, ratio, strategy, protect)
+
+
+def _planned(
+    opened: Gguf,
+    blocks: Blocks,
+    imatrix: str | Path | None,
+    experts: int | None,
+    ratio: float | None,
+    strategy: str,
+    protect: str | Sequence[Mapping[str, Any]] | None,
+) -> CompressionPlan:
     if imatrix is None:
         raise CompressionError(f"{NO_IMATRIX} {opened.first.path.name}")
     return imatrix_plan(opened, blocks, read_imatrix(Path(imatrix)), experts, ratio, strategy, protect)
@@ -56,10 +67,9 @@ def compress_gguf(
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
     with alone(Path(out)):
-        made = plan_gguf(
-            model, imatrix=imatrix, experts=experts, ratio=ratio, strategy=strategy, protect=protect
-        )  # fmt: skip
-        return carry_out(opened, find_blocks(opened), made, Path(out), overwrite, progress or Silent())
+        blocks = find_blocks(opened)
+        made = _planned(opened, blocks, imatrix, experts, ratio, strategy, protect)
+        return carry_out(opened, blocks, made, Path(out), overwrite, progress or Silent())
 
 
 def apply_gguf(

@@ -111,12 +111,13 @@ def compare(
         ready = [
             dealt(each, calibration, split_by, run.progress, asked.seed) if each.is_split else each for each in seen
         ]
+        steerings = [Steering(each, calibration, run.progress, asked.seed) for each in ready]
+        for steering in steerings:
+            contenders = _attributable(contenders, steering, named=bool(strategies))
         variants = []
         for (number, top_k), kept in counts.items():
-            variant = with_top_k(ready[number], top_k)
-            steering = Steering(variant, calibration, run.progress, asked.seed)
+            variant, steering = with_top_k(ready[number], top_k), steerings[number]
             protected = protected_experts(asked, min(kept, default=variant.architecture.experts), steering)
-            contenders = _attributable(contenders, steering, named=bool(strategies))
             variants.append(Variant(variant, kept, protected, steering))
         sets = given or calibration.reserved
         return compare_models(

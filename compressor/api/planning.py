@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_plan
-from compressor.planning.answering import plan_request, plan_sources, refuse_per_source, seen, settle
-from compressor.planning.finer import with_parts
+from compressor.planning.answering import plan_request, plan_sources, refuse_per_source, settle
+from compressor.planning.finer import prepared
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
 from compressor.plans.plan import CompressionPlan
@@ -30,8 +30,7 @@ def plan(
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         if asked.constants:
             return plan_request(run, asked)[0]
-        asked = with_parts(run.model, asked)
-        run.model = seen(run.model, asked)
+        asked = prepared(run, asked)
         wish = settle(run.model, asked)
         announce_long(announce, partial(forecast_plan, run.model, asked, wish), run.model)
         return plan_request(run, asked, wish)[0]
@@ -49,6 +48,5 @@ def plan_per_source(
     asked = Request.of(request, wanted)
     refuse_per_source(asked)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
-        asked = with_parts(run.model, asked)
-        run.model = seen(run.model, asked)
+        asked = prepared(run, asked)
         return plan_sources(run, asked)

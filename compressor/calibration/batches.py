@@ -64,6 +64,16 @@ class Calibration:
         return sum(batch.numel() for batch in self.batches)
 
     @property
+    def fit(self) -> list[int]:
+        """Numbers of the batches that are not held out."""
+        return [number for number in range(len(self.batches)) if number not in self.heldout]
+
+    @property
+    def heldout_batches(self) -> tuple[Tensor, ...]:
+        """The batches that are held out, in their order."""
+        return tuple(self.batches[number] for number in sorted(self.heldout))
+
+    @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each source, without folders."""
         named = short_names([entry["source"] for entry in self.identity.get("sources", ())])

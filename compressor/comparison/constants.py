@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from compressor.calibration.batches import Calibration
 from compressor.calibration.heldout import Judge
 from compressor.checkpoint.headers import Size
 from compressor.constants.budget import even_numbers
-from compressor.constants.measure import LayerConstants, measure, substitutes_of
+from compressor.constants.measure import measure, replacing
 from compressor.constants.uneven import divide, spare
 from compressor.constants.variants import Substituting, Variant
 from compressor.correction.constants import InOrder, correct_constants
@@ -56,7 +56,6 @@ def substituted_models(
     begin = time.perf_counter()
     constants = measure(model, calibration, progress, seed)
     measured = time.perf_counter() - begin
-    heldout = [calibration.batches[number] for number in sorted(calibration.heldout)]
     most = [spare(layer, guarded) for layer in layers]
     for count in counts:
         removed = sum(layer.experts - count for layer in layers)
@@ -67,24 +66,11 @@ def substituted_models(
             if budget == BUDGETS[0]:
                 numbers = even_numbers(removed, most)
             else:
-                found = divide(model, constants, removed, guarded, heldout, progress).numbers
+                found = divide(model, constants, removed, guarded, calibration.heldout_batches, progress).numbers
                 numbers = [found[layer.name] for layer in layers]
-            variant = _variant(model, constants, numbers, guarded)
+            variant = replacing(layers, constants, numbers, guarded)
             seconds = measured + time.perf_counter() - begin
             yield Substituted(budget, count, variant, stored_substituted(model, variant), seconds)
-
-
-def _variant(
-    model: OpenModel, constants: Mapping[str, LayerConstants], numbers: Sequence[int], protected: Protected
-) -> Variant:
-    named = zip(model.architecture.layers, numbers, strict=True)
-    return substitutes_of(
-        {
-            layer.name: constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
-            for layer, number in named
-        },
-        constants,
-    )
 
 
 def stored_substituted(model: OpenModel, variant: Variant) -> Size:

@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,8 +83,7 @@ def _mean(found: Iterable[Judgement]) -> Judgement:
 
 def _heldout(calibration: Calibration) -> Calibration:
     """The held-out batches alone."""
-    numbers = sorted(calibration.heldout)
-    batches = tuple(calibration.batches[number] for number in numbers)
+    batches = calibration.heldout_batches
     return Calibration(batches, calibration.identity, heldout=frozenset(range(len(batches))))
 
 
@@ -113,14 +112,17 @@ class _Table:
     sets: Sequence[EvaluationSet]
     progress: Progress
     seed: int
+    sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
 
     def row(
         self, name: str, experts: int, seconds: float, peak: int, stored: Size | None = None, **more: Any
     ) -> Row:
         """A row of what the judge has just found."""
         whole = _mean(self.judge.found)
-        size = stored or output_size(self.model, experts)
-        idle = idle_parameters(self.model, experts)
+        if experts not in self.sizes:  # for which the smaller model is built
+            self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
+        cut, idle = self.sizes[experts]
+        size = stored or cut
         loss = whole.loss / whole.tokens
         return Row(
             name=name,

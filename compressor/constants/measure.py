@@ -84,3 +84,17 @@ def substitutes_of(
     """The constants of the experts that are `dropped`, both by experts module."""
     chosen = {name: sorted(experts) for name, experts in dropped.items() if experts}
     return {name: Substitutes(tuple(own), constants[name].values[own]) for name, own in chosen.items()}
+
+
+def replacing(
+    layers: Sequence[MoeLayer],
+    constants: Mapping[str, LayerConstants],
+    numbers: Sequence[int],
+    protected: Mapping[str, frozenset[int]],
+) -> dict[str, Substitutes]:
+    """The constants of a division: of each layer's `numbers`, in their order, the experts that are missed least."""
+    dropped = {
+        layer.name: constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
+        for layer, number in zip(layers, numbers, strict=True)
+    }
+    return substitutes_of(dropped, constants)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from compressor.constants.budget import Curve, cheapest_numbers, curve, even_numbers, halfway, probed_numbers
-from compressor.constants.measure import LayerConstants, substitutes_of
-from compressor.constants.variants import Variant, judge_variants
+from compressor.constants.measure import LayerConstants, replacing
+from compressor.constants.variants import judge_variants
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
@@ -47,19 +47,11 @@ class _Search:
     def layers(self) -> tuple[MoeLayer, ...]:
         return self.model.architecture.layers
 
-    def variant(self, numbers: Sequence[int]) -> Variant:
-        """The constants of a division."""
-        dropped = {
-            layer.name: self.constants[layer.name].replaceable(number, self.protected.get(layer.name, frozenset()))
-            for layer, number in zip(self.layers, numbers, strict=True)
-        }
-        return substitutes_of(dropped, self.constants)
-
     def judge(self, divisions: Sequence[Sequence[int]], batches: Sequence[torch.Tensor], phase: str) -> list[float]:
         """KL of the original to each division's model, nats per token."""
         if not divisions:
             return []
-        variants = [self.variant(numbers) for numbers in divisions]
+        variants = [replacing(self.layers, self.constants, numbers, self.protected) for numbers in divisions]
         found = judge_variants(self.model, variants, batches, self.progress, phase)
         return [entry.kl / entry.tokens for entry in found]
 

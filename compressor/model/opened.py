@@ -123,12 +123,7 @@ def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: floa
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
     layer = layers[0]
     if ratio is not None:
-        if not 0 <= ratio < 1:
-            raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
-        removed = int(layer.experts * ratio) + 1
-        while removed / layer.experts > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
-            removed -= 1
-        experts = layer.experts - removed
+        experts = left_by(layer.experts, ratio)
         experts += -experts % layer.routing_groups
     assert experts is not None
     if experts < 1:
@@ -136,6 +131,16 @@ def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: floa
     for entry in layers:
         check_count(entry, experts, entry.name)
     return experts
+
+
+def left_by(total: int, ratio: float) -> int:
+    """What is left of `total` experts once a share of them is removed; no more than that share goes."""
+    if not 0 <= ratio < 1:
+        raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
+    removed = int(total * ratio) + 1
+    while removed / total > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
+        removed -= 1
+    return total - removed
 
 
 def shared_experts(model: OpenModel) -> str | None:

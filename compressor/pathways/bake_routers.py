@@ -47,7 +47,7 @@ def bake_routers(
     the one that held-out text likes better.
     """
     heldout = sorted(text.heldout)
-    fit = _first([number for number in range(len(text.batches)) if number not in text.heldout], text, bake.sequences)
+    fit = _first(text.fit, text, bake.sequences)
     if bake.method == "bias":  # which needs no more text than its places and items are taken from
         fit = fit[:PLACED]
     numbers = [*fit, *heldout]

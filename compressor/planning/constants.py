@@ -14,7 +14,7 @@ from compressor.correction.refit import CONSTANTS, Correction
 from compressor.errors import CompressionError
 from compressor.model.constant_experts import number_in
 from compressor.model.layout import expert_prefixes
-from compressor.model.opened import OpenModel, refuse_shared_experts
+from compressor.model.opened import OpenModel, left_by, refuse_shared_experts
 from compressor.planning.answering import protected_experts, read_calibration
 from compressor.planning.protecting import given_protected
 from compressor.planning.request import AUTO, BUDGETS, KEEP_HEADS, MONE, Request
@@ -108,13 +108,8 @@ def _kept(model: OpenModel, request: Request, budget: str) -> int:
     if len(given) != 1:
         raise CompressionError("say how many experts to keep: one of --experts N, --ratio R and --experts-total N")
     if request.ratio is not None:
-        if not 0 <= request.ratio < 1:
-            raise CompressionError(f"--ratio {request.ratio} is not a share; give a number from 0 to below 1")
-        whole, times = (total, 1) if budget == UNEVEN else (total // count, count)
-        removed = int(whole * request.ratio) + 1
-        while removed / whole > request.ratio:  # dividing is exact where multiplying is not
-            removed -= 1
-        kept = (whole - removed) * times
+        uneven = budget == UNEVEN
+        kept = left_by(total, request.ratio) if uneven else left_by(total // count, request.ratio) * count
     else:
         kept = request.experts * count if request.experts is not None else int(request.experts_total or 0)
     if budget == EVEN and kept % count:
@@ -159,8 +154,7 @@ def plan_constants(
         raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
     figures: Mapping[str, Any] = {}
     if terms.budget == UNEVEN:
-        heldout = [calibration.batches[number] for number in sorted(calibration.heldout)]
-        division = divide(model, constants, removed, protected, heldout, run.progress)
+        division = divide(model, constants, removed, protected, calibration.heldout_batches, run.progress)
         numbers, figures = [division.numbers[layer.name] for layer in layers], division.figures
     else:
         numbers = even_numbers(removed, most)

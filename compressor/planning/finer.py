@@ -6,7 +6,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
 from compressor.model.opened import OpenModel, resolve_count
 from compressor.model.served import served_model
+from compressor.planning.answering import seen
 from compressor.planning.request import AUTO, Request
+from compressor.planning.run import Run
 from compressor.serving.advice import broken
 from compressor.splitting.opening import seen_as
 from compressor.splitting.shape import widths
@@ -26,6 +28,13 @@ def with_parts(model: OpenModel, request: Request) -> Request:
     if request.strategy != AUTO or request.constants or request.top_k is not None or not _may_split(model, request):
         return replace(request, split=1)
     return replace(request, split=PARTS, experts=None if request.experts is None else PARTS * request.experts)
+
+
+def prepared(run: Run, request: Request) -> Request:
+    """The request with the number of parts said; the run's model is from now on seen as it is to be compressed."""
+    asked = with_parts(run.model, request)
+    run.model = seen(run.model, asked)
+    return asked
 
 
 def _may_split(model: OpenModel, request: Request) -> bool:

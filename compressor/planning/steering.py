@@ -58,10 +58,9 @@ class Steering:
 
 def fit_batches(calibration: Calibration) -> Calibration:
     """The calibration without what is held out, which nothing that decides a plan may see."""
-    numbers = [number for number in range(len(calibration.batches)) if number not in calibration.heldout]
     return Calibration(
-        tuple(calibration.batches[number] for number in numbers),
+        tuple(calibration.batches[number] for number in calibration.fit),
         calibration.identity,
-        sources=tuple(calibration.source_of(number) for number in numbers),
+        sources=tuple(calibration.source_of(number) for number in calibration.fit),
         weights=calibration.weights,
     )

@@ -104,7 +104,7 @@ def _rows(options: Recovery, model: OpenModel) -> int:
 
 def _places(text: Calibration) -> Iterator[tuple[int, int]]:
     """(batch, row) of every sequence to train on; those that were cut shorter than others are left out."""
-    fit = [number for number in range(len(text.batches)) if number not in text.heldout]
+    fit = text.fit
     longest = max((text.batches[number].shape[1] for number in fit), default=0)
     for number in fit:
         if text.batches[number].shape[1] == longest:

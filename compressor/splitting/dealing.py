@@ -41,9 +41,7 @@ def dealt(
     asked = {"parts": parts, **told}
     if kept is not None and told_of(kept) == asked:
         return in_order(model, kept_tensors(kept), told)
-    batches = None
-    if text is not None:
-        batches = [batch for number, batch in enumerate(text.batches) if number not in text.heldout]
+    batches = None if text is None else [text.batches[number] for number in text.fit]
     way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
     found = measured(model.whole, batches, progress, way == CLUSTERS, seed)
     orders: Mapping[str, Tensor] = {each.layer.name: order_of(each, parts, way, seed) for each in found}

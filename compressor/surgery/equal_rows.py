@@ -25,10 +25,10 @@ def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
 
     `experts` rows are looked at. The first of equal rows then has the largest logit wherever that is positive.
     """
-    if not has_equal(value, dim, experts):
+    if (before := _earlier(value, dim, experts)) is None:
         return value
     factors = torch.ones(value.shape[dim], device=value.device)
-    factors[:experts] -= STEP * earlier(_rows(value, dim, experts)).to(value.device)
+    factors[:experts] -= STEP * before
     shape = [1] * value.dim()
     shape[dim] = -1
     return (value.float() * factors.view(shape)).to(value.dtype)
@@ -36,13 +36,15 @@ def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
 
 def has_equal(value: torch.Tensor, dim: int, experts: int) -> bool:
     """Whether two of the first `experts` rows along `dim` are equal; no bias has any, nor has a tensor on meta."""
+    return _earlier(value, dim, experts) is not None
+
+
+def _earlier(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor | None:
+    """`earlier` of the rows along a dimension; None where all differ."""
     if value.is_meta or value.numel() == value.shape[dim]:
-        return False
-    return bool(earlier(_rows(value.detach(), dim, experts)).any())
-
-
-def _rows(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
-    return value.narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
+        return None
+    before = earlier(value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1))
+    return before if bool(before.any()) else None
 
 
 def earlier(rows: torch.Tensor) -> torch.Tensor:

@@ -126,6 +126,12 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
         verify_heads(folder, experts, names)
 
 
+def _has_to_tell_apart(model: OpenModel, plan: CompressionPlan) -> bool:
+    """Whether router rows that are stored equal must not stay so, for some of the experts go."""
+    cut = plan.experts < model.architecture.experts and not model.layout.quantized
+    return cut and has_equal_rows(model.checkpoint, model.layout)
+
+
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
@@ -133,8 +139,7 @@ def make_job(
     architecture, layout = model.architecture, model.layout
     dequantized: str | None = None
     heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
-    apart = plan.experts < architecture.experts and has_equal_rows(model.checkpoint, layout)
-    if model.is_split or through_model(layout, plan) or (apart and not layout.quantized):
+    if model.is_split or through_model(layout, plan) or _has_to_tell_apart(model, plan):
         partial = stored_partial(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)

@@ -126,6 +126,9 @@ def test_nothing_is_measured_for_a_short_run_or_without_a_listener() -> None:
         class partial:  # noqa: N801
             device = torch.device("cpu")
 
+        class checkpoint:  # noqa: N801
+            tensors = ("a tensor",)
+
     told: list[Forecast] = []
     for seconds, listener in ((19.0, told.append), (30.0, None), (30.0, told.append)):  # noqa: B007
         estimate.announce_long(listener, made, Model)  # type: ignore[arg-type]
