@@ -55,6 +55,7 @@ class Judge(LayerVisitor):
     first: int = 0
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # the original's, by batch
     found: list[Judgement] = field(default_factory=list)
+    kl_of: list[list[float]] = field(default_factory=list)  # of each set: nats per token, by sequence
     _batch: int = 0
 
     @property
@@ -69,7 +70,7 @@ class Judge(LayerVisitor):
             raise CompressionError(
                 f"{type(model).__name__} has no language-model head, so next-token losses cannot be compared"
             )
-        self.found = [Judgement() for _ in range(self.sets)]
+        self.found, self.kl_of = [Judgement() for _ in range(self.sets)], [[] for _ in range(self.sets)]
         handle = head.register_forward_pre_hook(self._before_head)
         try:
             yield
@@ -93,6 +94,7 @@ class Judge(LayerVisitor):
         ours, original = (log_softmax(part, dim=-1) for part in logits.chunk(2))
         targets = tokens[:, 1:, None].to(logits.device)
         loss = -ours.gather(-1, targets).double().sum()
-        kl = (original.exp() * (original - ours)).sum(dtype=torch.float64)
+        kl = (original.exp() * (original - ours)).sum((1, 2), dtype=torch.float64)
+        self.kl_of[number] += (kl / targets.shape[1]).tolist()
         old = self.found[number]
-        self.found[number] = Judgement(old.tokens + targets.numel(), old.loss + float(loss), old.kl + float(kl))
+        self.found[number] = Judgement(old.tokens + targets.numel(), old.loss + float(loss), old.kl + float(kl.sum()))

@@ -71,7 +71,7 @@ def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[st
     if apart:
         seeded = first.is_random and first.seed is not None
         named = {"model": f"random, seed {first.seed}" if seeded else first.name}
-        named["correction"] = "-" if is_original else first.correction
+        named["correction"] = "-" if is_original else first.correction + " (undone)" * first.undone
         if any(each.split > 1 for each in comparison.rows):
             named["parts"] = str(first.split)
         if any(each.top_k is not None for each in comparison.rows):

@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from compressor.comparison.constants import Substituted, run_judged, substituted
 from compressor.comparison.rows import Comparison, Row
 from compressor.correction.in_order import LayerWork, compress_in_order
 from compressor.correction.refit import Correction
+from compressor.correction.whole_model import Verdict
 from compressor.grouping.choose import keep_best
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel
@@ -87,6 +88,14 @@ def _heldout(calibration: Calibration) -> Calibration:
     return Calibration(batches, calibration.identity, heldout=frozenset(range(len(batches))))
 
 
+def _held_by_source(calibration: Calibration) -> list[EvaluationSet]:
+    """What is held out of each calibration source, for judging corrections of whole models."""
+    found: list[list[torch.Tensor]] = [[] for _ in calibration.source_names]
+    for number in sorted(calibration.heldout):
+        found[calibration.source_of(number)].append(calibration.batches[number])
+    return [EvaluationSet(name, tuple(batches)) for name, batches in zip(calibration.source_names, found, strict=True)]
+
+
 def _layer_error(layers: Sequence[LayerPlan]) -> float | None:
     errors = [layer.figures["correction"].get("heldout_error") for layer in layers]
     known = [error for error in errors if error is not None]
@@ -114,11 +123,21 @@ class _Table:
     seed: int
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
 
+    @property
+    def _shown(self) -> list[Judgement]:
+        """What was found on the sets that rows tell; the calibration's held-out sets come after these."""
+        return self.judge.found[: len(self.sets)]
+
+    def _apart(self, source: int | None) -> list[float]:
+        """KL of each sequence that is held out of a calibration source, or of all."""
+        held = self.judge.kl_of[len(self.sets) :]
+        return [value for part in (held if source is None else held[source : source + 1]) for value in part]
+
     def row(
         self, name: str, experts: int, seconds: float, peak: int, stored: Size | None = None, **more: Any
     ) -> Row:
         """A row of what the judge has just found."""
-        whole = _mean(self.judge.found)
+        whole = _mean(self._shown)
         if experts not in self.sizes:  # for which the smaller model is built
             self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
         cut, idle = self.sizes[experts]
@@ -135,7 +154,7 @@ class _Table:
             seconds=seconds,
             peak_memory=peak,
             loss_by_source={
-                entry.name: part.loss / part.tokens for entry, part in zip(self.sets, self.judge.found, strict=True)
+                entry.name: part.loss / part.tokens for entry, part in zip(self.sets, self._shown, strict=True)
             },
             split=self.model.architecture.layers[0].parts,
             top_k=self.model.top_k,
@@ -143,8 +162,33 @@ class _Table:
             **more,
         )
 
-    def judged(self, planned: Planned, contender: Contender, correction: Correction, data: Calibration) -> Row:
-        """Carry a plan out layer by layer without writing it, and judge what comes out."""
+    def judged(self, planned: Planned, contender: Contender, calibration: Calibration) -> list[Row]:
+        """Carry a plan out with each correction layer by layer without writing it, and judge what comes out.
+
+        As in `compress`, a correction is undone that takes the whole model further away on what is held out.
+        """
+        data, source = planned.calibration or calibration, None
+        if planned.source is not None:
+            source = calibration.source_names.index(planned.source)
+        same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
+        rows: list[Row] = []
+        if same and not any(correction.wanted for correction in contender.corrections):
+            return rows
+        plain = self._carried_out(planned, contender, Correction(), data)
+        apart = self._apart(source)
+        for correction in contender.corrections:
+            if not correction.wanted:
+                rows += [] if same else [plain]
+                continue
+            row = self._carried_out(planned, contender, correction, data)
+            if apart and Verdict.of(self._apart(source), apart).undoes:
+                row = replace(
+                    plain, correction=row.correction, seconds=row.seconds, peak_memory=row.peak_memory, undone=True
+                )
+            rows.append(row)
+        return rows
+
+    def _carried_out(self, planned: Planned, contender: Contender, correction: Correction, data: Calibration) -> Row:
         plans = {layer.module: layer for layer in planned.plan.layers}
         method = "" if correction.method == "none" else f" + {correction.method}"
         work = LayerWork(
@@ -163,7 +207,6 @@ class _Table:
             strategy=planned.plan.strategy, correction=correction.method, error=_layer_error(layers),
             source=planned.source, seed=contender.seed,
         )  # fmt: skip
-
 
     def substituted(self, made: Substituted, correction: Correction, calibration: Calibration) -> Row:
         """Run a model in which constants stand for experts, without writing it, and judge it."""
@@ -193,7 +236,8 @@ def compare_models(
     Protected experts, by layer name, stay as they are in every plan, the random ones included. With `constants`, rows
     of whole experts for which constants stand follow, one for each of these corrections.
     """
-    judge = Judge(evaluation_batches(sets, original.vocabulary), len(sets))
+    held = _held_by_source(calibration) if any(each.wanted for one in contenders for each in one.corrections) else []
+    judge = Judge(evaluation_batches([*sets, *held], original.vocabulary), len(sets) + len(held))
     table = _Table(original, judge, sets, progress, seed)
     with PeakMemory() as peak, judge.watch(original.partial.model):
         _judge_original(original, judge, progress)
@@ -205,10 +249,7 @@ def compare_models(
         shared += spent
         table = _Table(variant.model, judge, sets, progress, seed)
         for contender, planned in made:
-            data = planned.calibration or calibration
-            same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
-            tried = [correction for correction in contender.corrections if correction.wanted or not same]
-            rows += [table.judged(planned, contender, correction, data) for correction in tried]
+            rows += table.judged(planned, contender, calibration)
         if constants and variant.model is original:
             for found in substituted_models(
                 original, variant.counts, calibration, progress, seed, variant.protected

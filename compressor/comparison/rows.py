@@ -36,6 +36,7 @@ class Row:
     split: int = 1  # parts that each expert became before; `experts` then counts parts
     top_k: int | None = None  # experts that a token visits, where that was chosen
     active: int | None = None  # parameters that a token passes; None where stored elements are no parameters
+    undone: bool = False  # the correction took the whole model further away on held-out calibration text
 
     @property
     def kept(self) -> float:
@@ -90,7 +91,7 @@ def label(row: Row) -> str:
     """What tells a line from the others; random drops that differ in their seed alone share one."""
     parts = [f"{'random' if row.is_random else row.name}{finer(row)}"]
     if row.correction != "none":
-        parts.append(f"+ {row.correction}")
+        parts.append(f"+ {row.correction}{' (undone)' if row.undone else ''}")
     if row.source is not None:
         parts.append(f"for {row.source}")
     return " ".join(parts)

@@ -15,6 +15,7 @@ from compressor.calibration.statistics import (
     needs_data,
 )
 from compressor.correction.refit import Correction
+from compressor.correction.whole_model import WAYS
 from compressor.forecasting.cost import ExpertShape, Text, attention_widths, dense, forward, ridge, tune
 from compressor.forecasting.machine import Machine, Product, Slowest
 from compressor.model.opened import OpenModel
@@ -113,11 +114,15 @@ class Estimate:
         return found
 
     def correcting(self, correction: Correction, kept: int, text: Text) -> float:
-        """Seconds of refitting every layer: the layer twice more, ridge, tuning steps and the optimiser's updates."""
+        """Seconds of refitting every layer: the layer twice more, ridge, tuning steps and the optimiser's updates.
+
+        In the end the held-out text runs through the original, the corrected and the uncorrected model.
+        """
         if not correction.wanted:
             return 0.0
         judged = round(text.tokens * HELDOUT)
         fit, found = text.tokens - judged, 2 * self.passing(text) + self.reading
+        found += WAYS * HELDOUT * self.passing(text, head=True) + self.reading
         for shape in self.shapes:
             found += FORWARD * self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights))
             if correction.method == "tune":

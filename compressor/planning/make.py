@@ -12,7 +12,9 @@ from compressor.calibration.batches import Calibration, load_tokenizer, recalibr
 from compressor.calibration.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
 from compressor.correction.in_order import COMPRESSED, LayerWork, Visited
 from compressor.correction.refit import Correction
+from compressor.correction.whole_model import keep_the_better, read_verdict
 from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.mtp.head import Head, kept_heads
 from compressor.planning.heads import HeadLine, compress_with_heads, files_of_head
@@ -199,19 +201,30 @@ def correct(
     """Carry out the correction that a plan asks for, layer by layer into `files`; returns the plan with its figures.
 
     The calibration that the plan names is repeated, unless planning has just read it. Layers that are in `files`
-    already are not.
+    already are not. Corrections that take the whole model further from the original on what is held out are undone,
+    except beside heads, which were corrected on what the corrected layers put out.
     """
     heads = kept_heads(model, [layer.module for layer in plan.layers])
+    visits: list[tuple[MoeLayer, Tensor, int]] = []  # told only of what stays
     done = [files.plan(layer) for layer in model.architecture.layers]
     done += [files_of_head(files, number).plan(head.layer) for number, head in enumerate(heads)]
     layers = tuple(layer for layer in done if layer is not None)
+    unread = len(layers) < len(done) or (not heads and read_verdict(files) is None)
+    if calibration is None and unread:
+        calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
     if len(layers) < len(done):
-        if calibration is None:
-            calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)
+        assert calibration is not None
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
             plan.experts, lambda stats: by_name[stats.layer.name],
-            correction=Correction.from_plan(plan.correction), seed=plan.seed, visited=visited,
+            correction=Correction.from_plan(plan.correction), seed=plan.seed,
+            visited=None if visited is None else lambda *seen: visits.append(seen),
         )  # fmt: skip
         layers = compress_with_heads(model, heads, work, calibration, progress, files, "correct")
+    if not heads and calibration is not None:
+        corrected, layers = layers, keep_the_better(model, layers, files, calibration.heldout_batches, progress)
+        visits = visits if layers == corrected else []
+    if visited is not None:
+        for seen in visits:
+            visited(*seen)
     return replace(plan, layers=layers)

@@ -219,6 +219,7 @@ def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
     assert make_plan_in_order(model, wish, data, how, Silent(), files=again) == made
     assert list(seen) == [model.architecture.layers[2].name]
     assert files_of(again.folder) == files_of(files.folder)
+    assert correct(model, made, Silent(), files, data) == made
     assert correct(model, made, Silent(), files) == made  # no calibration is asked for
 
 

@@ -80,7 +80,7 @@ def test_a_whole_compression_against_torch(
         found = forecast_compression(
             run.model, asked, settle(run.model, asked), tmp_path, Counting(torch.device("cpu"))
         )
-    assert found.seconds == pytest.approx(done, rel=0.25)
+    assert found.seconds == pytest.approx(done, rel=0.3)
     assert {part.name for part in found.parts if part.seconds} <= {"calibration", "choice", correct}
 
 
