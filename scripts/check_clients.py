@@ -2,24 +2,28 @@
 
     python -m scripts.check_clients [FOLDER ...] [--llama-cpp CHECKOUT] [--python PYTHON] [--vllm-python PYTHON]
 
-Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, and compressed after
-the split. llama.cpp's converter of a checkout writes each of them as float32 GGUF, whose expert tensors and routers are
-compared with the checkpoint's; llama-cpp-python and vLLM then answer random tokens. The table has the largest
-difference of log probabilities to transformers in float32 and the share of positions whose likeliest token is the same.
-A client that is missing is left out, and a sentence says so.
+Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after the
+split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes each of
+them as float32 GGUF, whose expert tensors and routers are compared with the checkpoint's; llama-cpp-python and vLLM then
+answer random tokens. The table has the largest difference of log probabilities to transformers in float32 and the share
+of positions whose likeliest token is the same. A client that is missing is left out, and a sentence says so.
 """
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compressor
@@ -31,6 +35,7 @@ RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
 SEQUENCES, LENGTH, HEAD = 2, 24, 64  # the width of an attention head is one that vLLM has a kernel for
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+Values = dict[int, torch.Tensor]  # a constant [H] by expert
 COLUMNS = ("checkpoint", "client", "largest difference", "likeliest token the same", "tensors alike")
 
 
@@ -81,6 +86,7 @@ class Case:
     label: str
     folder: Path
     place: Path
+    source: Path | None = None  # of one with constants, which transformers cannot load
 
 
 def cases(source: Path, place: Path) -> Iterator[Case]:
@@ -88,11 +94,11 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
     experts = compressor.inspect(str(source)).experts
     kept, name = max(2, experts * 3 // 4), source.name
 
-    def case(label: str, folder: Path, kind: str) -> Case:
+    def case(label: str, folder: Path, kind: str, of: Path | None = None) -> Case:
         (own := place / f"{name}-{kind}-files").mkdir()
-        return Case(label, folder, own)
+        return Case(label, folder, own, of)
 
-    cut, parts, both = (place / f"{name}-{kind}" for kind in ("cut", "split", "both"))
+    cut, parts, both, constants = (place / f"{name}-{kind}" for kind in ("cut", "split", "both", "constants"))
     yield case(f"{name}, {experts} experts", source, "source")
     compressor.compress(str(source), cut, experts=kept, strategy="model-centric")
     yield case(f"{name} compressed, {kept}", cut, "cut")
@@ -100,11 +106,16 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
     yield case(f"{name} split by 2, {2 * experts}", parts, "split")
     compressor.compress(str(parts), both, experts=2 * kept, strategy="model-centric")
     yield case(f"{name} split and compressed, {2 * kept}", both, "both")
+    text, wanted = small.text_file(place), {"experts": kept, "samples": 16, "sequence_length": 64}
+    compressor.compress(str(source), constants, constants=True, calibration=str(text), **wanted)
+    yield case(f"{name} with constants, {kept}", constants, "constants", source)
 
 
 def expect(case: Case) -> None:
     """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a GGUF must hold."""
-    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(case.source or case.folder, dtype=torch.float32).eval()
+    if case.source is not None:
+        put_constants(model, case.folder)
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, model.config.vocab_size, (SEQUENCES, LENGTH), generator=drawn)
     with torch.no_grad():
@@ -112,6 +123,27 @@ def expect(case: Case) -> None:
     np.save(case.place / "tokens.npy", tokens.numpy())
     np.save(case.place / "expected.npy", expected.numpy())
     np.savez(case.place / "expected.npz", **{name: value.numpy() for name, value in gguf_tensors(model)})  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def put_constants(model: torch.nn.Module, folder: Path) -> None:
+    """Let the constants that a folder has stand for experts: their outputs become zero, and what they add a hook."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    for number, (_, experts) in enumerate(experts_modules(model)):  # all layers are MoE layers
+        gone = config["approximate_experts"].get(str(number), [])
+        ends = {expert: re.compile(rf"layers\.{number}\..*experts\.{expert}\.approx_value") for expert in gone}
+        values = {
+            expert: value.float() for expert, end in ends.items() for name, value in stored.items() if end.search(name)
+        }
+        experts.down_proj[gone] = 0  # type: ignore[index, operator]
+
+        def add(_: object, args: tuple[Any, ...], output: torch.Tensor, values: Values = values) -> torch.Tensor:
+            _, index, weights = args
+            shares = {expert: ((index == expert) * weights).sum(-1) for expert in values}
+            return output + sum(share[:, None] * values[expert] for expert, share in shares.items())
+
+        experts.register_forward_hook(add)
 
 
 def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +216,7 @@ def main() -> None:
         every = [case for source in sources for case in cases(source, place)]
         for case in every:
             expect(case)
-            if converter is not None:
+            if converter is not None and case.source is None:
                 tell(with_llama(case, converter, given.llama_cpp, llama))
         if vllm is not None:
             for row in with_vllm(every, vllm):
