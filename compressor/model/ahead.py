@@ -72,7 +72,7 @@ class Staging:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, once the copying stream has come so far."""
-        target = self.cuda.empty(tensor)
+        target: Tensor = self.cuda.empty(tensor)
         if tensor.numel():
             source, sink = (value.reshape(-1).view(torch.uint8) for value in (tensor, target))
             begin = 0
@@ -160,7 +160,7 @@ class _Work:
         self.staging = reader.stage()
         self.found: dict[str, Tensor] = {}
         self.fault: BaseException | None = None
-        self.begun = None if self.staging is None else self.staging.cuda.mark()
+        self.begun: Any = None if self.staging is None else self.staging.cuda.mark()  # all that has been computed
         self.done: Any = None
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(names,), name="reading ahead")
