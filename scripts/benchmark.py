@@ -1,11 +1,12 @@
 """Measure memory and time on a large synthetic checkpoint; every figure is a ratio within one run.
 
-    python scripts/benchmark.py [--folder DIR] [--gigabytes 4.2] [--limit]
+    python -m scripts.benchmark [--folder DIR] [--gigabytes 4.2] [--limit] [--device cuda] [--tokens 4096]
 
 Prints: peak anonymous memory of `compress` above a bare interpreter with torch and transformers imported, over the
 largest decoder layer and over the model; the calibration pass over stock forwards of the same batches on a model in
-memory; a pure drop and model-centric over copying the same bytes. `--limit` compresses under a memory limit well below
-the model's size.
+memory, and which share of loading is hidden by reading ahead; a pure drop and model-centric over copying the same
+bytes. `--limit` compresses under a memory limit well below the model's size. `--device` is where the calibration pass
+and the stock forwards compute, which takes memory for the whole model there.
 """
 
 import argparse
@@ -18,11 +19,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from scripts.benchmark_calibration import calibration_report, timed
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = 2048, 1024, 20, 4, 32_000
 KEEP = EXPERTS // 2
@@ -120,13 +122,6 @@ def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
     return [sys.executable, "-m", "compressor", *arguments]
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds a call takes, and its result."""
-    begin = time.perf_counter()
-    result = work()
-    return time.perf_counter() - begin, result
-
-
 def copy_bytes(folder: Path, target: Path, size: int) -> float:
     """Seconds to copy `size` bytes of a checkpoint's files and flush them to the disk, as the writer does."""
     target.mkdir()
@@ -172,46 +167,6 @@ def memory_report(folder: Path, scratch: Path, layer_bytes: int, model_bytes: in
             f"{above / model_bytes:.3f} of the model; mapped file pages at most {seen['file'] / 1e6:.0f} MB"
         )
         shutil.rmtree(out, ignore_errors=True)
-
-
-def calibration_report(folder: Path) -> None:
-    """The streamed pass over stock forwards of the same batches on a model that is in memory already."""
-    from transformers import AutoModelForCausalLM
-
-    from compressor.calibration.batches import Calibration
-    from compressor.calibration.documents import as_rows
-    from compressor.checkpoint.source import locate
-    from compressor.model.loading import PartialModel
-    from compressor.model.opened import open_model
-    from compressor.planning.make import collect
-    from compressor.progress import Silent, quiet_transformers
-
-    ids = torch.randint(VOCABULARY, (16 * 256,), generator=torch.Generator().manual_seed(0))
-    batches = as_rows(ids, 256).split(8)
-    model = open_model(locate(str(folder)))
-    reading = [0.0]
-    load = PartialModel.load
-
-    def timed_load(self: PartialModel, keys: Any) -> None:
-        begin = time.perf_counter()
-        load(self, keys)
-        reading[0] += time.perf_counter() - begin
-
-    PartialModel.load = timed_load  # type: ignore[method-assign]
-    needs = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
-    streamed, _ = timed(lambda: [None for _ in collect(model, needs, Calibration(batches, {}), Silent())])
-    PartialModel.load = load  # type: ignore[method-assign]
-    with quiet_transformers():
-        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    for parameter in stock.parameters():
-        parameter.data = parameter.data.clone()
-    with torch.no_grad():
-        stock.model(input_ids=batches[0][:1], use_cache=False)
-        forward, _ = timed(lambda: [stock.model(input_ids=batch, use_cache=False) for batch in batches])
-    print(
-        f"calibration pass over stock forwards: {(streamed - reading[0]) / forward:.2f} with reading excluded, "
-        f"{streamed / forward:.2f} with it ({forward:.1f} s of stock forward, {reading[0]:.1f} s reading)"
-    )
 
 
 def writing_report(folder: Path, scratch: Path) -> None:
@@ -265,6 +220,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made, or lies already (kept)")
     parser.add_argument("--gigabytes", type=float, default=4.2)
     parser.add_argument("--limit", action="store_true", help="also compress under a memory limit")
+    parser.add_argument("--device", default="cpu", help="where the calibration pass computes")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the calibration pass")
     parser.add_argument("--only", choices=("memory", "calibration", "writing"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -286,7 +243,7 @@ def main() -> None:
         if arguments.only in (None, "memory"):
             memory_report(folder, scratch, report.largest_layer_bytes, report.bytes)
         if arguments.only in (None, "calibration"):
-            calibration_report(folder)
+            calibration_report(folder, VOCABULARY, arguments.device, arguments.tokens)
         if arguments.only in (None, "writing"):
             writing_report(folder, scratch)
         if arguments.limit:

@@ -28,6 +28,12 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is about a CUDA device where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No hub, and one thread whatever a command sets."""

@@ -122,7 +122,8 @@ class ObservedRouters:
         layer = self.layers[number]
         factors = [self.scales[layer.name, batch], *(self.passing[name, batch] for name in self._between(unit, layer))]
         known = [factor for factor in factors if factor is not None]
-        return torch.stack(known).prod(0) if known else torch.ones(len(self.logits[batch]))
+        logits = self.logits[batch]
+        return torch.stack(known).prod(0) if known else torch.ones(len(logits), device=logits.device)
 
     def _between(self, unit: str, layer: MoeLayer) -> list[str]:
         """Layers after `unit` and before the router's own, the last one first."""

@@ -123,6 +123,24 @@ class Checkpoint:
             extent.append(info)
         return found | (self._map(extent) if extent else {})
 
+    def cached(self, names: Iterable[str]) -> bool:
+        """Whether the page cache holds the middle of each of these tensors; False where the system does not tell."""
+        nowait = getattr(os, "RWF_NOWAIT", None)
+        middles: dict[str, list[int]] = {}
+        for info in (self.tensors[name] for name in names):
+            if info.nbytes:
+                middles.setdefault(info.file, []).append((info.begin + info.end) // 2)
+        for file, offsets in middles.items():
+            with (self.folder / file).open("rb") as stream:
+                try:
+                    if nowait is None or not all(
+                        os.preadv(stream.fileno(), [bytearray(1)], offset, nowait) for offset in offsets
+                    ):
+                        return False
+                except OSError:  # would have to wait, or the file system cannot say
+                    return False
+        return True
+
     def _map(self, extent: list[TensorInfo]) -> dict[str, torch.Tensor]:
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         end = max(info.end for info in extent)

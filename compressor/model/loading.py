@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales
-from compressor.checkpoint.reader import Checkpoint, refuse_nan
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
+from compressor.model.ahead import ReadAhead
 from compressor.model.architecture import build_meta
 from compressor.model.bounds import most_parts, refuse_unfilled
 from compressor.progress import quiet_transformers
@@ -95,7 +96,8 @@ class PartialModel:
         self._sources: dict[str, list[str]] = {}
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
-        self._loaded, self._checked = set[str](), set[str]()
+        self._loaded = set[str]()
+        self.ahead = ReadAhead(checkpoint, device)
         self._fill_constant_buffers()
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
@@ -131,25 +133,28 @@ class PartialModel:
         wanted = [key for key in keys if key not in self._loaded]
         if not wanted:
             return
-        sources = {self.tied.get(key, key) for key in wanted}
-        first_targets = self._first_targets(sources)
-        names = [name for target in first_targets for name in self._sources.get(target, ())]
-        tensors = self.checkpoint.read_all(names)
-        for name in names:
-            if name not in self._checked:
-                refuse_nan(name, self.checkpoint.tensors[name].file, tensors[name])
-                self._checked.add(name)
+        first_targets = self._first_targets(wanted)
+        names = self._names_of(first_targets)
+        tensors = self.ahead.take(names)
         # the largest first and by itself: while it is put together, nothing else need be in memory
         largest = max(first_targets, key=lambda target: self.empty[target].numel(), default=None)
         for alone in (True, False):
-            stored = {name: tensors[name] for name in names if (self.keys.targets[name] == largest) is alone}
+            stored = {name: tensors.pop(name) for name in names if (self.keys.targets[name] == largest) is alone}
             plan = self.model._get_dtype_plan(self.dtype)
             more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
         self._settle(wanted)
 
-    def _first_targets(self, sources: set[str]) -> set[str]:
-        """Targets under which the loader files the tensors of `sources`: of a one-to-many conversion, the first."""
+    def read_ahead(self, keys: Iterable[str]) -> None:
+        """Have a thread read what `load` of these entries will need, while this one computes."""
+        self.ahead.begin(self._names_of(self._first_targets(key for key in keys if key not in self._loaded)))
+
+    def _names_of(self, targets: Iterable[str]) -> list[str]:
+        return [name for target in targets for name in self._sources.get(target, ())]
+
+    def _first_targets(self, keys: Iterable[str]) -> set[str]:
+        """Targets under which the loader files the tensors of `keys`: of a one-to-many conversion, the first."""
+        sources = {self.tied.get(key, key) for key in keys}
         direct = sources & self._sources.keys()
         parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
         return direct | {key for key in self._sources if key.startswith(parents) and key not in self._loaded}
@@ -169,7 +174,9 @@ class PartialModel:
             self._loaded |= {key, source}
 
     def release(self, module_name: str) -> None:
-        """Send a module's tensors back to meta."""
+        """Send a module's tensors back to meta; with "" all of them, and nothing is read ahead any more."""
+        if not module_name:
+            self.ahead.stop()
         for key in self.keys_under(module_name):
             if key in self._loaded:
                 for entry in {key, self.tied.get(key, key)}:

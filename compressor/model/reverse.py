@@ -75,6 +75,8 @@ class ReversePass:
     def _reverse(self, unit: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
         """Load a layer and hand the gradients of all batches down through it."""
         self.partial.load(self.partial.keys_under(unit))
+        if (place := self.units.index(unit)) > 0:
+            self.partial.read_ahead(self.partial.keys_under(self.units[place - 1]))
         module = self.partial.model.get_submodule(unit)
         for visitor in visitors:
             visitor.loaded(unit)

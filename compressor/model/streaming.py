@@ -8,6 +8,7 @@ Masks, position embeddings and per-layer arguments stay the stock code's busines
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,12 +117,15 @@ class _Lockstep:
         """Load, pass, yield and release one layer after another, then finish the batches that are to be finished."""
         places = [self._resume(number, number) for number in range(len(self.stream.batches))]
         _release_embedding(self.partial)
+        following = dict(pairwise(self.stream.units))
         while places and (unit := places[0]) is not None:
             if any(place != unit for place in places):
                 raise CompressionError(
                     f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
                 )
             self.partial.load(self.partial.keys_under(unit))
+            if self.waiting - {unit} and (successor := following.get(unit)):
+                self.partial.read_ahead(self.partial.keys_under(successor))
             for visitor in self.visitors:
                 visitor.loaded(unit)
             for visitor in self.visitors:

@@ -35,7 +35,7 @@ class SplitModel(PartialModel):
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.keys, self.plain_keys = stored.keys, stored.plain_keys
         self.conversions, self.plain_conversions = stored.conversions, stored.plain_conversions
-        self.tied = dict(stored.tied)
+        self.tied, self.ahead = dict(stored.tied), stored.ahead
         self.owners: dict[str, MoeLayer] = {
             key: layer for layer in architecture.layers for keys in divided(layer) for key in keys
         }
@@ -66,6 +66,10 @@ class SplitModel(PartialModel):
         for name, asked in owned.items():
             self._split(layers[name], asked)
         self._settle(wanted)
+
+    def read_ahead(self, keys: Iterable[str]) -> None:
+        """Have a thread read what `load` of these entries will need of the stored model."""
+        self.stored.read_ahead(key for key in keys if key not in self._loaded)
 
     def _read(self, keys: list[str]) -> dict[str, Tensor]:
         """Tensors of the stored model, which gives them away."""

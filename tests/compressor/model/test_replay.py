@@ -71,8 +71,9 @@ class Doubling(nn.Module):
 def test_replaying_a_layer_that_writes_into_its_input_does_not_move_it_on() -> None:
     nothing: Any = lambda *_: ()  # noqa: E731
     partial: Any = SimpleNamespace(
-        model=Doubling(), device=torch.device("cpu"), load=nothing, release=nothing, keys_under=nothing, tied={}
-    )
+        model=Doubling(), device=torch.device("cpu"), tied={},
+        load=nothing, read_ahead=nothing, release=nothing, keys_under=nothing,
+    )  # fmt: skip
     ids, units, replaying = torch.tensor([[2, 5]]), ("layers.0", "layers.1"), Replaying(1, 1)
     LayerStream(partial, [ids], units, units, finishing=[0]).run(replaying)
     assert torch.equal(replaying.outputs[0], 4 * partial.model.embed(ids))
