@@ -1,7 +1,7 @@
 """Run one method on one checkpoint in this process and write what it took: `python -m scripts.peers.run JOB TOLD`.
 
-The other projects' code is imported from the checkout that the job names; here is only what their own scripts do between
-loading and saving, with our token ids instead of their data sets, on the CPU. Seconds do not count imports.
+The other projects' code is imported from the checkout that the job names; here is only what their own scripts do
+between loading and saving, with our token ids instead of their data sets, on the CPU. Seconds do not count imports.
 """
 
 import re
@@ -26,17 +26,19 @@ CATEGORY = "all"
 
 
 class Phases:
-    """Seconds by phase, in the order of the phases."""
+    """Seconds by phase, in the order of the phases, and the processor's in all of them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.cpu = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block."""
-        begin = time.perf_counter()
+        begin, spent = time.perf_counter(), time.process_time()
         yield
         self.seconds[name] = time.perf_counter() - begin
+        self.cpu += time.process_time() - spent
 
 
 def resident() -> int:
@@ -119,7 +121,7 @@ def run_reap(job: Job, as_used: bool) -> Told:
         seen = recording.record_activations(model, None, *arguments, out.with_name(f"{out.name}-observed"))
     with phases.phase("write"):
         pruning.prune(seen, model, PruneArgs(prune_method="reap"), model.config.num_local_experts - job.keep, out)
-    return Told(phases.seconds, resident(), size(out, ".safetensors"), pruned(job))
+    return Told(phases.seconds, phases.cpu, resident(), size(out, ".safetensors"), pruned(job))
 
 
 def run_hc_smoe(job: Job) -> Told:
@@ -152,7 +154,7 @@ def run_hc_smoe(job: Job) -> Told:
     stored, held = size(out, ".pth"), resident()
     labels = [label.tolist() for label in grouper.group_state_dict().values()]
     write_repeated(model, out)
-    return Told(phases.seconds, held, stored, [by_label(label) for label in labels])
+    return Told(phases.seconds, phases.cpu, held, stored, [by_label(label) for label in labels])
 
 
 def by_label(labels: list[int]) -> list[list[int]]:
@@ -188,14 +190,14 @@ def run_ours(job: Job, strategy: str) -> Told:
     layers = sorted(done.plan.layers, key=lambda layer: layer.layer)
     groups = [[sorted(group.members) for group in layer.groups] for layer in layers]
     digest = str((done.plan.calibration or {}).get("sha256"))
-    return Told(phases.seconds, resident(), size(Path(job.out), ".safetensors"), groups, digest)
+    return Told(phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups, digest)
 
 
 def run_nothing(job: Job) -> Told:
     """Imports alone: what the others' memory is compared with."""
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
-    return Told({}, resident(), 0)
+    return Told({}, 0.0, resident(), 0)
 
 
 METHODS: dict[str, Callable[[Job], Told]] = {
