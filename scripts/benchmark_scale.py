@@ -33,6 +33,7 @@ HEADER = "| GB | step | seconds over a copy | CPU seconds over it | memory over 
 HEADER += "mapped pages over the largest layer |"
 STEPS = ("model-centric", "reap", "export")
 LENGTH = 512
+VOCABULARY = 512  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
 OUTPUT_SHARE = 0.55  # of the source, that half of the experts and everything else take at the most
 SPARE = 3e9  # bytes of the disk: what a checkpoint exceeds its size by, a file's copy, and some that is left alone
 BLOCK = 2**24
@@ -141,7 +142,7 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
 
     folder, text = scratch / "model", scratch / "text.txt"
     folder.mkdir()
-    write_synthetic(folder, gigabytes)
+    write_synthetic(folder, gigabytes, VOCABULARY)
     save_tokenizer(folder)
     write_text(text, tokens)
     ready = drop_pages if cold else warm
