@@ -101,9 +101,12 @@ def watch(command: list[str], limit: int | None = None) -> dict[str, float]:
 
     thread = threading.Thread(target=sample)
     thread.start()
-    _, errors = process.communicate()
-    done.set()
-    thread.join()
+    try:
+        _, errors = process.communicate()
+    finally:  # also where this process is told to stop
+        process.kill()
+        done.set()
+        thread.join()
     if process.returncode:
         sys.stderr.write(errors)
     return {

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -95,6 +96,22 @@ def test_every_size_is_measured_and_removed(
         assert [name for name, _ in seen] == ["compress", "compress", "export"] * 2 and seen[0][1] < seen[3][1]
         assert "model-centric 1.0" in told and "reap 1.0" in told and told.count("\n| 0.0 | ") == 6
     assert not any(tmp_path.iterdir())
+
+
+def test_a_command_that_is_watched_ends_with_the_watcher(tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise SystemExit
+
+    known, pid = signal.signal(signal.SIGALRM, stop), tmp_path / "pid"
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(SystemExit):
+            benchmark.watch(["sh", "-c", f"echo $$ > {pid}; exec sleep 100"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, known)
+    status = Path("/proc") / pid.read_text().strip() / "status"
+    assert not status.exists() or "zombie" in status.read_text()
 
 
 def test_a_row_has_every_column() -> None:
