@@ -2,11 +2,11 @@
 
     python -m scripts.check_clients [FOLDER ...] [--llama-cpp CHECKOUT] [--python PYTHON] [--vllm-python PYTHON]
 
-Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after the
-split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes each of
-them as float32 GGUF, whose expert tensors and routers are compared with the checkpoint's; llama-cpp-python and vLLM then
-answer random tokens. The table has the largest difference of log probabilities to transformers in float32 and the share
-of positions whose likeliest token is the same. A client that is missing is left out, and a sentence says so.
+Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after
+the split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes
+each of them as float32 GGUF, whose expert tensors and routers are compared with the checkpoint's; llama-cpp-python and
+vLLM then answer random tokens. The table has the largest difference of log probabilities to transformers in float32 and
+the share of positions whose likeliest token is the same. A client that is missing is left out, and a sentence says so.
 """
 
 import argparse

@@ -1,0 +1,229 @@
+"""Measure how memory and time of `compress` grow with the model, on synthetic Qwen3-MoE checkpoints of given sizes.
+
+    python -m scripts.benchmark_scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR] [--export]
+
+Each checkpoint (bfloat16, layers of 0.26 GB, made layer by layer) is copied file by file, compressed to half of its
+experts by model-centric and by reap with so many calibration tokens, and removed. Prints for each size the time over
+that of the copy, the peak anonymous memory above a bare interpreter's over the largest layer, and over all sizes the
+slope of log time over log size. With --export, model-centric's output is written as ONNX (fp16), too.
+
+Pages of the source are dropped from the page cache before each step (--cache cold), or read into it (warm, for sizes
+that fit). A copy reads the whole source and writes and flushes as much, one file at a time, of which one is kept.
+"""
+
+import argparse
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compressor.errors import CompressionError
+from compressor.words import human_bytes
+from scripts.benchmark import compress_command, save_tokenizer, warm, watch, write_synthetic
+
+HEADER = "| GB | step | seconds over a copy | CPU seconds over it | memory over the largest layer | over the model | "
+HEADER += "mapped pages over the largest layer |"
+STEPS = ("model-centric", "reap", "export")
+LENGTH = 512
+VOCABULARY = 512  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
+OUTPUT_SHARE = 0.55  # of the source, that half of the experts and everything else take at the most
+SPARE = 3e9  # bytes of the disk: what a checkpoint exceeds its size by, a file's copy, and some that is left alone
+BLOCK = 2**24
+LEAST = 1e-3  # seconds, so that there is a logarithm
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one command took."""
+
+    seconds: float  # without starting the interpreter
+    cpu: float  # seconds of all threads
+    anonymous: float  # bytes at the highest, above a bare interpreter
+    mapped: float  # bytes of mapped files' pages at the highest
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One size."""
+
+    bytes: int
+    largest: int  # bytes of the largest layer
+    copy: float  # seconds
+    steps: dict[str, Step]
+
+
+def needed(gigabytes: float, export: bool) -> float:
+    """Bytes that the disk must have: the source, what is made of it, and some to spare."""
+    return gigabytes * 1e9 * (1 + OUTPUT_SHARE * (1 + export)) + SPARE
+
+
+def check_room(folder: Path, gigabytes: Sequence[float], export: bool) -> None:
+    """Raise `CompressionError` where the largest size does not fit on the disk."""
+    wanted, free = needed(max(gigabytes), export), shutil.disk_usage(folder).free
+    if wanted > free:
+        raise CompressionError(
+            f"{max(gigabytes):g} GB need {human_bytes(int(wanted))} in {folder} for the checkpoint and what is made of "
+            f"it, but {human_bytes(free)} are free; make room, or give smaller --gigabytes or another --folder"
+        )
+
+
+def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Least-squares slope of log seconds over log sizes; nan for a single size."""
+    xs, ys = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((each - x) ** 2 for each in xs)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / spread if spread else math.nan
+
+
+def drop_pages(folder: Path) -> None:
+    """Let the system forget what it keeps of these files in memory."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())  # pages that are not on the disk yet are not dropped
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy_seconds(folder: Path, scratch: Path) -> float:
+    """Seconds to read every file of a checkpoint, and to write and flush a copy, each removed before the next."""
+    seconds, target = 0.0, scratch / "copy"
+    for file in sorted(folder.glob("*.safetensors")):
+        begin = time.perf_counter()
+        with file.open("rb") as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink, BLOCK)  # not copy_file_range, which copies nothing on some file systems
+            sink.flush()
+            os.fsync(sink.fileno())
+        seconds += time.perf_counter() - begin
+        target.unlink()
+    return seconds
+
+
+def write_text(file: Path, tokens: int) -> None:
+    """Random words of so many bytes, which are the tokens of the synthetic checkpoint, and some more."""
+    draw = random.Random(0)
+    words, length = list[str](), 0
+    while length < tokens * 1.1 + 1000:
+        words.append("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))))
+        length += len(words[-1]) + 1
+    file.write_text("\n\n".join(" ".join(words[begin : begin + 100]) for begin in range(0, len(words), 100)))
+
+
+def watched(command: list[str], bare: Step | None = None) -> Step:
+    """Run a command, less what the bare interpreter takes; raises `CompressionError` if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seen = watch(command)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if seen["status"]:
+        raise CompressionError(f"{' '.join(command)} ended with status {seen['status']:.0f}")
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    none = bare or Step(0, 0, 0, 0)
+    return Step(
+        max(seen["seconds"] - none.seconds, LEAST), max(cpu - none.cpu, LEAST), seen["anon"] - none.anonymous,
+        seen["file"],
+    )  # fmt: skip
+
+
+def start_up() -> Step:
+    """An interpreter that imports torch and transformers and ends, the quicker one of two."""
+    command = [sys.executable, "-c", "import torch, transformers, transformers.modeling_utils"]
+    return min((watched(command) for _ in range(2)), key=lambda step: step.seconds)
+
+
+def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], cold: bool) -> Measured:
+    """Make a checkpoint, copy it, carry out the steps, and remove everything."""
+    from compressor import inspect
+
+    folder, text = scratch / "model", scratch / "text.txt"
+    folder.mkdir()
+    write_synthetic(folder, gigabytes, VOCABULARY)
+    save_tokenizer(folder)
+    write_text(text, tokens)
+    ready = drop_pages if cold else warm
+    report = inspect(str(folder))
+    samples = max(1, tokens // LENGTH)
+    calibrated = ["--calibration", str(text), "--samples", str(samples), "--sequence-length", str(min(LENGTH, tokens))]
+    ready(folder)
+    copy, bare = copy_seconds(folder, scratch), start_up()
+    found: dict[str, Step] = {}
+    out = scratch / "out"
+    for name in (name for name in STEPS if name in steps):
+        if name == "export":
+            command = [sys.executable, "-m", "compressor", "export", str(scratch / "kept"), "-o", str(out)]
+            command += ["--dtype", "fp16", "--json"]
+        else:
+            command = [*compress_command(folder, out, name), "--correct", "none", "--device", "cpu"]
+            command += calibrated if name == "reap" else []
+        ready(folder)
+        found[name] = watched(command, bare)
+        if name == "model-centric" and "export" in steps:
+            out.rename(scratch / "kept")
+        else:
+            shutil.rmtree(out)
+    for made in (folder, scratch / "kept"):
+        shutil.rmtree(made, ignore_errors=True)
+    return Measured(report.bytes, report.largest_layer_bytes, copy, found)
+
+
+def row(name: str, found: Measured) -> str:
+    """A line of the table."""
+    step = found.steps[name]
+    figures = (
+        step.seconds / found.copy, step.cpu / found.copy, step.anonymous / found.largest, step.anonymous / found.bytes,
+        step.mapped / found.largest,
+    )  # fmt: skip
+    return f"| {found.bytes / 1e9:.1f} | {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} |"
+
+
+def slopes(measured: Sequence[Measured]) -> str:
+    """How the seconds of the copy and of every step, and its CPU seconds, grow with the bytes."""
+    sizes = [found.bytes for found in measured]
+    told = [f"copy {slope(sizes, [found.copy for found in measured]):.2f}"]
+    for name in measured[0].steps:
+        steps = [found.steps[name] for found in measured]
+        wall, cpu = slope(sizes, [step.seconds for step in steps]), slope(sizes, [step.cpu for step in steps])
+        told.append(f"{name} {wall:.2f} (CPU seconds {cpu:.2f})")
+    return f"slope of log seconds over log bytes: {', '.join(told)}"
+
+
+def main() -> None:
+    """Check the disk, measure every size, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[4, 8, 16, 30])
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints are made (default: the temporary folder)")
+    parser.add_argument("--steps", nargs="+", choices=STEPS[:2], default=STEPS[:2])
+    parser.add_argument("--export", action="store_true", help="write model-centric's output as ONNX, too")
+    parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the page cache before each step")
+    args = parser.parse_args()
+    steps = [*args.steps, *(["export"] if args.export else [])]
+    if args.export and "model-centric" not in steps:
+        parser.error("--export needs the step model-centric")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed then, too
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        check_room(Path(temporary), args.gigabytes, args.export)
+        os.environ["MOE_COMPRESSOR_CACHE"] = str(Path(temporary) / "cache")
+        print(f"page cache {args.cache}; {args.tokens} tokens for reap")
+        print(f"{HEADER}\n{'|---' * (HEADER.count('|') - 1)}|", flush=True)
+        measured = list[Measured]()
+        for gigabytes in args.gigabytes:
+            measured.append(measure(gigabytes, args.tokens, Path(temporary), steps, args.cache == "cold"))
+            print(*(row(name, measured[-1]) for name in measured[-1].steps), sep="\n", flush=True)
+            print(
+                f"# copy {measured[-1].copy:.1f} s, largest layer {measured[-1].largest / 1e6:.0f} MB",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        print(slopes(measured))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CompressionError as fault:
+        sys.exit(str(fault))

@@ -1,0 +1,220 @@
+"""Run one method on one checkpoint in this process and write what it took: `python -m scripts.peers.run JOB TOLD`.
+
+The other projects' code is imported from the checkout that the job names; here is only what their own scripts do
+between loading and saving, with our token ids instead of their data sets, on the CPU. Seconds do not count imports.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.errors import CompressionError
+from scripts.peers.absent import stand_in
+from scripts.peers.job import Job, Told, read, write
+
+NOT_NEEDED = (  # imported by the checkouts, for data sets, servers, pictures and training that are not asked for here
+    "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "lm_eval", "matplotlib", "requests", "seaborn",
+    "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
+)  # fmt: skip
+CATEGORY = "all"
+
+
+class Phases:
+    """Seconds by phase, in the order of the phases, and the processor's in all of them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block."""
+        begin, spent = time.perf_counter(), time.process_time()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+        self.cpu += time.process_time() - spent
+
+
+def resident() -> int:
+    """The highest resident bytes of this process so far; unlike rusage's, without those of the one that started it."""
+    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def size(folder: Path, suffix: str) -> int:
+    """Bytes of the files of this suffix."""
+    return sum(file.stat().st_size for file in folder.glob(f"*{suffix}"))
+
+
+def kept_rows(before: torch.Tensor, after: torch.Tensor) -> list[list[int]]:
+    """Which router rows are left, each a group of its own: [E, H], [K, H] -> K lists of one; refuses a changed row."""
+    same = (before[None] == after[:, None]).all(dim=-1)  # [K, E]
+    if (same.sum(dim=1) != 1).any():
+        raise CompressionError("a router row of the output is not exactly one of the checkpoint's; nothing was pruned")
+    return [[int(expert)] for expert in same.int().argmax(dim=1)]
+
+
+def _gates(folder: Path) -> list[torch.Tensor]:
+    """Router rows of every layer, [layer][E, H]."""
+    from safetensors import safe_open
+
+    found: dict[int, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as stream:
+            for name in stream.keys():  # noqa: SIM118, a handle is no mapping
+                if layer := re.search(r"\.(\d+)\.block_sparse_moe\.gate\.weight$", name):
+                    found[int(layer[1])] = stream.get_tensor(name)
+    return [found[layer] for layer in sorted(found)]
+
+
+def pruned(job: Job) -> list[list[list[int]]]:
+    """The experts that are left in every layer, by the output's router rows."""
+    pairs = zip(_gates(Path(job.model)), _gates(Path(job.out)), strict=True)
+    return [kept_rows(before, after) for before, after in pairs]
+
+
+def prepare(checkout: str, below: str) -> None:
+    """Make a checkout's package importable, with the Mixtral that it was written for."""
+    folder = Path(checkout) / below
+    if not folder.is_dir():
+        raise CompressionError(f"{checkout} has no {below or 'such folder'}; name the folder of the project's checkout")
+    from scripts.peers import old_mixtral
+
+    stand_in(NOT_NEEDED)
+    old_mixtral.put_back()
+    sys.path.append(str(folder))
+
+
+def run_reap(job: Job, as_used: bool) -> Told:
+    """REAP's `record_activations` and `prune`, pruning metrics only.
+
+    Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`, which Mixtral's does not
+    say although its block does so; `as_used` says it.
+    """
+    prepare(job.peer or "", "src")
+    from reap import main as recording  # type: ignore[import-not-found]
+    from reap import prune as pruning
+    from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs  # type: ignore[import-not-found]
+
+    from scripts.peers import old_mixtral
+
+    batches, out, phases = torch.load(job.tokens), Path(job.out), Phases()
+    recording.load_category_batches = lambda **_: {CATEGORY: [{"input_ids": batch} for batch in batches]}
+    recording.parse_composite_dataset_spec = lambda *_, **__: None
+    with phases.phase("open"):
+        model = old_mixtral.load(Path(job.model))
+    if as_used:
+        model.config.norm_topk_prob = True
+    arguments = (
+        ReapArgs(profile=False),
+        ModelArgs(),
+        DatasetArgs(),
+        ObserverArgs(record_pruning_metrics_only=True),
+    )
+    with phases.phase("calibrate"):
+        seen = recording.record_activations(model, None, *arguments, out.with_name(f"{out.name}-observed"))
+    with phases.phase("write"):
+        pruning.prune(seen, model, PruneArgs(prune_method="reap"), model.config.num_local_experts - job.keep, out)
+    return Told(phases.seconds, phases.cpu, resident(), size(out, ".safetensors"), pruned(job))
+
+
+def run_hc_smoe(job: Job) -> Told:
+    """HC-SMoE's grouping by expert outputs (average linkage) and its merging by frequency, as its script calls them.
+
+    Its experts stay as many names for fewer weights, which `torch.save` stores once; a checkpoint that stock loaders
+    read, with the weights repeated, is written for the judging afterwards and counts for nothing.
+    """
+    prepare(job.peer or "", "")
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    from hcsmoe.merging import grouping_mixtral as merging  # type: ignore[import-not-found]
+
+    from scripts.peers import old_mixtral
+
+    batches, out, phases = torch.load(job.tokens), Path(job.out), Phases()
+    loader = [{"input_ids": batch} for batch in batches]
+    out.mkdir()
+    with phases.phase("open"):
+        model = old_mixtral.load(Path(job.model))
+    grouper = merging.ExpertsGrouperForMixtral(
+        config=model.config, similarity_base="expert-output", cluster="hierarchical", linkage="average"
+    )
+    with phases.phase("calibrate"):
+        grouper.compute_all_usages(model, loader)
+        grouper.cluster_experts(model=model, dataloader=loader, num_groups=job.keep)
+    layers = list(range(model.config.num_hidden_layers))
+    with phases.phase("write"):
+        model = merging.merge_by_groups_with_usage_weighted(model, grouper=grouper, merging_layers=layers)
+        torch.save(model.state_dict(), out / "model.pth")
+    stored, held = size(out, ".pth"), resident()
+    labels = [label.tolist() for label in grouper.group_state_dict().values()]
+    write_repeated(model, out)
+    return Told(phases.seconds, phases.cpu, held, stored, [by_label(label) for label in labels])
+
+
+def by_label(labels: list[int]) -> list[list[int]]:
+    """Groups of positions with the same label, in the order of their lowest."""
+    return [[place for place, own in enumerate(labels) if own == label] for label in dict.fromkeys(labels)]
+
+
+def write_repeated(model: Any, out: Path) -> None:
+    """A checkpoint of as many experts as before, where weights that share their memory are written each time."""
+    from safetensors.torch import save_file
+
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    state = {name: value.clone() for name, value in model.state_dict().items() if name not in tied}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(out)
+
+
+def run_ours(job: Job, strategy: str) -> Told:
+    """`compress` with this strategy, without a correction."""
+    from compressor.memory import limit_caches
+
+    limit_caches()
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401, as the others have it before they begin
+
+    from compressor.api.compressing import compress
+
+    phases = Phases()
+    with phases.phase("all"):
+        done = compress(
+            job.model, job.out, experts=job.keep, strategy=strategy, correct="none", dtype="float32", device="cpu",
+            calibration=job.text, samples=job.samples, sequence_length=job.length,
+        )  # fmt: skip
+    layers = sorted(done.plan.layers, key=lambda layer: layer.layer)
+    groups = [[sorted(group.members) for group in layer.groups] for layer in layers]
+    digest = str((done.plan.calibration or {}).get("sha256"))
+    return Told(phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups, digest)
+
+
+def run_nothing(job: Job) -> Told:
+    """Imports alone: what the others' memory is compared with."""
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+    return Told({}, 0.0, resident(), 0)
+
+
+METHODS: dict[str, Callable[[Job], Told]] = {
+    "nothing": run_nothing,
+    "reap, ours": lambda job: run_ours(job, "reap"),
+    "reap, theirs": lambda job: run_reap(job, as_used=False),
+    "reap, theirs, weights as used": lambda job: run_reap(job, as_used=True),
+    "hc-smoe, ours": lambda job: run_ours(job, "hc-smoe"),
+    "hc-smoe, theirs": run_hc_smoe,
+}
+
+
+def main() -> None:
+    """Do the job of a file and write what was found into another."""
+    job = read(Path(sys.argv[1]), Job)
+    write(Path(sys.argv[2]), METHODS[job.method](job))
+
+
+if __name__ == "__main__":
+    main()
