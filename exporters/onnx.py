@@ -1,8 +1,8 @@
 """A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute the same.
 
 The graph is traced without its large weights, and those go from the source into their file one layer at a time. The
-stock model answers everything that the graph will be asked, and then ONNX Runtime is asked: both with the whole model in
-memory where it fits, and otherwise layer by layer.
+stock model answers everything that the graph will be asked, and then ONNX Runtime is asked: both with the whole model
+in memory where it fits, and otherwise layer by layer.
 """
 
 import json

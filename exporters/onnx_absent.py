@@ -1,7 +1,7 @@
-"""Weights that are not in memory while a graph is traced: their shapes stand for them, and how they were turned is kept.
+"""Weights that are not in memory while a graph is traced: their shapes stand for them, and turning is noted.
 
-The optimiser after the trace turns weights over (a linear layer's W to W^T) and touches no other large ones; it looks at
-the values of small tensors alone, and those are read before the trace.
+The optimiser after the trace turns weights over (a linear layer's W to its transpose) and does nothing else to large
+ones. It looks at the values of small tensors alone, and those are read before the trace.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ SMALL = 8192  # elements; larger constants the optimiser only turns over, smalle
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """An initialiser made of one of the traced model's tensors: its name there, and the order of its axes if changed."""
+    """How an initialiser is made of a tensor of the traced model: its name, and the order of its axes if changed."""
 
     source: str
     order: tuple[int, ...] | None = None
@@ -88,7 +88,8 @@ def standing_in() -> Iterator[None]:
             return Absent.of(self.source, tuple(self.raw.shape), self.dtype.numpy())
 
         def tobytes(self) -> bytes:
-            return self.numpy().tobytes() if isinstance(self.raw, FakeTensor) else super().tobytes()
+            found: bytes = self.numpy().tobytes() if isinstance(self.raw, FakeTensor) else super().tobytes()
+            return found
 
         def __init__(self, tensor: Tensor, name: str | None = None) -> None:
             super().__init__(tensor, name)
@@ -118,7 +119,7 @@ def recipe_of(value: Any) -> Recipe | None:
 def traced_model(partial: PartialModel, weights: WeightFormat) -> tuple[Any, FakeTensorMode]:
     """The stock model of an empty `partial` to be traced, with the mode of its absent weights.
 
-    Small tensors are read; experts' weights are there both or not at all, rounded if `weights` are. Tied ones stay tied.
+    Small tensors are read. Both weights of experts are there or neither, rounded if `weights` are. Tied ones stay tied.
     """
     absent = {key for key, value in partial.empty.items() if value.numel() > SMALL}
     pairs = {name: [f"{name}.{key}" for key in parameter_names(module)[:2]] for name, module in _experts(partial)}

@@ -137,9 +137,13 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 
 def _fill(cache: Any) -> None:
     """Put zeros in the place of a cache's tensors without values."""
+
+    def zeros(value: Tensor) -> Tensor:
+        return torch.zeros(value.shape, dtype=value.dtype)
+
     for layer in cache.layers:
         for name, value in vars(layer).items():
-            setattr(layer, name, tree_map_only(FakeTensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), value))
+            setattr(layer, name, tree_map_only(FakeTensor, zeros, value))
 
 
 @contextlib.contextmanager

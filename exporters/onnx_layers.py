@@ -14,8 +14,16 @@ from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.progress import Progress
 from exporters.onnx_experts import WeightFormat
 from exporters.onnx_quantized_experts import SCALES
-from exporters.onnx_reference import Question, Reference, continued, model_inputs, per_token, prompt_of, questions
-from exporters.onnx_reference import random_tokens
+from exporters.onnx_reference import (
+    Question,
+    Reference,
+    continued,
+    model_inputs,
+    per_token,
+    prompt_of,
+    questions,
+    random_tokens,
+)
 from exporters.onnx_verify import GREEDY
 
 GIVEN_SEED = 15

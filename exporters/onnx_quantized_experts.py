@@ -110,7 +110,9 @@ def qmoe_node(experts: Any, kind: Activation, scheme: Scheme) -> tuple[MoeNode, 
 
 def _rounded(scheme: Scheme) -> WeightFormat:
     node, rounding = partial(qmoe_node, scheme=scheme), partial(round_experts, scheme=scheme)
-    return WeightFormat(node, rounding, partial(outline_experts, scheme=scheme), f"experts rounded to {scheme.describe()}")
+    return WeightFormat(
+        node, rounding, partial(outline_experts, scheme=scheme), f"experts rounded to {scheme.describe()}"
+    )
 
 
 FORMATS: Mapping[str, WeightFormat] = {"none": PLAIN, **{name: _rounded(scheme) for name, scheme in SCHEMES.items()}}

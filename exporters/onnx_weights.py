@@ -66,7 +66,7 @@ class GraphFile:
                     "please report this model"
                 )
             if key in self.places:
-                self._write(key, memoryview(made.reshape(-1).view(torch.uint8).numpy()))
+                self._write(key, made.reshape(-1).view(torch.uint8).numpy().data)
             else:
                 self.values[key].const_value = onnx_ir.tensor(made, name=key)
             self.missing.discard(key)
@@ -77,7 +77,9 @@ class GraphFile:
         import onnx_ir
 
         if self.missing:
-            raise CompressionError(f"the tensor {min(self.missing)!r} of the graph was not made; please report this model")
+            raise CompressionError(
+                f"the tensor {min(self.missing)!r} of the graph was not made; please report this model"
+            )
         for key, place in self.places.items():
             value = self.values[key]
             stored = value.const_value
