@@ -2,8 +2,8 @@
 
     python -m scripts.benchmark_export [--gigabytes 0.5] [--confined SHARE]
 
-A synthetic checkpoint is exported in both ways, each in a process of its own. Printed are the seconds and the peak of
-anonymous resident bytes beyond those after the imports, over the model's bytes in float32, and whether the two wrote the
+A synthetic checkpoint is exported in both ways, each in a process of its own. Printed are the seconds, the peak of
+anonymous resident bytes beyond those after the imports, over the model's bytes in float32, and whether both wrote the
 same bytes. With --confined, the address space of the export by layers is limited to what it has after the imports and
 this share of the model.
 """
