@@ -1,26 +1,22 @@
 """A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute the same.
 
-The model is in memory once: the stock model answers everything that the graph will be asked, then its experts are
-brought into the node's layout one module at a time, the graph is saved, the model goes, and ONNX Runtime is asked.
+The graph is traced without its large weights, and those go from the source into their file one layer at a time. The
+stock model answers everything that the graph will be asked, and then ONNX Runtime is asked: both with the whole model
+in memory where it fits, and otherwise layer by layer.
 """
 
-import gc
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import experts_modules
+from compressor.errors import CompressionError
+from compressor.evaluation.room import fits
 from compressor.model.carried import check_carried
-from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
 from compressor.records import read_as, read_object
@@ -28,44 +24,17 @@ from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
 from exporters import safetensors as publishing
-from exporters.onnx_experts import FALLBACKS, LayerRoute, use_nodes
-from exporters.onnx_graph import export_graph, trace_inputs
+from exporters.onnx_experts import LayerRoute
+from exporters.onnx_making import GRAPH, WEIGHTS, write_graph
+from exporters.onnx_options import DTYPES, ExportOptions
+from exporters.onnx_parts import LayeredGraph, Parts
 from exporters.onnx_quantized_experts import FORMATS, RoundingCost, rounding_cost
-from exporters.onnx_reference import TOKENS, Reference, observe
-from exporters.onnx_verify import EXACT, HALF, STOCK, Verification, compare
+from exporters.onnx_verify import EXACT, HALF, STOCK, Answers, Verification, WholeGraph, compare
 
-GRAPH, WEIGHTS, RECORD = "model.onnx", "model.onnx.data", "onnx_export.json"
+RECORD = "onnx_export.json"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnx-ir", "torch", "transformers", "moe-compressor")
+UNRECORDED = ("overwrite", "external_bytes", "stream")  # options that change nothing of the graph
 RECORDED = ("model", "nodes", "inputs", "outputs", "routes", "verification", "rounding")  # of the summary
-DTYPES = {"fp32": "float32", "fp16": "float16"}
-OPSETS = range(18, 24)
-EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
-INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What to make of a checkpoint."""
-
-    opset: int = 20
-    dtype: str = "fp32"
-    quantize: str = "none"
-    past: bool = True  # the cache as inputs and outputs
-    overwrite: bool = False
-    fallback: str = FALLBACKS[0]  # for layers that the MoE node cannot express
-    external_bytes: int = EXTERNAL_BYTES
-    tokens: int = TOKENS  # greedy tokens that are compared
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("--dtype", self.dtype, DTYPES),
-            ("--quantize", self.quantize, FORMATS),
-            ("the fallback", self.fallback, FALLBACKS),
-        ):
-            if value not in known:
-                raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
-        if self.opset not in OPSETS:
-            raise CompressionError(f"--opset {self.opset} is not supported; give one from {OPSETS[0]} to {OPSETS[-1]}")
 
 
 Options = ExportOptions  # under this name the registry finds an exporter's options
@@ -117,11 +86,18 @@ def export(
     publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with publishing.making(out, overwrite=options.overwrite) as work:
         content = work.content
-        reference, original, made = _write_graph(opened, content, options, progress)
-        progress.start("verifying", 1)
+        layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
+        made = write_graph(opened, content, options, layered, progress)
+        reference, original = made.reference, made.original
         bounds = HALF if options.dtype == "fp16" else EXACT
-        verification = compare(content / GRAPH, reference, bounds, _label(options))
-        progress.advance("logits and greedy tokens")
+        if layered:
+            parts = Parts(content / GRAPH, made.owners, opened.architecture.units)
+            answers: Answers = LayeredGraph(parts, reference, options.past, progress)
+            verification = compare(answers, reference, bounds, _label(options))
+        else:
+            progress.start("verifying", 1)
+            verification = compare(WholeGraph(content / GRAPH), reference, bounds, _label(options))
+            progress.advance("logits and greedy tokens")
         files = [path for path in (content / GRAPH, content / WEIGHTS) if path.exists()]
         summary = ExportSummary(
             folder=out,
@@ -130,7 +106,10 @@ def export(
             external=len(files) > 1,
             verification=verification,
             rounding=None if original is None else rounding_cost(original, reference),
-            **made,
+            nodes=made.nodes,
+            inputs=made.inputs,
+            outputs=made.outputs,
+            routes=made.routes,
         )
         _write_files(opened, content, options, summary)
     return summary
@@ -159,78 +138,6 @@ def _label(options: ExportOptions) -> str:
     return f"{STOCK} with {changed}" if changed else STOCK
 
 
-def _load(partial: PartialModel, units: tuple[str, ...], progress: Progress) -> Any:
-    """The whole stock model, filled one decoder layer at a time."""
-    progress.start("loading", len(units) + 1)
-    for unit in units:
-        partial.load(partial.keys_under(unit))
-        progress.advance(unit)
-    partial.load(partial.empty)
-    progress.advance("embeddings and head")
-    return partial.model
-
-
-def _write_graph(
-    opened: OpenModel, content: Path, options: ExportOptions, progress: Progress
-) -> tuple[Reference, Reference | None, dict[str, Any]]:
-    """Load, observe, trace, save and check; the model is let go before the check.
-
-    Returns what the stock model says, what it said before its experts were rounded, and the graph's facts.
-    """
-    import onnx
-    import onnx_ir
-
-    model, weight_format = _load(opened.partial, opened.architecture.units, progress), FORMATS[options.quantize]
-    if options.past and not model.can_generate():
-        raise CompressionError(f"{type(model).__name__} does not generate text, so it has no cache; pass --no-past")
-    original = None
-    if weight_format.rounded is not None:
-        with _in_float32(model):
-            original = observe(model, past=False, tokens=0)
-        for _, experts in experts_modules(model):
-            weight_format.rounded(experts)
-    progress.start("observing the stock model", 1)
-    with _in_float32(model):
-        reference = observe(model, options.past, options.tokens)
-    progress.advance("reference logits")
-    progress.start("tracing", 2)
-    inputs = trace_inputs(model, options.past)
-    routes = use_nodes(model, options.fallback, options.dtype == "fp16", weight_format)
-    progress.advance("experts")
-    program = export_graph(model, inputs, options.opset)
-    progress.advance("graph")
-    graph = program.graph
-    size = sum(value.const_value.nbytes for value in graph.initializers.values())
-    external = WEIGHTS if size > options.external_bytes else None
-    onnx_ir.save(program, content / GRAPH, external_data=external, size_threshold_bytes=INLINE_BYTES)
-    facts = {
-        "nodes": sum(1 for _ in graph.all_nodes()),
-        "inputs": tuple(value.name for value in graph.inputs),
-        "outputs": tuple(value.name for value in graph.outputs),
-        "routes": routes,
-    }
-    del program, graph, inputs
-    model.to_empty(device="meta")  # its weights go, whoever still holds the model
-    gc.collect()
-    try:
-        onnx.checker.check_model(str(content / GRAPH), full_check=True)
-    except Exception as error:  # a class for each kind of fault
-        raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
-    return reference, original, facts
-
-
-@contextmanager
-def _in_float32(model: nn.Module) -> Iterator[None]:
-    """The model with its rounded weights in float32, and afterwards in its own dtypes again, without a change."""
-    own = {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
-    model.float()
-    try:
-        yield
-    finally:
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            value.data = value.data.to(own[name])
-
-
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
     """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
     config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
@@ -249,7 +156,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "versions": versions(PACKAGES),
         "source": opened.source.label,
         "files": carried,
-        "options": {name: value for name, value in asked.items() if name not in ("overwrite", "external_bytes")},
+        "options": {name: value for name, value in asked.items() if name not in UNRECORDED},
         **{name: found[name] for name in RECORDED},
     }
     _write_json(content / RECORD, record)

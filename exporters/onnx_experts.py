@@ -68,6 +68,7 @@ class WeightFormat:
 
     node: Callable[[Any, Activation], tuple[MoeNode, dict[str, Tensor]]] = moe_node
     rounded: Callable[[Any], None] | None = None  # rounds an experts module in place
+    outlined: Callable[[Any], None] | None = None  # the same for one whose weights are absent, known by shape alone
     label: str = ""  # what the record calls the rounding
 
 

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import quiet_transformers
+from exporters.onnx_absent import standing_in
 from exporters.onnx_reference import model_inputs
 
 CACHE = "past_key_values"
@@ -97,10 +100,11 @@ def _sample_tokens(rows: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def trace_inputs(model: Any, past: bool) -> TraceInputs:
+def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> TraceInputs:
     """Example inputs in the model's own dtype; of the cache, the shapes at two sizes tell which axes are dynamic.
 
-    Must be called while the model still computes, that is before its experts are brought into a node's layout.
+    In the `mode` of absent weights only shapes are worked out, and the cache is filled with zeros. Without one the
+    model has to compute, so its experts must not be in a node's layout yet.
     """
     from transformers.exporters.utils import get_leaf_tensors
 
@@ -112,7 +116,8 @@ def trace_inputs(model: Any, past: bool) -> TraceInputs:
         tokens = _sample_tokens(batch, length + new)
         cache = fresh_cache(model)
         try:
-            model(**model_inputs(model, tokens[:, :length]), use_cache=True, past_key_values=cache)
+            with mode or contextlib.nullcontext():
+                model(**model_inputs(model, tokens[:, :length]), use_cache=True, past_key_values=cache)
         except Exception as error:  # models raise what they like
             raise CompressionError(
                 f"{type(model).__name__} does not run with a cache ({reason_of(error, 160)}); export it with --no-past"
@@ -126,7 +131,19 @@ def trace_inputs(model: Any, past: bool) -> TraceInputs:
             "export it with --no-past"
         )
     tensors = tuple(CacheTensor(graph_name(path), _axes(path, value, two[path])) for path, value in one.items())
+    _fill(caches[0])
     return TraceInputs({**samples[0], CACHE: caches[0]}, tensors)
+
+
+def _fill(cache: Any) -> None:
+    """Put zeros in the place of a cache's tensors without values."""
+
+    def zeros(value: Tensor) -> Tensor:
+        return torch.zeros(value.shape, dtype=value.dtype)
+
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            setattr(layer, name, tree_map_only(FakeTensor, zeros, value))
 
 
 @contextlib.contextmanager
@@ -172,7 +189,7 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
         shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
     settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset)
     try:
-        with _quiet(), _symbolic_minimum(model):
+        with _quiet(), _symbolic_minimum(model), standing_in():
             program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
     except Exception as error:  # torch and onnxscript raise many classes
         raise CompressionError(

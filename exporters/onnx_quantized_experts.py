@@ -51,6 +51,21 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
     setattr(experts, SCALES, kept)
 
 
+def outline_experts(experts: Any, scheme: Scheme) -> None:
+    """What `round_experts` does to a module whose weights are absent: their scales are absent too."""
+    names = parameter_names(experts)[:2]
+    if supported(experts, getattr(experts, names[0]).dtype == torch.float16) is not None:
+        return
+    kept = {}
+    for name in names:
+        weight = getattr(experts, name)
+        rows = weight.transpose(1, 2) if experts.is_transposed else weight  # [E, outputs, inputs]
+        width = rows.shape[-1]
+        count = (width + scheme.padding(width)) // (scheme.block or width)
+        kept[name] = rows.new_empty(*rows.shape[:2], count, dtype=torch.float32)
+    setattr(experts, SCALES, kept)
+
+
 def _filled(value: Tensor, *sides: int, by: float = 0) -> Tensor:
     """A tensor with so many entries more at the end of its last axes, the last one first."""
     return pad(value, [count for side in sides for count in (0, side)], value=by) if any(sides) else value
@@ -95,7 +110,9 @@ def qmoe_node(experts: Any, kind: Activation, scheme: Scheme) -> tuple[MoeNode, 
 
 def _rounded(scheme: Scheme) -> WeightFormat:
     node, rounding = partial(qmoe_node, scheme=scheme), partial(round_experts, scheme=scheme)
-    return WeightFormat(node, rounding, f"experts rounded to {scheme.describe()}")
+    return WeightFormat(
+        node, rounding, partial(outline_experts, scheme=scheme), f"experts rounded to {scheme.describe()}"
+    )
 
 
 FORMATS: Mapping[str, WeightFormat] = {"none": PLAIN, **{name: _rounded(scheme) for name, scheme in SCHEMES.items()}}

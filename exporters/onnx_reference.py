@@ -23,13 +23,23 @@ TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Some tokens [B, S] with their mask [B, S], cut into chunks, and the stock model's logits [B, S, V]."""
+class Question:
+    """Some tokens [B, S] with their mask [B, S], cut into chunks."""
 
     name: str
     tokens: Tensor
     mask: Tensor
     chunks: tuple[int, ...]
+
+    def answered(self, logits: Tensor) -> "Case":
+        """With what the stock model says, [B, S, V]."""
+        return Case(self.name, self.tokens, self.mask, self.chunks, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Question):
+    """A question with the stock model's logits [B, S, V]."""
+
     logits: Tensor
 
 
@@ -42,12 +52,18 @@ class Reference:
     prompt: Tensor  # [1, P]
     greedy: Tensor  # [N]
     greedy_logits: Tensor  # [N, V]: what each greedy token was chosen from
+    given: Tensor | None = None  # [N] the tokens that followed the prompt, where those are not the greedy ones
 
     @property
     def largest(self) -> float:
         """The largest absolute logit of the real tokens."""
         sizes = [float(case.logits[case.mask.bool()].abs().max()) for case in self.cases]
         return max([*sizes, *(float(row.abs().max()) for row in self.greedy_logits)])
+
+    @property
+    def text(self) -> Tensor:
+        """The prompt with what followed it, [1, P + N]."""
+        return torch.cat([self.prompt, (self.greedy if self.given is None else self.given)[None]], dim=1)
 
 
 def special_tokens(config: Any) -> frozenset[int]:
@@ -76,16 +92,20 @@ def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None 
     return {name: value for name, value in found.items() if name in taken}
 
 
-@torch.no_grad()
-def _case(model: Any, name: str, tokens: Tensor, chunks: tuple[int, ...], mask: Tensor | None = None) -> Case:
-    mask = torch.ones_like(tokens) if mask is None else mask
-    output = model(**model_inputs(model, tokens, 0, mask), use_cache=False)
-    if output.logits.shape[:2] != tokens.shape:
+def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
+    """A copy of logits [B, S, V] in float32; raises `CompressionError` where they are not those of tokens [B, S]."""
+    if logits.shape[:2] != tokens.shape:
         raise CompressionError(
             f"{type(model).__name__} does not give one row of logits for each token; only language models that "
             "do can be exported"
         )
-    return Case(name, tokens, mask, chunks, output.logits.float().clone())
+    return logits.float().clone()
+
+
+@torch.no_grad()
+def _case(model: Any, asked: Question) -> Case:
+    output = model(**model_inputs(model, asked.tokens, 0, asked.mask), use_cache=False)
+    return asked.answered(per_token(model, asked.tokens, output.logits))
 
 
 @torch.no_grad()
@@ -101,22 +121,40 @@ def _greedy(model: Any, prompt: Tensor, count: int, past: bool) -> tuple[Tensor,
     return tokens[0, prompt.shape[1] :], torch.stack(logits) if logits else torch.zeros(0, 1)
 
 
-def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
-    """Everything that a graph of this model is compared with."""
-    config = model.config
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
-    cases = []
+def questions(config: Any, past: bool) -> tuple[Question, ...]:
+    """Everything that stock model and graph are asked, but for the continuation of a prompt."""
+    longest, found = _longest(config), []
     for number, (rows, wanted) in enumerate(SHAPES):
         length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
         drawn = random_tokens(config, rows, length, number)
-        cases.append(_case(model, f"{PREFILL} {rows} x {length}", drawn, (length,)))
+        found.append(Question(f"{PREFILL} {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
     drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
     mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
-    cases.append(_case(model, "left padding", drawn, (PADDED_LENGTH,), mask))
-    prompt = random_tokens(config, 1, PROMPT, 13)
+    found.append(Question("left padding", drawn, mask, (PADDED_LENGTH,)))
     if past:
-        cases.append(_case(model, "chunked prefill", random_tokens(config, 2, sum(CHUNKS), 12), CHUNKS))
+        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
+        found.append(Question("chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
         drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
-        cases.append(_case(model, "left padding, cached decode", drawn, (PADDED_LENGTH - 4, 1, 1, 1, 1), mask))
-    count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
-    return Reference(type(model).__name__, tuple(cases), prompt, *_greedy(model, prompt, count, past))
+        found.append(Question("left padding, cached decode", drawn, mask, (PADDED_LENGTH - 4, 1, 1, 1, 1)))
+    return tuple(found)
+
+
+def prompt_of(config: Any) -> Tensor:
+    """The tokens [1, P] of which a continuation is compared."""
+    return random_tokens(config, 1, PROMPT, 13)
+
+
+def continued(model: Any, tokens: int) -> int:
+    """How many tokens after the prompt are compared: so many, as far as the model generates and is long enough."""
+    return max(0, min(tokens, _longest(model.config) - PROMPT)) if model.can_generate() else 0
+
+
+def _longest(config: Any) -> int:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+
+
+def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
+    """Everything that a graph of this model is compared with."""
+    cases = tuple(_case(model, asked) for asked in questions(model.config, past))
+    prompt = prompt_of(model.config)
+    return Reference(type(model).__name__, cases, prompt, *_greedy(model, prompt, continued(model, tokens), past))

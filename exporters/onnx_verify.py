@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from exporters.onnx_reference import PREFILL, Case, Reference
 
 STOCK = "the stock model in float32"
 GREEDY = "greedy"  # the name of the last case
+WHOLE = "the whole graph, its own greedy tokens"
+LAYERS = "layer by layer, the likeliest token after each of a given text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Verification:
     tokens_compared: int
     tokens_equal: int
     reference: str = STOCK
+    how: str = WHOLE  # in one piece, or layer by layer
     ties: int = 0  # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
     tokens: int = 0  # whose logits were compared
 
@@ -66,29 +70,36 @@ def runtime_reason(error: Exception) -> str:
     return reason_of(type(error)(f"{node[1]}: {plain}" if node else plain))
 
 
+def runtime_fault(error: Exception, shape: list[int], past: int) -> CompressionError:
+    """The fault of a run with tokens of this shape after others, told."""
+    return CompressionError(f"ONNX Runtime fails on {shape} tokens after {past}: {runtime_reason(error)}")
+
+
+def open_session(path: Path) -> Any:
+    """A graph in ONNX Runtime on the CPU; raises `CompressionError` for one that it does not load."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4  # what fails is told by the exception
+    settings.intra_op_num_threads = torch.get_num_threads()
+    try:
+        return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime raises classes of its own
+        raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
+
+
 class Session(DecoderGraph):
     """An exported graph in ONNX Runtime on the CPU, whose faults are told."""
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime
-
-        settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 4  # what fails is told by the exception
-        settings.intra_op_num_threads = torch.get_num_threads()
-        try:
-            inner = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime raises classes of its own
-            raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
-        super().__init__(inner)
+        super().__init__(open_session(path))
 
     def step(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Logits [B, S, V] of new tokens [B, S] in float32; the mask [B, past + S] covers the earlier ones too."""
         try:
             return self.run(tokens, mask).float()
         except Exception as error:
-            raise CompressionError(
-                f"ONNX Runtime fails on {list(tokens.shape)} tokens after {self.past}: {runtime_reason(error)}"
-            ) from error
+            raise runtime_fault(error, list(tokens.shape), self.past) from error
 
 
 def run_case(session: Session, case: Case) -> Tensor:
@@ -101,7 +112,7 @@ def run_case(session: Session, case: Case) -> Tensor:
 def run_greedy(session: Session, reference: Reference) -> Tensor:
     """The logits [N, V] from which the graph would choose each greedy token, given the earlier reference tokens."""
     session.start(1)
-    text, begin = torch.cat([reference.prompt, reference.greedy[None]], dim=1), reference.prompt.shape[1]
+    text, begin = reference.text, reference.prompt.shape[1]
     given = (text[:, :end] for end in range(begin, text.shape[1]))
     return torch.stack([session.step(tokens[:, session.past :], torch.ones_like(tokens))[0, -1] for tokens in given])
 
@@ -152,22 +163,51 @@ def _faults_told(name: str, right: Sequence[_Agreement]) -> Iterator[None]:
         raise CompressionError(f"{error}{where}; nothing was written") from error
 
 
-def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str = STOCK) -> Verification:
+class WholeGraph:
+    """Answers by the graph in one session, as whoever uses it will run it."""
+
+    how = WHOLE
+
+    def __init__(self, path: Path) -> None:
+        self.session = Session(path)
+
+    def case(self, case: Case) -> Tensor:
+        """The logits [B, S, V] of a case."""
+        return run_case(self.session, case)
+
+    def greedy(self, reference: Reference) -> Tensor:
+        """The logits [N, V] from which each token after the prompt would be chosen."""
+        return run_greedy(self.session, reference)
+
+
+class Answers(Protocol):
+    """Whatever runs a graph."""
+
+    how: str
+
+    def case(self, case: Case) -> Tensor:
+        """The logits [B, S, V] of a case."""
+
+    def greedy(self, reference: Reference) -> Tensor:
+        """The logits [N, V] from which each token after the prompt would be chosen."""
+
+
+def compare(answers: Answers, reference: Reference, tolerance: Tolerance, label: str = STOCK) -> Verification:
     """Ask the graph everything that the stock model was asked; raises `CompressionError` at the first disagreement.
 
     A greedy token that differs is a fault unless the stock model itself was undecided by less than the tolerance.
     For a graph with rounded weights, `reference` is made with the same rounded weights; `label` says so.
     """
-    session, bound, equal = Session(path), tolerance.of(reference.largest), 0
+    bound, equal = tolerance.of(reference.largest), 0
     found: list[_Agreement] = []
     for case in reference.cases:
         real = case.mask.bool()
         with _faults_told(case.name, found):
-            gaps = _gaps(run_case(session, case)[real], case.logits[real])
+            gaps = _gaps(answers.case(case)[real], case.logits[real])
             found.append(_agreement(case.name, gaps, tolerance, reference))
     if len(reference.greedy):
         with _faults_told(GREEDY, found):
-            logits = run_greedy(session, reference)
+            logits = answers.greedy(reference)
             gaps = _gaps(logits, reference.greedy_logits)
             equal = _equal_tokens(logits, reference, bound, tolerance.ties(len(gaps)))
             found.append(_agreement(GREEDY, gaps, tolerance, reference))
@@ -180,6 +220,7 @@ def compare(path: Path, reference: Reference, tolerance: Tolerance, label: str =
         tokens_compared=len(reference.greedy),
         tokens_equal=equal,
         reference=label,
+        how=answers.how,
         ties=sum(entry.ties for entry in found),
         tokens=sum(entry.tokens for entry in found),
     )

@@ -41,7 +41,7 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         "bytes": human_bytes(report.bytes),
         "largest layer, loaded": human_bytes(report.largest_layer_bytes),
         "peak memory to compress": f"at most {human_bytes(report.peak_memory)} and the calibration activations",
-        "peak memory to export to ONNX": f"the whole model in float32, {human_bytes(report.export_memory)}",
+        "memory to export to ONNX": f"two layers; {human_bytes(report.export_memory)} to verify it in one piece",
         "bytes read, at most": human_bytes(report.bytes_read),
         "bytes written": written,
         **({"not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..."} if left_out else {}),
@@ -232,6 +232,7 @@ def _graph_facts(summary: Any) -> Mapping[str, str]:
         "MoE layers as one node": f"{len(summary.routes) - len(summary.fallen_back)} of {len(summary.routes)}",
         "largest logit difference": f"{checked.largest_difference:.1e} (allowed {checked.tolerance:.1e})",
         "compared with": checked.reference,
+        "verified": checked.how,
         "greedy tokens": f"{checked.tokens_equal} of {checked.tokens_compared} the same",
     }
     if checked.ties:

@@ -20,31 +20,34 @@ GROWTH = 8  # of stored bytes at most, from 4 bits to 32
 WRITTEN = "generate_until"
 
 
-def weight_bytes(source: ModelSource, options: EvaluationOptions) -> int:
+def weight_bytes(source: ModelSource, dtype: str) -> int:
     """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
     checkpoint, config = Checkpoint(source.folder), load_config(source.folder)
-    dtype = pick_dtype(options.dtype, config, checkpoint)
-    return sum(value.nbytes for value in build_meta(config, dtype, most_parts(checkpoint)).parameters())
+    found = pick_dtype(dtype, config, checkpoint)
+    return sum(value.nbytes for value in build_meta(config, found, most_parts(checkpoint)).parameters())
 
 
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:
     """Whether the model is to be streamed: as the options say, or where it does not fit into the memory at hand."""
-    if options.stream is not None:
-        return options.stream
-    room = _room(options)
+    return options.stream if options.stream is not None else not fits(source, options.dtype, options.device)
+
+
+def fits(source: ModelSource, dtype: str, device: str) -> bool:
+    """Whether the whole model, computing in this dtype on this device, fits into the memory at hand."""
+    room = _room(device)
     stored = sum(info.nbytes for info in Checkpoint(source.folder).tensors.values())
     if room is None or _needed(GROWTH * stored) <= room:  # a model this small need not be built to be measured
-        return False
-    return _needed(weight_bytes(source, options)) > room
+        return True
+    return _needed(weight_bytes(source, dtype)) <= room
 
 
 def _needed(weights: int) -> float:
     return SHARE * weights + HEADROOM
 
 
-def _room(options: EvaluationOptions) -> int | None:
+def _room(name: str) -> int | None:
     """Bytes that weights may take: of memory, and of the device's own where it has some, for they pass through both."""
-    device = pick_device(options.device)
+    device = pick_device(name)
     told = [available()]
     if device.type == "cuda":
         told.append(int(torch.cuda.mem_get_info(device)[0]))
@@ -58,7 +61,7 @@ def refuse_written(source: ModelSource, options: EvaluationOptions, tasks: Seque
         for name, part in task.parts.items():
             if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:
                 why = "--stream is asked for" if options.stream else (
-                    f"{source.label} takes {human_bytes(weight_bytes(source, options))} there, more than is free"
+                    f"{source.label} takes {human_bytes(weight_bytes(source, options.dtype))} there, more than is free"
                 )  # fmt: skip
                 raise CompressionError(
                     f"task {name!r} writes its answers, which needs the model in memory, and {why}; name tasks of "

@@ -66,7 +66,7 @@ class Inspection:
     outcomes: tuple[Outcome, ...]
     largest_layer_bytes: int  # of the loaded layer, in the dtype that it is computed in
     peak_memory: int  # bytes above the bare interpreter, calibration activations aside
-    export_memory: int  # bytes of the whole model in float32, which exporting to ONNX holds once
+    export_memory: int  # bytes of the whole model in float32, to verify an ONNX export in one piece
     bytes_read: int
     bytes_written: int
     left_out: tuple[str, ...]

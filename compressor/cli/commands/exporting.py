@@ -36,14 +36,24 @@ def export(
     no_past: Annotated[
         bool, typer.Option("--no-past", help="No cache as inputs and outputs.", rich_help_panel=ONNX)
     ] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Verify with one layer in memory at a time, or with the whole model (default: layer by layer where "
+            "the model does not fit).",
+            rich_help_panel=ONNX,
+        ),
+    ] = None,
 ) -> None:
-    """Write a checkpoint in another format, by default as a verified ONNX graph; the model has to fit in memory."""
+    """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in memory at a time."""
     from compressor.api.exporting import export_checkpoint, find_exporter
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
     from compressor.planning.registry import exporter_options, read_option
 
     flags: dict[str, Any] = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": False if no_past else None}
+    flags["stream"] = stream
     settings = {name: value for name, value in flags.items() if value is not None}
     for text in option or ():
         name, value = read_option(text, f"--option {text!r} should be name=value")

@@ -134,10 +134,10 @@ def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pyte
 
 def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, wanted = locate(str(small.save(tmp_path / "model"))), options()
-    weights = weight_bytes(source, wanted)
+    weights = weight_bytes(source, wanted.dtype)
     tensors = load_file(source.folder / "model.safetensors")
     assert weights == sum(value.numel() for value in tensors.values()) * 4
-    assert weight_bytes(source, EvaluationOptions(("sums",), dtype="bfloat16")) == weights // 2
+    assert weight_bytes(source, "bfloat16") == weights // 2
     for left, expected in ((None, False), (2**40, False), (room.HEADROOM + weights, True), (0, True)):
         monkeypatch.setattr(room, "available", lambda left=left: left)
         assert streams(source, wanted) is expected
