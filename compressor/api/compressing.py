@@ -59,7 +59,7 @@ class Summary:
     left_out: tuple[str, ...]  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...]  # config fields that announced them
     plan: CompressionPlan = field(repr=False)
-    servers: Advice = field(repr=False)
+    servers: Advice | None = field(repr=False)  # None with constants, which vLLM alone serves
     acceptance: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of kept heads, before and after
 
 
@@ -269,7 +269,9 @@ def _summary(
         left_out=left_out_of(model, plan),
         zeroed_fields=tuple(zeroed),
         plan=plan,
-        servers=advice_on(served_model(model), model.architecture.layers, plan.experts),
+        servers=None
+        if plan.constants is not None
+        else advice_on(served_model(model), model.architecture.layers, plan.experts),
         acceptance=accepted_by(plan) if accepted is None else accepted,
     )
 

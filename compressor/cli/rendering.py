@@ -104,7 +104,7 @@ def summary_dict(summary: "Summary") -> dict[str, Any]:
         **({"acceptance": {name: dict(figure) for name, figure in summary.acceptance.items()}}
            if summary.acceptance else {}),
         "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
-        "servers": asdict(summary.servers),
+        "servers": None if summary.servers is None else asdict(summary.servers),
         **({} if summary.plan.constants is None else {"constants": dict(summary.plan.constants)}),
         **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
     }  # fmt: skip
@@ -144,7 +144,7 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
         *done,
         *(Text(acceptance_line(name, figure)) for name, figure in summary.acceptance.items()),
         *([Text(names)] if summary.left_out else []),
-        Text(server_line(summary.servers)),
+        *([] if summary.servers is None else [Text(server_line(summary.servers))]),
         *([Text(f"{constants_line(summary.plan)}; {NOT_STOCK}")] if summary.plan.constants is not None else []),
         Text(f"Written to {summary.out}"),
         *(push_blocks(pushed) if pushed is not None else ()),

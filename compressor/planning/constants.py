@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from compressor.run_record import versions
 
 STRATEGY = "constants"
 EVEN, UNEVEN = BUDGETS
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ def settle_constants(model: OpenModel, request: Request) -> Terms:
             f"--correct {correction.method} changes experts, which stay quantised with --format mone; pass --correct "
             f"{CONSTANTS} or none"
         )
+    if model.layout.quantized:
+        logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
     given_protected(request.protect, model.architecture.layers, kept // len(model.architecture.layers))
     return Terms(kept, budget, correction, kept // len(model.architecture.layers))
 
