@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.mtp.head import kept_heads
 from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan
+from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.plans.whole import whole_plan
 from compressor.replaceable import TEMPLATES, TOOL
 from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
@@ -94,11 +96,21 @@ def stored_partial(model: OpenModel) -> PartialModel:
 
 def output_size(model: OpenModel, experts: int) -> Size:
     """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
+    if model.stored_parts:
+        return Size.of(model.stored_parts.cut(model, _evenly(model, experts))[0])
     if not model.is_split:
         found = stored_with(model.checkpoint.tensors, model.layout, experts)
         return Size(found.parameters, found.bytes)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
     return Size.of(converted_outputs(model.partial, model.architecture, small))
+
+
+def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
+    """A plan that keeps `experts` of every layer, equally many of each routing group."""
+    plan = whole_plan(model, model.architecture)
+    kept = [place * model.architecture.experts // experts for place in range(experts)]
+    layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
+    return replace(plan, experts=experts, layers=layers)
 
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
@@ -138,12 +150,15 @@ def make_job(
     """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
     architecture, layout = model.architecture, model.layout
     dequantized: str | None = None
+    produce: Any
     heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
-    if model.is_split or through_model(layout, plan) or _has_to_tell_apart(model, plan):
+    if model.stored_parts and plan.is_drop:
+        outputs, produce = model.stored_parts.cut(model, plan)
+    elif model.is_split or through_model(layout, plan) or _has_to_tell_apart(model, plan):
         partial = stored_partial(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
-        produce: Any = bind(convert_unit, partial, architecture, plan, small, cut)
+        produce = bind(convert_unit, partial, architecture, plan, small, cut)
         dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
