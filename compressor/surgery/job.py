@@ -27,7 +27,6 @@ from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.equal_rows import has_equal_rows
 from compressor.surgery.heads import cut_heads, verify_heads
 from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
 
@@ -138,12 +137,6 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
         verify_heads(folder, experts, names)
 
 
-def _has_to_tell_apart(model: OpenModel, plan: CompressionPlan) -> bool:
-    """Whether router rows that are stored equal must not stay so, for some of the experts go."""
-    cut = plan.experts < model.architecture.experts and not model.layout.quantized
-    return cut and has_equal_rows(model.checkpoint, model.layout)
-
-
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
@@ -154,7 +147,7 @@ def make_job(
     heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
     if model.stored_parts and plan.is_drop:
         outputs, produce = model.stored_parts.cut(model, plan)
-    elif model.is_split or through_model(layout, plan) or _has_to_tell_apart(model, plan):
+    elif model.is_split or through_model(layout, plan):
         partial = stored_partial(model)
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
