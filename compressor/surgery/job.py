@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial as bind
@@ -29,6 +30,8 @@ from compressor.surgery.conversion import convert_unit, converted_outputs, throu
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.heads import cut_heads, verify_heads
 from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
+
+logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
@@ -149,6 +152,8 @@ def make_job(
         outputs, produce = model.stored_parts.cut(model, plan)
     elif model.is_split or through_model(layout, plan):
         partial = stored_partial(model)
+        if model.stored_parts:
+            logger.warning("parts are merged, so quantised experts are written in a plain dtype")
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
         produce = bind(convert_unit, partial, architecture, plan, small, cut)
