@@ -73,7 +73,8 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     modules = zoo.experts(plain_model(source, torch.bfloat16))
     for name, text in plan.split["neurons"].items():
         energy = energies(modules[name], "mxfp4" in case)
-        first = unpacked(text, *energy.shape, 2, name) == 0
+        experts, width = energy.shape
+        first = unpacked(text, experts, width, 2, name) == 0
         sums = energy.unflatten(1, (-1, block)).sum(-1)
         chosen = sums >= sums.median(dim=1, keepdim=True).values.nextafter(torch.tensor(torch.inf).double())
         assert torch.equal(first, chosen.repeat_interleave(block, 1))
@@ -89,7 +90,8 @@ def energies(experts: Any, interleaved: bool) -> torch.Tensor:
     rows, down = experts.gate_up_proj.detach().double(), experts.down_proj.detach().double()
     rows, down = (rows.mT, down.mT) if interleaved else (rows, down)
     gate, up = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=1)
-    return gate.norm(dim=2) * up.norm(dim=2) * down.norm(dim=1)
+    found: torch.Tensor = gate.norm(dim=2) * up.norm(dim=2) * down.norm(dim=1)
+    return found
 
 
 def check_drop(whole: CompressionPlan, source: Path, split_folder: Path, place: Path) -> None:
