@@ -90,9 +90,9 @@ def save_fp8(folder: Path, family: str = "qwen3_moe", seed: int = 0, sizes: dict
     _write(folder, config, stored, quantization)
 
 
-def save_mxfp4(folder: Path, seed: int = 0) -> None:
+def save_mxfp4(folder: Path, seed: int = 0, sizes: dict[str, Any] | None = None) -> None:
     """gpt_oss: experts as `*_blocks` [E, O, I / 32, 16] of uint8 and `*_scales` [E, O, I / 32] of uint8."""
-    config, tensors = _random("gpt_oss", seed)
+    config, tensors = _random("gpt_oss", seed, sizes)
     stored: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):

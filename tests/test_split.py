@@ -148,10 +148,10 @@ def test_a_split_model_is_pruned_like_any_other(model: Path, tmp_path: Path) -> 
     assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (12, 4, 12)
 
 
-def test_a_quantised_model_is_split_in_a_plain_dtype(tmp_path: Path) -> None:
+def test_a_quantised_model_whose_blocks_are_torn_apart_is_split_in_a_plain_dtype(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    quantized.save_fp8(tmp_path / "model")
+    quantized.save_fp8(tmp_path / "model", sizes={"moe_intermediate_size": 48})  # parts of one block and a half
     splitting.split(str(tmp_path / "model"), tmp_path / "out", 2, dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     plain, split = quantized.plain_model(tmp_path / "model"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -108,8 +108,10 @@ def compare(
         calibration = read_calibration(opened, asked, heldout=True, reserve=reserve)
         if per_source:
             refuse_unjudged_sources(calibration)
+        changed = any(method.wanted for contender in contenders for method in contender.corrections)
         ready = [
-            dealt(each, calibration, split_by, run.progress, asked.seed) if each.is_split else each for each in seen
+            dealt(each, calibration, split_by, run.progress, asked.seed, changed=changed) if each.is_split else each
+            for each in seen
         ]
         steerings = [Steering(each, calibration, run.progress, asked.seed) for each in ready]
         for steering in steerings:

@@ -98,7 +98,7 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
     calibration = None
     if wish.reads or request.protects_what_data_shows:
         calibration = read_calibration(run.model, request, wish.holds_out)
-    model = _dealt(run, request, calibration)
+    model = _dealt(run, request, wish, calibration)
     steering = Steering(model, calibration, run.progress, request.seed)
     protected = protected_experts(request, wish.experts, steering)
     if request.sequential and wish.reads and calibration is not None:
@@ -115,11 +115,12 @@ def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[
     return with_afterwards(corrected, model, request, calibration), calibration
 
 
-def _dealt(run: Run, request: Request, calibration: Calibration | None) -> OpenModel:
+def _dealt(run: Run, request: Request, wish: Wish, calibration: Calibration | None) -> OpenModel:
     """The run's model, from now on with its neurons in order where experts are split."""
     if run.model.is_split:
         kept = None if run.folder is None else run.folder / f"split-{run.digest[:16]}.safetensors"
-        run.model = dealt(run.model, calibration, request.split_by, run.progress, request.seed, kept)
+        changed = wish.correction.wanted or request.recovers
+        run.model = dealt(run.model, calibration, request.split_by, run.progress, request.seed, kept, changed)
     return run.model
 
 
@@ -177,7 +178,7 @@ def plan_sources(run: Run, request: Request) -> list[CompressionPlan]:
             "out --per-source"
         )
     calibration = read_calibration(run.model, request, wish.holds_out)
-    model = _dealt(run, request, calibration)
+    model = _dealt(run, request, wish, calibration)
     if wish.holds_out:
         refuse_unjudged_sources(calibration)
     steering = Steering(model, calibration, run.progress, request.seed)

@@ -12,7 +12,7 @@ from compressor.model.opened import OpenModel
 from compressor.plans.split import CLUSTERS, ENERGY, WEIGHTS
 from compressor.progress import Progress
 from compressor.splitting.neurons import measured
-from compressor.splitting.opening import in_order
+from compressor.splitting.opening import cut_as_stored, in_order
 from compressor.splitting.order import WAYS, order_of
 from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
@@ -26,25 +26,34 @@ def check_way(by: str, with_data: bool, remedy: str) -> None:
 
 
 def dealt(
-    model: OpenModel, text: Calibration | None, by: str, progress: Progress, seed: int, kept: Path | None = None
+    model: OpenModel,
+    text: Calibration | None,
+    by: str,
+    progress: Progress,
+    seed: int,
+    kept: Path | None = None,
+    changed: bool = False,
 ) -> OpenModel:
     """The split model with its neurons in order: measured on the text, held-out sequences excepted, or on the weights.
 
-    A run that was killed left its orders in the file `kept`, if there is one; they are taken.
+    Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`. A
+    run that was killed left its orders in the file `kept`, if there is one; they are taken.
     """
+    model = cut_as_stored(model, changed)
     assert model.whole is not None
+    block = model.stored_parts.block if model.stored_parts else 1
     parts = model.architecture.layers[0].parts
     told: dict[str, Any] = {
         "by": WEIGHTS if text is None else by,
         "calibration": None if text is None else text.identity,
     }
-    asked = {"parts": parts, **told}
+    asked = {"parts": parts, "block": block, **told}
     if kept is not None and told_of(kept) == asked:
         return in_order(model, kept_tensors(kept), told)
     batches = None if text is None else [text.batches[number] for number in text.fit]
     way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
     found = measured(model.whole, batches, progress, way == CLUSTERS, seed)
-    orders: Mapping[str, Tensor] = {each.layer.name: order_of(each, parts, way, seed) for each in found}
+    orders: Mapping[str, Tensor] = {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
     if kept is not None:
         kept.parent.mkdir(exist_ok=True)
         keep_tensors(kept, orders, asked)

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from compressor.plans.split import MOST_PARTS
 from compressor.splitting.entry import digest_of, packed_orders, read_orders
 from compressor.splitting.exact import factors_of
 from compressor.splitting.shape import SplitShape, split_shape, widths
+from compressor.splitting.stored import stored_parts
 from compressor.splitting.tensors import Factors
 from compressor.splitting.top_k import top_k_fields
 from compressor.splitting.view import SplitModel
@@ -44,6 +46,9 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
         layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
         architecture = replace(shape.architecture, layers=layers, written=said)
         seen = replace(seen, config=architecture.config, checkpoint=stored, architecture=architecture, partial=partial)
+        if model.layout.quantized:
+            with suppress(CompressionError):  # the reason is told once it matters
+                seen = replace(seen, stored_parts=stored_parts(model, parts, factors))
     return with_top_k(seen, top_k)
 
 
@@ -86,20 +91,39 @@ def part_width(model: OpenModel) -> int:
 
 
 def warn_of_parts(model: OpenModel) -> None:
-    """Say what a split costs that computes the same: plain numbers for quantised ones, and what servers make of it."""
-    if model.layout.quantized:
-        logger.warning("%s is stored quantised; its parts are written in a plain dtype", model.source.label)
-    after = replace(served_model(model), quantization="")
+    """Say what servers make of a split."""
+    after = served_model(model) if model.stored_parts else replace(served_model(model), quantization="")
     warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
+
+
+def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
+    """The split model, whose parts are cut from a quantised checkpoint as it is unless experts will be `changed`.
+
+    Says so where they are written in a plain dtype instead, and why.
+    """
+    if not model.layout.quantized or (model.stored_parts and not changed):
+        return model
+    reason = "what changes experts needs one"
+    if not changed:
+        assert isinstance(model.partial, SplitModel) and model.whole is not None
+        try:
+            stored_parts(model.whole, model.partial.shape.parts, model.partial.factors)
+        except CompressionError as error:
+            reason = str(error)
+    logger.warning("%s is stored quantised; its parts are written in a plain dtype: %s", model.source.label, reason)
+    return replace(model, stored_parts=None)
 
 
 def in_order(model: OpenModel, orders: Mapping[str, Tensor], told: Mapping[str, Any]) -> OpenModel:
     """The split model with the order [E, I] of each layer's neurons, by its name; `told` is what else a plan says."""
     assert isinstance(model.partial, SplitModel) and model.whole is not None
-    partial = model.partial
+    partial, stored = model.partial, model.stored_parts
+    if stored:
+        stored.check(orders)
     entry = {
         "parts": partial.shape.parts,
         "experts": partial.architecture.experts,
+        **({"block": stored.block} if stored else {}),
         "output_factor": partial.factors.output,
         "selection_factor": partial.factors.selection,
         **told,
@@ -126,9 +150,11 @@ def as_planned(model: OpenModel, plan: CompressionPlan) -> OpenModel:
     own = widths(build_meta(stored.config))
     orders = read_orders(split, stored.architecture.layers, own)
     told = {name: split[name] for name in ("by", "calibration") if name in split}
+    if "block" not in split:
+        seen = replace(seen, stored_parts=None)
     found = in_order(seen, orders, told)
-    for name in ("experts", "output_factor", "selection_factor"):
-        if found.split is None or found.split[name] != split.get(name):
+    for name in ("experts", "output_factor", "selection_factor", "block"):
+        if found.split is None or found.split.get(name) != split.get(name):
             raise CompressionError(
                 f"the plan's split says {name} {split.get(name)}, the model asks for "
                 f"{(found.split or {}).get(name)}; restore it"

@@ -4,6 +4,8 @@ The first run holds what matters most, so that pruning experts afterwards takes 
 stand as they did, so that a plan need only tell the part of each.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -52,14 +54,23 @@ def balanced(distances: Tensor) -> Tensor:
     return labels
 
 
-def order_of(neurons: Neurons, parts: int, way: str, seed: int = 0) -> Tensor:
-    """The order of a layer's neurons, [E, I] int32."""
+def order_of(neurons: Neurons, parts: int, way: str, seed: int = 0, block: int = 1) -> Tensor:
+    """The order of a layer's neurons, [E, I] int32; `block` neighbours stay together, and count as one."""
+    if block > 1:
+        blocks = order_of(_in_blocks(neurons, block), parts, way, seed)
+        return (block * blocks[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
     if way == ENERGY:
         order = by_energy(neurons.energy)
     else:
         pairs = zip(neurons.energy, neurons.activity, strict=True)
         order = torch.stack([by_clusters(energy, activity, parts, seed) for energy, activity in pairs])
     return order_of_parts(parts_of(order, parts))
+
+
+def _in_blocks(neurons: Neurons, block: int) -> Neurons:
+    """Blocks of neighbours as neurons: the sum of their energies, and the norm of what they do on each token."""
+    activity = tuple(each.unflatten(0, (-1, block)).norm(dim=1) for each in neurons.activity)
+    return replace(neurons, energy=neurons.energy.unflatten(1, (-1, block)).sum(-1), activity=activity)
 
 
 def parts_of(order: Tensor, parts: int) -> Tensor:

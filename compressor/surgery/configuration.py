@@ -127,12 +127,13 @@ def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
     return changed
 
 
-def _renumber_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
+def renumbered_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
+    """A config's quantisation in which experts have other numbers; raises `CompressionError` for a pattern of some."""
     if isinstance(node, dict):
         named = {key: _renumber_text(key, renames) for key in node}
-        return {new: _renumber_quantization(node[key], renames) for key, new in named.items() if new is not None}
+        return {new: renumbered_quantization(node[key], renames) for key, new in named.items() if new is not None}
     if isinstance(node, list):
-        items = [_renumber_quantization(item, renames) for item in node]
+        items = [renumbered_quantization(item, renames) for item in node]
         return [item for item in items if item is not None]
     return _renumber_text(node, renames) if isinstance(node, str) else node
 
@@ -172,12 +173,13 @@ def output_config(
     """
     fields = {architecture.count_field: plan.experts, **architecture.written}
     config, zeroed = config_with(raw, architecture, layout, fields, head_renames is not None)
-    renames = expert_renames(architecture, layout, plan) | dict(head_renames or {})
+    whole = architecture.layers[0].parts == 1  # of a split's, no name in a quantisation speaks of one
+    renames = (expert_renames(architecture, layout, plan) if whole else {}) | dict(head_renames or {})
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:
             del node["quantization_config"]
         elif asked := node.get("quantization_config"):
-            node["quantization_config"] = _renumber_quantization(asked, renames)
+            node["quantization_config"] = renumbered_quantization(asked, renames)
     if dequantized_dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dequantized_dtype

@@ -18,7 +18,7 @@ from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 from compressor.surgery.tensors import mix, refuse_overflow, remap_table, weighted_members
 
 
-def _mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
     """Surgery on a tensor in the model's own layout: the groups' rows along `dim`, then those of no routed expert."""
     rows = []
     for group in plan.groups:
@@ -57,7 +57,7 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
         for tensor in layer.tensors:
             if tensor.key not in cut:
                 router = not tensor.key.startswith(f"{layer.name}.")
-                made = _mixed_rows(tensor.key, state[tensor.key], tensor.dim, plan, router)
+                made = mixed_rows(tensor.key, state[tensor.key], tensor.dim, plan, router)
                 apart = router and is_cut(layer, plan)
                 cut[tensor.key] = told_apart(made, tensor.dim, len(plan.groups)) if apart else made
         for table in layer.tables:

@@ -7,9 +7,7 @@ a program orders ties.
 
 import torch
 
-from compressor.checkpoint.reader import Checkpoint
 from compressor.model.architecture import MoeLayer
-from compressor.model.layout import Layout
 from compressor.plans.plan import LayerPlan
 
 STEP = 2.0**-7  # by which each further one of equal rows is shorter: the precision of bfloat16
@@ -53,12 +51,3 @@ def earlier(rows: torch.Tensor) -> torch.Tensor:
     for one, other in alike.tril(-1).nonzero().tolist():
         alike[one, other] = torch.equal(rows[one], rows[other])
     return alike.tril(-1).sum(1)
-
-
-def has_equal_rows(checkpoint: Checkpoint, layout: Layout) -> bool:
-    """Whether a layer's router is stored with two equal rows; reads the routers."""
-    routers = {name: role for name, role in layout.roles.items() if role.is_router and role.kind == "fused"}
-    return any(
-        has_equal(checkpoint.read(name), role.dim, checkpoint.tensors[name].shape[role.dim] - role.extra)
-        for name, role in routers.items()
-    )

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,17 @@ from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.mtp.head import kept_heads
 from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan
+from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.plans.whole import whole_plan
 from compressor.replaceable import TEMPLATES, TOOL
 from compressor.run_record import versions
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.equal_rows import has_equal_rows
 from compressor.surgery.heads import cut_heads, verify_heads
 from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
+
+logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
@@ -94,11 +98,21 @@ def stored_partial(model: OpenModel) -> PartialModel:
 
 def output_size(model: OpenModel, experts: int) -> Size:
     """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
+    if model.stored_parts:
+        return Size.of(model.stored_parts.cut(model, _evenly(model, experts))[0])
     if not model.is_split:
         found = stored_with(model.checkpoint.tensors, model.layout, experts)
         return Size(found.parameters, found.bytes)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
     return Size.of(converted_outputs(model.partial, model.architecture, small))
+
+
+def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
+    """A plan that keeps `experts` of every layer, equally many of each routing group."""
+    plan = whole_plan(model, model.architecture)
+    kept = [place * model.architecture.experts // experts for place in range(experts)]
+    layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
+    return replace(plan, experts=experts, layers=layers)
 
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
@@ -126,24 +140,23 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
         verify_heads(folder, experts, names)
 
 
-def _has_to_tell_apart(model: OpenModel, plan: CompressionPlan) -> bool:
-    """Whether router rows that are stored equal must not stay so, for some of the experts go."""
-    cut = plan.experts < model.architecture.experts and not model.layout.quantized
-    return cut and has_equal_rows(model.checkpoint, model.layout)
-
-
 def make_job(
     model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
 ) -> tuple[OutputJob, list[str]]:
     """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
     architecture, layout = model.architecture, model.layout
     dequantized: str | None = None
+    produce: Any
     heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
-    if model.is_split or through_model(layout, plan) or _has_to_tell_apart(model, plan):
+    if model.stored_parts and plan.is_drop:
+        outputs, produce = model.stored_parts.cut(model, plan)
+    elif model.is_split or through_model(layout, plan):
         partial = stored_partial(model)
+        if model.stored_parts:
+            logger.warning("parts are merged, so quantised experts are written in a plain dtype")
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
-        produce: Any = bind(convert_unit, partial, architecture, plan, small, cut)
+        produce = bind(convert_unit, partial, architecture, plan, small, cut)
         dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)

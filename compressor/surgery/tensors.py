@@ -17,6 +17,7 @@ from compressor.checkpoint.reader import Checkpoint, is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan
+from compressor.surgery.equal_rows import told_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class OutputTensor:
     rows: tuple[tuple[Portion, ...], ...] = ()
     dim: int | None = None
     remap: tuple[int, ...] | None = None  # for tables of expert ids: the new slot by old id, -1 for dropped
+    apart: int = 0  # so many rows of a router that was cut, of which none may be equal
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +139,8 @@ def _picked(info: TensorInfo, role: Role, plan: LayerPlan) -> OutputTensor:
     ]
     rows += [(Portion(info.name, plan.experts + position, 1.0),) for position in range(role.extra)]
     shape = (*info.shape[: role.dim], len(rows), *info.shape[role.dim + 1 :])
-    return OutputTensor(info.name, info.dtype, shape, role.unit, tuple(rows), role.dim)
+    apart = len(plan.groups) if role.is_router and len(plan.groups) < plan.experts else 0
+    return OutputTensor(info.name, info.dtype, shape, role.unit, tuple(rows), role.dim, apart=apart)
 
 
 def stored_unit(
@@ -152,7 +155,7 @@ def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
     dim = output.dim
     if output.remap is not None:
         yield tensor_bytes_view(remap_table(checkpoint.read(output.rows[0][0].tensor), output.remap))
-    elif dim is None or math.prod(output.shape[:dim]) == 1:
+    elif dim is None or (math.prod(output.shape[:dim]) == 1 and not output.apart):
         for row in output.rows:
             if not _untouched(row):
                 yield tensor_bytes_view(_mixed(checkpoint, output, row))
@@ -161,15 +164,16 @@ def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
             refuse_nan(info.name, info.file, _slice(checkpoint, row[0], dim))
             nbytes = info.nbytes if dim is None else tensor_bytes(info.dtype, info.shape[dim + 1 :])
             yield FileRange(checkpoint.path(info.name), info.begin + index * nbytes, nbytes)
-    else:  # rows lie scattered: small tensors such as biases [1, E] or gates [H, E]
-        info = checkpoint.tensors[output.rows[0][0].tensor]
+    else:  # rows lie scattered, or are looked at together: small tensors such as biases [1, E] or gates [H, E]
+        info = checkpoint.tensors[output.name]
         whole = checkpoint.read(info.name)
         refuse_nan(info.name, info.file, whole)
         rows = [
             whole.select(dim, row[0].index or 0) if _untouched(row) else _mixed(checkpoint, output, row)
             for row in output.rows
         ]
-        yield tensor_bytes_view(torch.stack(rows, dim))
+        made = torch.stack(rows, dim)
+        yield tensor_bytes_view(told_apart(made, dim, output.apart) if output.apart else made)
 
 
 def _untouched(row: tuple[Portion, ...]) -> bool:

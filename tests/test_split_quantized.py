@@ -1,0 +1,205 @@
+"""Splits of quantised checkpoints cut as they are stored: equal to dequantised ones, rebuilt, pruned; or plain."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import compressor
+from compressor.api import splitting
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.opened import open_model
+from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.splitting.entry import digest_of, packed, unpacked
+from compressor.splitting.neurons import Neurons
+from compressor.splitting.opening import as_planned, cut_as_stored, seen_as
+from compressor.splitting.order import order_of, order_of_parts
+from tests import zoo
+from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+Save = Callable[[Path], None]
+UNGROUPED = {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
+CASES: dict[str, tuple[Save, int]] = {  # and the neurons that stay together
+    "fp8-qwen3_moe": (lambda folder: save_fp8(folder, sizes={"moe_intermediate_size": 64}), 16),
+    "fp8-deepseek_v3": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=UNGROUPED), 16),
+    "mxfp4-gpt_oss": (lambda folder: save_mxfp4(folder, sizes={"intermediate_size": 128}), 32),
+    "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, "mixtral", symmetric=False), 16),
+    "float-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"), 1),
+    "int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "int-quantized"), 1),
+}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def same_bytes(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    def raw(value: torch.Tensor) -> torch.Tensor:
+        return value.contiguous().view(-1).view(torch.uint8)
+
+    return first.keys() == second.keys() and all(torch.equal(raw(first[key]), raw(second[key])) for key in first)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str, tmp_path: Path) -> None:
+    save, block = CASES[case]
+    source, out = tmp_path / "model", tmp_path / "out"
+    save(source)
+    splitting.split(str(source), out, 2)
+    plan = CompressionPlan.from_dict(json.loads((out / "compression.json").read_text())["plan"])
+    assert plan.split is not None and plan.split["block"] == block
+    assert {value.dtype for value in weights(out).values()} == {value.dtype for value in weights(source).values()}
+
+    split, written = as_planned(open_model(locate(str(source))), plan), open_model(locate(str(out)))  # both in bfloat16
+    for partial in (split.partial, written.partial):
+        partial.load(partial.empty)
+    wanted, found = (each.partial.model.state_dict() for each in (split, written))
+    assert same_bytes({key: wanted[key] for key in found}, dict(found))
+
+    before, after = plain_model(source), plain_model(out)  # by formulas of our own, in float32
+    ids = zoo.tokens(before)
+    logits = zoo.logits(before, ids)
+    assert float((zoo.logits(after, ids) - logits).abs().max() / logits.abs().max()) < 2e-6
+    modules = zoo.experts(plain_model(source, torch.bfloat16))
+    for name, text in plan.split["neurons"].items():
+        energy = energies(modules[name], "mxfp4" in case)
+        experts, width = energy.shape
+        first = unpacked(text, experts, width, 2, name) == 0
+        sums = energy.unflatten(1, (-1, block)).sum(-1)
+        chosen = sums >= sums.median(dim=1, keepdim=True).values.nextafter(torch.tensor(torch.inf).double())
+        assert torch.equal(first, chosen.repeat_interleave(block, 1))
+
+    compressor.apply(plan, tmp_path / "again", model=str(source))
+    assert same_bytes(weights(out), weights(tmp_path / "again"))
+    assert (out / "config.json").read_bytes() == (tmp_path / "again" / "config.json").read_bytes()
+    check_drop(plan, source, out, tmp_path)
+
+
+def energies(experts: Any, interleaved: bool) -> torch.Tensor:
+    """|gate row| |up row| |down column| of every neuron, [E, I]."""
+    rows, down = experts.gate_up_proj.detach().double(), experts.down_proj.detach().double()
+    rows, down = (rows.mT, down.mT) if interleaved else (rows, down)
+    gate, up = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=1)
+    found: torch.Tensor = gate.norm(dim=2) * up.norm(dim=2) * down.norm(dim=1)
+    return found
+
+
+def check_drop(whole: CompressionPlan, source: Path, split_folder: Path, place: Path) -> None:
+    """Dropping parts on the way gives what dropping them from the written split gives; equal rows are told apart."""
+    kept = (0, 1, 2, 4, 5, 7, 8, 9, 13, 15)
+    split = open_model(locate(str(split_folder)))
+    layers = tuple(LayerPlan.keep(layer, kept) for layer in split.architecture.layers)
+    once = replace(whole, layers=layers, experts=len(kept))
+    later = replace(once, source=replace(whole.source, fingerprint=split.fingerprint), split=None)
+    compressor.apply(once, place / "once", model=str(source))
+    compressor.apply(later, place / "later", model=str(split_folder))
+    first, second = (weights(place / name) for name in ("once", "later"))
+    assert same_bytes(first, second)
+    configs = [json.loads((place / name / "config.json").read_text()) for name in ("once", "later")]
+    assert configs[0] == configs[1] and configs[0]["quantization_config"]
+    routers = [value for name, value in first.items() if name.endswith((".gate.weight", "router.weight"))]
+    assert routers and all(len(router.unique(dim=0)) == len(kept) for router in routers)
+
+
+def test_a_merge_of_parts_is_written_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CASES["fp8-qwen3_moe"][0](tmp_path / "model")
+    done = compressor.compress(str(tmp_path / "model"), tmp_path / "out", strategy="model-centric", experts=12, split=2)
+    assert not done.plan.is_drop and "so quantised experts are written in a plain dtype" in caplog.text
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_an_order_that_tears_blocks_apart_is_refused(tmp_path: Path) -> None:
+    CASES["fp8-qwen3_moe"][0](tmp_path / "model")
+    splitting.split(str(tmp_path / "model"), tmp_path / "split", 2)
+    plan = json.loads((tmp_path / "split" / "compression.json").read_text())["plan"]
+    names = list(plan["split"]["neurons"])
+    dealt = {name: (torch.arange(64) % 2).int().expand(8, -1).contiguous() for name in names}
+    torn = {
+        "neurons": {name: packed(each, 2) for name, each in dealt.items()},
+        "order_sha256": digest_of({name: order_of_parts(each) for name, each in dealt.items()}),
+    }
+    for edit, fault in ((torn, "not dealt out in blocks of 16"), ({"block": 8}, "says block 8, the model asks for 16")):
+        made = CompressionPlan.from_dict({**plan, "split": {**plan["split"], **edit}})
+        with pytest.raises(CompressionError, match=fault):
+            compressor.apply(made, tmp_path / "out", model=str(tmp_path / "model"))
+        assert not (tmp_path / "out").exists()
+    free = {name: value for name, value in {**plan["split"], **torn}.items() if name != "block"}
+    compressor.apply(
+        CompressionPlan.from_dict({**plan, "split": free}), tmp_path / "out", model=str(tmp_path / "model")
+    )
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def _names_one_expert(folder: Path) -> None:
+    save_fp8(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "model.layers.0.mlp.experts.5.up_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _has_unknown_companions(folder: Path) -> None:
+    save_fp8(folder)
+    tensors = load_file(folder / "model.safetensors")
+    more = {name.removesuffix("_scale_inv") + "_more": torch.ones(1) for name in tensors if name.endswith("_scale_inv")}
+    save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+PLAIN: dict[str, tuple[Save, int, str]] = {
+    "torn blocks": (save_fp8, 4, "parts of 8 neurons are not made of whole blocks of 16"),
+    "torn mxfp4": (save_mxfp4, 2, "parts of 16 neurons are not made of whole blocks of 32"),
+    "torn groups": (save_compressed_tensors, 4, "parts of 8 neurons are not made of whole blocks of 16"),
+    "three": (lambda folder: save_fp8(folder, sizes={"moe_intermediate_size": 48}), 3, "scales times 3 are rounded"),
+    "one expert named": (_names_one_expert, 2, "its quantization_config speaks of single experts"),
+    "unknown companions": (_has_unknown_companions, 2, "what .*weight_more says is not known"),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_what_cannot_be_cut_as_stored_is_written_plain_and_said_so(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, parts, reason = PLAIN[case]
+    save(tmp_path / "model")
+    split = seen_as(open_model(locate(str(tmp_path / "model"))), parts)
+    with caplog.at_level(logging.WARNING):
+        assert cut_as_stored(split, changed=False).stored_parts is None
+    assert re.search(f"its parts are written in a plain dtype: {reason}", caplog.text)
+
+
+def test_experts_that_will_be_changed_are_dealt_out_freely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_fp8(tmp_path)
+    split = seen_as(open_model(locate(str(tmp_path))), 2)
+    assert cut_as_stored(split, changed=False) is split and split.stored_parts.block == 16 and not caplog.text
+    with caplog.at_level(logging.WARNING):
+        assert cut_as_stored(split, changed=True).stored_parts is None
+    assert "its parts are written in a plain dtype: what changes experts needs one" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["energy", "clusters"])
+def test_blocks_are_ordered_as_their_sums_are(way: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    energy = torch.rand(3, 24, generator=generator, dtype=torch.float64)
+    fires = torch.rand(3, 2, 40, generator=generator)  # two kinds of blocks, which fire on tokens of their own
+    kinds = torch.tensor([0, 1, 1, 0, 1, 0]).repeat_interleave(4)
+    activity = tuple(fires[expert][kinds] * (0.9 + 0.2 * torch.rand(24, 1, generator=generator)) for expert in range(3))
+    layer: Any = None
+    order = order_of(Neurons(layer, energy, activity), 2, way, block=4)
+    for expert, row in enumerate(order.tolist()):
+        runs = [row[start : start + 4] for start in range(0, 24, 4)]
+        assert all(run == list(range(run[0], run[0] + 4)) and run[0] % 4 == 0 for run in runs)
+        sums = {run[0]: float(energy[expert, run].sum()) for run in runs}
+        if way == "energy":
+            assert min(sums[run[0]] for run in runs[:3]) > max(sums[run[0]] for run in runs[3:])
+        else:
+            assert [len({int(kinds[run[0]]) for run in half}) for half in (runs[:3], runs[3:])] == [1, 1]
