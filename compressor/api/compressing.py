@@ -13,7 +13,6 @@ from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
 from compressor.errors import CompressionError
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_compression
-from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
@@ -30,6 +29,8 @@ from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
+from compressor.ranks.places import held
+from compressor.ranks.present import here, refuse_several
 from compressor.records import read_object
 from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
@@ -132,6 +133,7 @@ def compress(
     will take that does not go on with an interrupted one, and raises what speaks against that.
     """
     asked, noted = Request.of(request, wanted), Noted()
+    refuse_several_afterwards(asked)
     place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
@@ -159,16 +161,26 @@ def compress(
     return done
 
 
+def refuse_several_afterwards(asked: Request) -> None:
+    """Refuse several ranks for what one process does."""
+    for option, given in {
+        "--format mone": asked.constants, "--bake": asked.bakes, "--recover": asked.recovers,
+    }.items():  # fmt: skip
+        if given:
+            refuse_several(option, "leave it out, or start the command without torchrun")
+
+
 @contextmanager
 def _working(run: Run, place: _Place, digest: str) -> Iterator[None]:
     """Give the run alone its hidden folder beside the output; a fault leaves none that could not be gone on with."""
     _refuse_source(run.model, place)
-    with alone(place.out) as run.folder:
-        run.digest = digest
+    with held(place.out) as run.folder:
+        run.digest = here().told(lambda: digest)
         try:
             yield
         except Exception:
-            load_exporter("safetensors").discard(place.out)
+            if here().is_first:
+                load_exporter("safetensors").discard(place.out)
             raise
 
 
@@ -176,15 +188,19 @@ def _in_place(run: Run, place: _Place) -> Summary | None:
     """What there is to say of an output that is in place and the one asked for; None if there is none such."""
     if place.key is None or place.overwrite:
         return None
-    with suppress(CompressionError):
-        load_exporter("safetensors").check_target(place.out, False)  # which tidies up after a run that was killed
-    if not answers(place.out, place.key):
+    if not here().told(lambda: _answered(place.out, str(place.key))):
         return None
     record = read_object(place.out / COMPRESSION)
     plan = CompressionPlan.from_dict(record["plan"], str(place.out / COMPRESSION))
     after = Size(record["parameters"]["after"], record["bytes"]["after"])
     tell_in_place(place.out)
     return _summary(run, place, plan, after, record["zeroed_fields"])
+
+
+def _answered(out: Path, key: str) -> bool:
+    with suppress(CompressionError):
+        load_exporter("safetensors").check_target(out, False)  # which tidies up after a run that was killed
+    return answers(out, key)
 
 
 def _refuse_source(model: OpenModel, place: _Place) -> None:
@@ -200,9 +216,13 @@ def _refuse_source(model: OpenModel, place: _Place) -> None:
 def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool) -> None:
     """Refuse an output place that cannot work, before anything expensive is done; corrected layers wait there too."""
     out, writer = place.out, load_exporter("safetensors")
-    writer.check_target(out, place.overwrite)
     needed = output_size(model, experts).bytes
-    writer.check_space(out, 2 * needed if corrected else needed)
+
+    def check() -> None:
+        writer.check_target(out, place.overwrite)
+        writer.check_space(out, 2 * needed if corrected else needed)
+
+    here().first_alone(check)
 
 
 def _carry_out(
@@ -276,6 +296,8 @@ def _summary(
 
 def _record(model: OpenModel, summary: Summary, place: _Place, noted: Noted) -> None:
     """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
+    if not here().is_first:
+        return
     source, calibration = model.source, summary.plan.calibration
     words = None if place.command is None else tuple(place.command)
     known = RunRecord(

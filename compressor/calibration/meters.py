@@ -34,6 +34,12 @@ class _Sum(Meter):
     def absorb(self, other: Self, scale: float) -> None:
         self.total += scale * other.total
 
+    def tensors(self) -> list[Tensor]:
+        return [self.total]
+
+    def restore(self, tensors: list[Tensor], like: Self) -> None:
+        (self.total,) = tensors
+
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         return self.total
 
@@ -126,6 +132,13 @@ class _Sample(Meter):
     def absorb(self, other: Self, scale: float) -> None:
         self.parts.extend(other.parts)
 
+    def tensors(self) -> list[Tensor]:
+        return self.parts
+
+    def restore(self, tensors: list[Tensor], like: Self) -> None:
+        device = self.observed.experts.down_proj.device
+        self.parts = [value.to(device) for value in tensors]
+
     @property
     def sampled(self) -> bool:
         return bool(self.parts)
@@ -188,11 +201,29 @@ class RouterArgumentsThere(_Sample):
         super().__init__(observed)
         block = observed.block
         self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
+        self.last: list[tuple[str | None, int | None, Any]] = []  # of the last call, maybe of no rows
 
     def router_called(self, call: RouterCall) -> None:
+        tokens = len(call.logits)
+        self.last = [(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments]
         if call.rows.numel():
-            tokens = len(call.logits)
-            self.parts.append([(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments])
+            self.parts.append(self.last)
+
+    def absorb(self, other: Self, scale: float) -> None:
+        super().absorb(other, scale)
+        self.last = other.last or self.last
+
+    def tensors(self) -> list[Tensor]:
+        return [value for part in self.parts for _, dim, value in part if dim is not None]
+
+    def restore(self, tensors: list[Tensor], like: Self) -> None:
+        left, self.last = iter(tensors), like.last
+        width = sum(dim is not None for _, dim, _ in self.last)
+        device = self.observed.experts.down_proj.device
+        for _ in range(len(tensors) // width if width else 0):
+            self.parts.append([
+                (name, dim, value if dim is None else next(left).to(device)) for name, dim, value in self.last
+            ])  # fmt: skip
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
         """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -229,6 +229,18 @@ class Collector:
             meter.expert_ran(expert, weights, norms)
             meter.expert_put_out(expert, weights, outputs)
 
+    def absorb(self, other: Self, scale: float = 1.0) -> None:
+        """Take in what another collector of the same layer has seen, its sums times `scale`."""
+        self.tokens += other.tokens
+        for name, meter in self.meters.items():
+            meter.absorb(other.meters[name], scale)
+
+    def restore(self, tensors: Mapping[str, list[Tensor]], like: Self) -> None:
+        """Have seen what a collector of another process has, by `compressor.calibration.handing`."""
+        self.tokens = int(tensors[""][0])
+        for name, meter in self.meters.items():
+            meter.restore(tensors.get(name, []), like.meters[name])
+
     def finish(
         self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
     ) -> LayerStatistics:
@@ -251,11 +263,8 @@ def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collec
     if len(collectors) == 1:
         return first
     whole = Collector(first.layer, first.model, first.needs, first.positions, [], first.seed)
-    whole.tokens = tokens
     for collector, share in zip(collectors, shares, strict=True):
-        scale = share / sum(shares) * tokens / max(collector.tokens, 1)
-        for name, meter in whole.meters.items():
-            meter.absorb(collector.meters[name], scale)
+        whole.absorb(collector, share / sum(shares) * tokens / max(collector.tokens, 1))
     return whole
 
 
