@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from compressor.correction.cut_layer import CutLayer
+from compressor.ranks.present import here
 
 STEPS, TOKENS = 300, 2048
 
@@ -52,21 +53,44 @@ def tune(
         optimizers[leaf].step()
         leaf.grad = None  # no two gradients need be in memory at once
 
-    hooks = []
+    hooks, together = [], not here().is_alone
     for leaf in leaves:
         leaf.requires_grad_()
         optimizers[leaf] = torch.optim.Adafactor([leaf], lr=schedule.rate)
-        hooks.append(leaf.register_post_accumulate_grad_hook(update))
-    for step, chosen in enumerate(_steps(rows, schedule)):
+        if not together:
+            hooks.append(leaf.register_post_accumulate_grad_hook(update))
+    for step, chosen in enumerate(_steps(layer.pieces.places(rows), schedule)):
         rate = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = rate
-        target = layer.targets(chosen)
-        loss = layer.token_weights(target) @ layer.gap(chosen, target).square().sum(-1) / len(chosen)
-        if loss.requires_grad:  # not where every token of the step skips the experts
+        own = chosen[chosen >= 0]  # of this rank
+        loss = _loss(layer, own, len(chosen)) if len(own) else torch.zeros(())
+        if together:
+            for group in (*(list(parameters.values()) for parameters in layer.parameters), list(router)):
+                _update_together(loss, group, update)
+        elif loss.requires_grad:  # not where every token of the step skips the experts
             loss.backward()
         after(step)
-    for leaf, hook in zip(leaves, hooks, strict=True):
-        hook.remove()
+    for leaf in leaves:
         leaf.requires_grad_(False)
         leaf.grad = None
+    for hook in hooks:
+        hook.remove()
+
+
+def _loss(layer: CutLayer, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """What the tokens at `rows` add to the loss of a step of `count` tokens."""
+    target = layer.targets(rows)
+    return layer.token_weights(target) @ layer.gap(rows, target).square().sum(-1) / count
+
+
+def _update_together(loss: torch.Tensor, leaves: list[torch.Tensor], update: Callable[[torch.Tensor], None]) -> None:
+    """Update these leaves by the gradients of all ranks' losses; one that no rank's loss depends on stays as it is."""
+    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+    if loss.requires_grad and leaves:
+        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    wanted = here().reduced(torch.tensor([float(gradient is not None) for gradient in found])).tolist()
+    for leaf, gradient, ranks in zip(leaves, found, wanted, strict=True):
+        if ranks:
+            leaf.grad = here().reduced(torch.zeros_like(leaf) if gradient is None else gradient.contiguous())
+            update(leaf)

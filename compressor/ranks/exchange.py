@@ -73,6 +73,12 @@ def gathered(content: bytes) -> list[bytes]:
     return [part.numpy().tobytes() for part in found]
 
 
+def reduce(value: Tensor) -> None:
+    """Sum a tensor over all ranks, in place."""
+    with _others():
+        dist.all_reduce(value)
+
+
 def add_pieces(total: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], rank: int) -> Tensor:
     """Add pieces to `total` in their order: of a round of distinct owners, each makes its own and shows it to all."""
     for begin, end in _rounds(owners):

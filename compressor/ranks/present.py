@@ -5,6 +5,7 @@ first rank decides and writes; batches are dealt out in a fixed way, so that no 
 Importing this loads no torch, and of a process alone nothing of `compressor.ranks.exchange` is ever loaded.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,19 @@ class Ranks:
         from compressor.ranks import exchange
 
         return exchange.gathered(content)
+
+    def listed(self, value: Any) -> list[Any]:
+        """What each rank has, by rank, as JSON; at all of them."""
+        found = self.gathered(json.dumps(value).encode())
+        return list(self.told(lambda: [json.loads(content) for content in found]))
+
+    def reduced(self, value: "Tensor") -> "Tensor":
+        """The sum over all ranks of a tensor, added up in place in whatever order is fastest; alike at all."""
+        if not self.is_alone:
+            from compressor.ranks import exchange
+
+            exchange.reduce(value)
+        return value
 
     def summed(self, value: "Tensor") -> "Tensor":
         """The sum over all ranks, in their order, of a tensor that each has; the same bits at all."""
