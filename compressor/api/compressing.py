@@ -229,6 +229,8 @@ def _carry_out(
     run: Run, plan: CompressionPlan, place: _Place, noted: Noted, calibration: Calibration | None = None
 ) -> Summary:
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
+    if plan.constants is not None or plan.afterwards:
+        refuse_several("a plan with constants, a bake or a recovery", "carry it out without torchrun")
     model = run.model = as_planned(run.model, plan)
     clock, cut = run.clock, run.cut
     heads = check_plan(plan, model)

@@ -74,6 +74,8 @@ class Observers:
 
     def _collector(self, part: _Part, positions: Tensor, sizes: list[int]) -> Collector:
         wanted = RECONSTRUCTION if part[1] else self.needs
+        if sizes and needs_heldout(self.needs):  # so that every rank knows what the router is called with
+            wanted |= {"router_arguments"}
         return Collector(self.layer, self.watched, wanted, positions, sizes, self.seed)
 
     def enter(self, batch: int) -> None:
@@ -103,14 +105,13 @@ class Observers:
 
     def _gather(self) -> None:
         """Have the first rank see what every rank's batches have shown."""
-        like = {self.parts[batch][1]: collector for batch, collector in self.seen.items()}
+        like = {name: meter for collector in self.seen.values() for name, meter in collector.meters.items()}
         packed = handed(self.seen)
         self.seen = {} if not here().is_first else self.seen
         for content in here().gathered(packed)[1:]:
             for batch, tensors in unpacked(content).items():
-                part = self.parts[batch]
-                self.seen[batch] = self._collector(part, torch.arange(0), [])
-                self.seen[batch].restore(tensors, like.get(part[1], self.collectors[part]))
+                self.seen[batch] = self._collector(self.parts[batch], torch.arange(0), [])
+                self.seen[batch].restore(tensors, like)
 
     def finish(self) -> LayerStatistics:
         """The statistics of the layer, with the held-out tokens' among them where they are needed.

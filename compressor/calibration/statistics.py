@@ -235,11 +235,15 @@ class Collector:
         for name, meter in self.meters.items():
             meter.absorb(other.meters[name], scale)
 
-    def restore(self, tensors: Mapping[str, list[Tensor]], like: Self) -> None:
-        """Have seen what a collector of another process has, by `compressor.calibration.handing`."""
+    def restore(self, tensors: Mapping[str, list[Tensor]], like: Mapping[str, Meter]) -> None:
+        """Have seen what a collector of another process has (`compressor.calibration.handing`).
+
+        `like` are meters of the same layer that have watched a batch here.
+        """
         self.tokens = int(tensors[""][0])
         for name, meter in self.meters.items():
-            meter.restore(tensors.get(name, []), like.meters[name])
+            if name in tensors:
+                meter.restore(tensors[name], like.get(name, meter))
 
     def finish(
         self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()

@@ -43,7 +43,8 @@ def together() -> Iterator[Ranks]:
         if isinstance(error, LostRankError):
             sentence = str(error) if AGAIN in str(error) else f"{error}; {AGAIN}"
         fault = watch.tell(sentence, mendable)
-        watch.linger()
+        if fault["rank"] == ranks.rank:
+            watch.linger()
         watch.stop()
         if fault["sentence"] != sentence or not watch.speaks(fault):
             if not watch.speaks(fault):

@@ -36,6 +36,8 @@ class Watch(threading.Thread):
 
     def tell(self, sentence: str, mendable: bool = False) -> dict[str, Any]:
         """Tell all of a fault, and whether a user can mend it; returns the one that was told first, maybe another's."""
+        if self.fault is not None:
+            return self.fault
         own = {"rank": self.ranks.rank, "host": socket.gethostname(), "sentence": sentence, "mendable": mendable}
         try:
             with self.lock:
@@ -47,7 +49,7 @@ class Watch(threading.Thread):
 
     def linger(self) -> None:
         """Wait until all others know of the fault, or have had time to: one of them may need this rank's store."""
-        deadline = time.monotonic() + 3 * BEAT
+        deadline = time.monotonic() + 2 * BEAT
         names = [f"knows/{rank}" for rank in range(self.ranks.size) if rank != self.ranks.rank]
         while time.monotonic() < deadline:
             try:
@@ -60,7 +62,7 @@ class Watch(threading.Thread):
 
     def heard(self) -> str | None:
         """The sentence of another rank's fault that a user can mend, if one comes while the connection breaks."""
-        deadline = time.monotonic() + 3 * BEAT
+        deadline = time.monotonic() + 2 * BEAT
         while self.fault is None and time.monotonic() < deadline:
             time.sleep(BEAT / 10)
         return str(self.fault["sentence"]) if self.fault is not None and self.fault["mendable"] else None
