@@ -13,9 +13,10 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from compressor.calibration.meters import METERS, mix_tokens
+from compressor.calibration.meters import METERS
 from compressor.calibration.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterArguments, RouterCall
 from compressor.calibration.read_only import ReadOnly, opened
+from compressor.calibration.samples import mix_tokens
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import as_arguments
