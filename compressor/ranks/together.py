@@ -22,10 +22,10 @@ def together() -> Iterator[Ranks]:
     ranks then leave with exit status 2 and without a word.
     """
     ranks = started()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # broken connections are told by us
     if ranks.is_alone:
         yield ranks
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # broken connections are told by us
     from compressor.ranks import exchange
 
     watch = _meet(ranks)
@@ -38,6 +38,7 @@ def together() -> Iterator[Ranks]:
     except BaseException as error:
         if getattr(error, "exit_code", None) == 0 or (isinstance(error, SystemExit) and not error.code):
             raise
+        watch.leaving = True
         mendable = isinstance(error, CompressionError)
         sentence = str(error) if mendable else f"rank {ranks.rank}: {reason_of(error)}"
         if isinstance(error, LostRankError):
@@ -46,12 +47,10 @@ def together() -> Iterator[Ranks]:
         if fault["rank"] == ranks.rank:
             watch.linger()
         watch.stop()
-        if fault["sentence"] != sentence or not watch.speaks(fault):
-            if not watch.speaks(fault):
-                raise SystemExit(2) from error
+        if not watch.speaks(fault):
+            raise SystemExit(2) from error
+        if fault["sentence"] != sentence or isinstance(error, LostRankError):
             raise CompressionError(fault["sentence"]) from error
-        if isinstance(error, LostRankError):
-            raise CompressionError(sentence) from error
         raise
     else:
         import torch.distributed as dist
@@ -80,8 +79,10 @@ def _meet(ranks: Ranks) -> Any:
         own.wait([f"here/{rank}" for rank in range(ranks.size)], ARRIVAL)
         if torch.cuda.is_available():
             torch.cuda.set_device(ranks.local % torch.cuda.device_count())
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.size)
+        own_gpu = torch.cuda.is_available() and local <= torch.cuda.device_count()  # nccl wants one for each rank
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
             store=PrefixStore("group", own), rank=ranks.rank, world_size=ranks.size, timeout=PLANNING,
         )  # fmt: skip
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -31,8 +31,10 @@ class Watch(threading.Thread):
         self.ranks, self.store, self.patience = ranks, store, patience
         self.fault: dict[str, Any] | None = None  # what was told first: by which rank, on which machine, the sentence
         self.ended, self.lock = threading.Event(), threading.Lock()
+        self.leaving = False  # the main thread is telling its own fault
         self.main = threading.main_thread().ident
-        self.before = signal.signal(signal.SIGUSR1, self._interrupt) if _in_main() else None
+        handlers = {signal.SIGUSR1: self._interrupt, signal.SIGTERM: self._stopped} if _in_main() else {}
+        self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
     def tell(self, sentence: str, mendable: bool = False) -> dict[str, Any]:
         """Tell all of a fault, and whether a user can mend it; returns the one that was told first, maybe another's."""
@@ -70,8 +72,8 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """Look no more."""
         self.ended.set()
-        if self.before is not None:
-            signal.signal(signal.SIGUSR1, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def run(self) -> None:
         seen = {rank: (b"", time.monotonic()) for rank in range(self.ranks.size) if rank != self.ranks.rank}
@@ -100,7 +102,7 @@ class Watch(threading.Thread):
         self.fault = self.fault or fault
         if self.ended.is_set() or (self.fault["rank"] == self.ranks.rank and self.fault is not fault):
             return
-        if self.before is not None and self.main is not None:
+        if self.before and self.main is not None:
             signal.pthread_kill(self.main, signal.SIGUSR1)
         if not self.ended.wait(GRACE):
             if self.speaks(self.fault):
@@ -113,8 +115,15 @@ class Watch(threading.Thread):
         return bool(fault["rank"] == self.ranks.rank or (elsewhere and self.ranks.local == 0))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        assert self.fault is not None
+        if self.leaving or self.fault is None:
+            return
         raise (EndedError if self.fault["mendable"] else LostRankError)(self.fault["sentence"])
+
+    def _stopped(self, number: int, frame: FrameType | None) -> None:
+        """The launcher ends the others, too, where one was killed."""
+        if self.leaving:
+            return
+        raise LostRankError(f"rank {self.ranks.rank} was stopped, as launchers do when another rank is gone; {AGAIN}")
 
 
 def _in_main() -> bool:
