@@ -3,8 +3,9 @@
     python scripts/benchmark_ranks.py MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--correct tune]
 
 Runs `plan` and `compress` by 1, 2 and more ranks of one thread each, and prints for each number the seconds of the
-calibration pass and of the correction over those of one rank (the launch and imports excluded), the peak of anonymous
-memory of the largest rank over that of one, and whether the plans are byte for byte the same.
+calibration pass and of the correction over those of one rank (the launch and imports excluded), the processor's seconds
+of the busiest rank and the peak of anonymous memory of the largest over those of one, and whether the plans are the
+same. On a machine that others use, the processor's seconds tell how the work is shared.
 """
 
 import argparse
@@ -34,9 +35,9 @@ def work(given: argparse.Namespace, out: Path) -> None:
         samples=given.samples, sequence_length=given.length,
     )  # fmt: skip
     with together() as ranks:
-        begin = time.perf_counter()
+        begin = time.process_time()
         made = compress(given.model, out, request)
-        found = {"seconds": dict(made.seconds), "all": time.perf_counter() - begin, "memory": made.peak_memory}
+        found = {"seconds": dict(made.seconds), "work": time.process_time() - begin, "memory": made.peak_memory}
         out.with_suffix(f".{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -59,7 +60,8 @@ def launched(size: int, scratch: Path) -> dict[str, Any]:
     found = [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(size)]
     plan = json.loads((out / "compression.json").read_text())["plan"]
     kept = [[layer["module"], layer["groups"]] for layer in plan["layers"]]
-    return {**found[0], "memory": max(each["memory"] for each in found), "plan": json.dumps(kept)}
+    most = {name: max(each[name] for each in found) for name in ("memory", "work")}
+    return {**found[0], **most, "plan": json.dumps(kept)}
 
 
 def main() -> None:
@@ -87,7 +89,8 @@ def main() -> None:
             if run["seconds"].get(name)
         )
         same = "the same plan" if run["plan"] == one["plan"] else "ANOTHER PLAN"
-        print(f"{size} ranks: {times}; memory of a rank {run['memory'] / one['memory']:.2f} of one's; {same}")
+        shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]
+        print(f"{size} ranks: {times}; of one rank's, each has at most {' and '.join(shares)}; {same}", flush=True)
 
 
 if __name__ == "__main__":

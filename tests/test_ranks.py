@@ -63,13 +63,23 @@ def fine(results: Sequence[Result]) -> None:
     assert results[0].out and not any(result.out for result in results[1:])
 
 
-@pytest.mark.parametrize(("size", "ask"), [(2, ("--strategy", "auto")), (3, ("--strategy", "ream", "--sequential"))])
+@pytest.mark.parametrize(
+    ("size", "ask"), [(2, ("--strategy", "auto")), (3, ("--strategy", "hub-guided", "--split", "2"))]
+)
 def test_the_plan_is_the_same_for_any_number_of_ranks(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path, size: int, ask: tuple[str, ...]
 ) -> None:
     assert run("plan", model, "--experts", 4, *ask, *text, "-o", tmp_path / "alone.json").status == 0
     fine(launched(size, tmp_path, "plan", model, "--experts", 4, *ask, *text, "-o", tmp_path / "together.json"))
     assert (tmp_path / "together.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+
+
+def test_ranks_without_a_batch_keep_in_step(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
+    few = (*text, "--samples", 6)  # a batch to fit on, and one held out
+    ask = ("compress", model, "--experts", 4, "--strategy", "ream", "--sequential", "--correct", "ridge", *few)
+    assert run(*ask, "-o", tmp_path / "alone").status == 0
+    fine(launched(3, tmp_path, *ask, "-o", tmp_path / "together"))
+    assert small.tree(tmp_path / "together") == small.tree(tmp_path / "alone")
 
 
 def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:

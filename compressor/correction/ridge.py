@@ -104,7 +104,8 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
 
 def _normal(layer: CutLayer, fit: _Tokens, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """phi^T phi [D, D] and phi^T r [D, H] in float64, over the fitted tokens of all ranks."""
-    width, hidden = block[-1].columns.stop, layer.recording.outputs.shape[-1]
+    width, down = block[-1].columns.stop, layer.parameters[0]["down_proj"]
+    hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
     like = torch.zeros(width, width + hidden, dtype=torch.float64, device=fit.residual.device)
 
     def products(piece: int) -> torch.Tensor:
