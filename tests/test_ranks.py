@@ -116,12 +116,21 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
     assert ".together.moe-compressor" not in names(tmp_path)
 
 
-def test_one_rank_tells_of_a_fault(model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
-    results = launched(2, tmp_path, "plan", model, "--experts", 1, *text, "-o", tmp_path / "plan.json")
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (("--experts", 1), "1 experts are fewer"),
+        (("--experts", 4, "--recover", "all"), "--recover is done by one process"),
+    ],
+)
+def test_one_rank_tells_of_a_fault(
+    model: Path, text: tuple[str, ...], tmp_path: Path, ask: tuple[Any, ...], sentence: str
+) -> None:
+    results = launched(2, tmp_path, "compress", model, *ask, *text, "-o", tmp_path / "out")
     assert [result.status for result in results] == [2, 2]
     assert sorted(len(result.err.splitlines()) for result in results) == [0, 1]
-    assert "Error: " in results[0].err + results[1].err
-    assert not [name for name in names(tmp_path) if "plan" in name]
+    assert sentence in results[0].err + results[1].err
+    assert not [name for name in names(tmp_path) if "moe-compressor" in name or name == "out"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +138,7 @@ def test_one_rank_tells_of_a_fault(model: Path, text: tuple[str, ...], tmp_path:
     [
         (("compare", "m", "-o", "x"), "moe-compress compare is done by one process; start it without torchrun"),
         (("gate", "m", "n"), "moe-compress gate is done by one process"),
+        (("comoe", "evaluate", "m", "--adapters", "a"), "moe-compress comoe evaluate is done by one process"),
     ],
 )
 def test_what_does_not_take_part_is_refused(

@@ -27,12 +27,12 @@ def on_ranks(command: Command) -> Command:
     return run
 
 
-def alone(command: Command) -> Command:
-    """The command, refused where several processes would all do the same."""
+def alone(command: Command, group: str = "") -> Command:
+    """The command, of a group of commands if it is in one, refused where several processes would all do the same."""
 
     @wraps(command)
     def run(*given: Any, **named: Any) -> None:
-        refuse_several(f"{PROGRAM} {command.__name__.replace('_', '-')}")
+        refuse_several(" ".join((PROGRAM, *group.split(), command.__name__.replace("_", "-"))))
         command(*given, **named)
 
     return run
