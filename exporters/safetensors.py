@@ -9,18 +9,19 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from compressor.errors import CompressionError
 from compressor.files import full_disk_told, replace_folder, replacing
 from compressor.locking import REPLACED, alone, check_parent, clear, refuse_linked_folder, work_folder
+from compressor.ranks.present import here
 from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import OutputJob, Piece
-from exporters.shards import begin_shard, index_json, lay_out, put
+from exporters.shards import Shard, begin_shard, index_json, lay_out, put
 
 WRITERS = 2  # tensors in work at once
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
@@ -118,12 +119,15 @@ def write(
 
     Raises `CompressionError` and leaves nothing behind when the input is bad, the disk full or the result not good.
     """
-    out = Path(os.path.abspath(out))
-    check_target(out, overwrite)
-    check_space(out, job.nbytes)
-    with making(out, job.digest, overwrite) as work:
+    out, first = Path(os.path.abspath(out)), here().is_first
+    if first:
+        check_target(out, overwrite)
+        check_space(out, job.nbytes)
+    with making(out, job.digest, overwrite) if first else nullcontext(Work(out, job.digest)) as work:
         _fill(job, work, progress)
-        job.verify(work.content)
+        if first:
+            job.verify(work.content)
+    here().wait()
 
 
 @contextmanager
@@ -154,29 +158,54 @@ def _fill(job: OutputJob, work: Work, progress: Callable[[str, int], None]) -> N
     place = {name: (shard.name, offset) for shard in shards for name, offset in shard.offsets.items()}
     files: dict[str, int] = {}
     with ExitStack() as stack:
-        clear(work.content, {shard.name for shard in shards})  # a killed run may have added what this one does not
-        for shard in shards:
-            files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
-            stack.callback(os.close, files[shard.name])
-            begin_shard(files[shard.name], shard)
+        if here().is_first:
+            clear(work.content, {shard.name for shard in shards})  # a killed run may have added what this one does not
+            _open_shards(shards, work, files, stack)
+        work.finished = set(here().told(lambda: sorted(work.finished)))
+        if not here().is_first:
+            _open_shards(shards, work, files, stack)
         flusher = stack.enter_context(ThreadPoolExecutor(1))  # which ends before its files are closed
         flushes: list[Future[None]] = []
-        for unit in job.units:
-            expected = {output.name: output.nbytes for output in job.outputs if output.unit == unit}
-            if unit not in work.finished:
-                _write_unit(job, unit, expected, {name: (files[place[name][0]], place[name][1]) for name in expected})
-                work.finished.add(unit)
+        for units in _rounds(job.units, work.finished):
+            for number, unit in enumerate(units):
+                expected = {output.name: output.nbytes for output in job.outputs if output.unit == unit}
+                if unit not in work.finished and here().takes_turn(number):
+                    places = {name: (files[place[name][0]], place[name][1]) for name in expected}
+                    _write_unit(job, unit, expected, places)
+                    touched = {files[place[name][0]] for name in expected}
+                    flushes.append(flusher.submit(_flush, touched))  # the disk works meanwhile, the end need not wait
+            here().wait()
+            if here().is_first and not work.finished.issuperset(units):
+                work.finished.update(units)
                 work.save()
-                touched = {files[place[name][0]] for name in expected}
-                flushes.append(flusher.submit(_flush, touched))  # the disk works meanwhile, the end need not wait
-            progress(unit, sum(expected.values()))
+            for unit in units:
+                progress(unit, sum(output.nbytes for output in job.outputs if output.unit == unit))
         for flush in flushes:
             flush.result()
         _flush(files.values())
+        here().wait()
+    if not here().is_first:
+        return
     if len(shards) > 1:
         _write_file(work.content / "model.safetensors.index.json", index_json(job, shards))
     for file_name, source in job.files.items():
         _write_file(work.content / file_name, source if isinstance(source, bytes) else source.read_bytes())
+
+
+def _open_shards(shards: Sequence[Shard], work: Work, files: dict[str, int], stack: ExitStack) -> None:
+    """Open the files of all shards; the first rank begins them."""
+    for shard in shards:
+        files[shard.name] = os.open(work.content / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
+        stack.callback(os.close, files[shard.name])
+        if here().is_first:
+            begin_shard(files[shard.name], shard)
+
+
+def _rounds(units: Sequence[str], finished: Collection[str]) -> Iterator[list[str]]:
+    """Units that are written at once, one by each rank; those that are finished, alone."""
+    left = [unit for unit in units if unit not in finished]
+    yield from ([unit] for unit in units if unit in finished)
+    yield from (left[begin : begin + here().size] for begin in range(0, len(left), here().size))
 
 
 def _flush(files: Iterable[int]) -> None:

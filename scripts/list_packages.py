@@ -21,6 +21,7 @@ WORDS = "compressor (files in the root)"  # words that everybody uses: errors, f
 
 FLOORS: Mapping[str, tuple[int, str]] = {
     WORDS: (0, "errors, whole files, memory, progress, versions, the words of all reports"),
+    "ranks": (1, "several processes that do one run together"),
     "demo": (1, "the embedded model with its data and tasks"),
     "drawing": (1, "one kit for every picture"),
     "document": (2, "one way to say it: blocks, and a renderer for each medium"),

@@ -1,19 +1,18 @@
 """The Python API that makes models smaller: `apply`, and `compress`, which plans and applies in one go."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compressor.api.constants import constants_job
-from compressor.api.repeating import answers, note_request, request_key, tell_in_place
+from compressor.api.placing import Place, answered, check_place, refuse_several_afterwards, refuse_source
+from compressor.api.repeating import note_request, request_key, tell_in_place
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
-from compressor.errors import CompressionError
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_compression
-from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
@@ -30,6 +29,8 @@ from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
+from compressor.ranks.places import held
+from compressor.ranks.present import here, refuse_several
 from compressor.records import read_object
 from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
@@ -38,7 +39,7 @@ from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.serving.advice import Advice
 from compressor.splitting.opening import as_planned
 from compressor.surgery.heads import check_plan
-from compressor.surgery.job import left_out_of, make_job, output_size
+from compressor.surgery.job import left_out_of, make_job
 
 Announce = Callable[[Forecast], None]
 AFTERWARDS: Mapping[str, Callable[..., dict[str, Any]]] = {"bake": bake_finished, "recover": recover_finished}
@@ -63,18 +64,6 @@ class Summary:
     acceptance: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of kept heads, before and after
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an output goes, and on what terms."""
-
-    out: Path
-    overwrite: bool
-    max_shard_bytes: int | None
-    accept: Callable[[Path], None] | None = None
-    key: str | None = None  # of the request, by which an output that is in place is known again
-    command: Sequence[str] | None = None  # for the record of the run
-
-
 def apply(
     plan: CompressionPlan | str | Path,
     out: str | Path,
@@ -91,7 +80,7 @@ def apply(
     `command` is the command line that asked for it, for the record of the run.
     """
     loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
-    place, noted = _Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
+    place, noted = Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
     dtype = (loaded.constants or loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
     with open_run(source, revision, dtype, progress=progress) as run:
@@ -132,7 +121,8 @@ def compress(
     will take that does not go on with an interrupted one, and raises what speaks against that.
     """
     asked, noted = Request.of(request, wanted), Noted()
-    place = _Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
+    refuse_several_afterwards(asked)
+    place = Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
             asked = prepared(run, asked)
@@ -146,7 +136,7 @@ def compress(
         with _working(run, place, digest):
             if (found := _in_place(run, place)) is not None:  # another run of it has just ended
                 return found
-            _check_target(run.model, place, wish.experts, wish.correction.wanted)
+            check_place(run.model, place, wish.experts, wish.correction.wanted)
             if isinstance(wish, Wish) and run.folder is not None and not (run.folder / "plan.json").is_file():
                 told = partial(forecast_compression, run.model, asked, wish, run.folder.parent)
                 announce_long(announce, told, run.model)
@@ -160,25 +150,24 @@ def compress(
 
 
 @contextmanager
-def _working(run: Run, place: _Place, digest: str) -> Iterator[None]:
+def _working(run: Run, place: Place, digest: str) -> Iterator[None]:
     """Give the run alone its hidden folder beside the output; a fault leaves none that could not be gone on with."""
-    _refuse_source(run.model, place)
-    with alone(place.out) as run.folder:
-        run.digest = digest
+    refuse_source(run.model, place)
+    with held(place.out) as run.folder:
+        run.digest = here().told(lambda: digest)
         try:
             yield
         except Exception:
-            load_exporter("safetensors").discard(place.out)
+            if here().is_first:
+                load_exporter("safetensors").discard(place.out)
             raise
 
 
-def _in_place(run: Run, place: _Place) -> Summary | None:
+def _in_place(run: Run, place: Place) -> Summary | None:
     """What there is to say of an output that is in place and the one asked for; None if there is none such."""
     if place.key is None or place.overwrite:
         return None
-    with suppress(CompressionError):
-        load_exporter("safetensors").check_target(place.out, False)  # which tidies up after a run that was killed
-    if not answers(place.out, place.key):
+    if not here().told(lambda: answered(place.out, str(place.key))):
         return None
     record = read_object(place.out / COMPRESSION)
     plan = CompressionPlan.from_dict(record["plan"], str(place.out / COMPRESSION))
@@ -187,32 +176,16 @@ def _in_place(run: Run, place: _Place) -> Summary | None:
     return _summary(run, place, plan, after, record["zeroed_fields"])
 
 
-def _refuse_source(model: OpenModel, place: _Place) -> None:
-    """Refuse an output in the source checkpoint, or one that would replace it."""
-    out, source = place.out, model.source.folder
-    target = out.resolve()
-    if target == source or source in target.parents:
-        raise CompressionError(f"{out} lies in the source checkpoint itself; name another output folder")
-    if target in source.parents and (place.overwrite or not target.is_dir()):
-        raise CompressionError(f"{out} holds the source checkpoint, which it would replace; name another output folder")
-
-
-def _check_target(model: OpenModel, place: _Place, experts: int, corrected: bool) -> None:
-    """Refuse an output place that cannot work, before anything expensive is done; corrected layers wait there too."""
-    out, writer = place.out, load_exporter("safetensors")
-    writer.check_target(out, place.overwrite)
-    needed = output_size(model, experts).bytes
-    writer.check_space(out, 2 * needed if corrected else needed)
-
-
 def _carry_out(
-    run: Run, plan: CompressionPlan, place: _Place, noted: Noted, calibration: Calibration | None = None
+    run: Run, plan: CompressionPlan, place: Place, noted: Noted, calibration: Calibration | None = None
 ) -> Summary:
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
+    if plan.constants is not None or plan.afterwards:
+        refuse_several("a plan with constants, a bake or a recovery", "carry it out without torchrun")
     model = run.model = as_planned(run.model, plan)
     clock, cut = run.clock, run.cut
     heads = check_plan(plan, model)
-    _check_target(model, place, plan.experts, plan.correction is not None)
+    check_place(model, place, plan.experts, plan.correction is not None)
     refuse_part(plan)
     if plan.bake is not None:
         refuse_references(plan.bake)
@@ -254,7 +227,7 @@ def _carry_out(
 
 
 def _summary(
-    run: Run, place: _Place, plan: CompressionPlan, after: Size, zeroed: Sequence[str], accepted: Accepted | None = None
+    run: Run, place: Place, plan: CompressionPlan, after: Size, zeroed: Sequence[str], accepted: Accepted | None = None
 ) -> Summary:
     model = run.model
     return Summary(
@@ -276,8 +249,10 @@ def _summary(
     )
 
 
-def _record(model: OpenModel, summary: Summary, place: _Place, noted: Noted) -> None:
+def _record(model: OpenModel, summary: Summary, place: Place, noted: Noted) -> None:
     """Leave what reports want to know of the run, and the output does not tell, in the user's cache."""
+    if not here().is_first:
+        return
     source, calibration = model.source, summary.plan.calibration
     words = None if place.command is None else tuple(place.command)
     known = RunRecord(

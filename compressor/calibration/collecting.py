@@ -5,8 +5,10 @@ from contextlib import closing
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressor.calibration.batches import Calibration, sample_positions
+from compressor.calibration.handing import handed, unpacked
 from compressor.calibration.statistics import (
     RECONSTRUCTION,
     SAMPLE_TOKENS,
@@ -22,6 +24,7 @@ from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 _Part = tuple[int, bool]  # number of the source, whether held out
 
@@ -56,31 +59,71 @@ class Observers:
         self.shares = calibration.weights
         batches = range(len(calibration.batches))
         parts = [(calibration.source_of(batch), batch in calibration.heldout) for batch in batches]
-        self.places: list[tuple[_Part, int]] = [(part, parts[:batch].count(part)) for batch, part in enumerate(parts)]
-        self.collectors: dict[_Part, Collector] = {}
+        self.parts, self.seed, self.watched = parts, seed, model.partial.model
+        self.sizes = [batch.numel() for batch in calibration.batches]
+        self.positions: dict[_Part, Tensor] = {}  # of the sample, in each part
+        self.starts: list[int] = []  # of each batch in its part
         for part in sorted(set(parts)):
-            source, heldout = part
-            sizes = [calibration.batches[batch].numel() for batch in batches if parts[batch] == part]
-            count = round(SAMPLE_TOKENS * self.shares[source])
-            positions = sample_positions(sum(sizes), count, seed)
-            wanted = RECONSTRUCTION if heldout else needs
-            self.collectors[part] = Collector(layer, model.partial.model, wanted, positions, sizes, seed)
+            tokens = sum(self.sizes[batch] for batch in batches if parts[batch] == part)
+            self.positions[part] = sample_positions(tokens, round(SAMPLE_TOKENS * self.shares[part[0]]), seed)
+        for batch in batches:
+            self.starts.append(sum(self.sizes[other] for other in range(batch) if parts[other] == parts[batch]))
+        self.collectors = {part: self._collector(part, torch.arange(0), []) for part in sorted(set(parts))}
+        self.seen: dict[int, Collector] = {}  # what each batch has shown, until it is added to its part's
+        self.active: Collector | None = None
+
+    def _collector(self, part: _Part, positions: Tensor, sizes: list[int]) -> Collector:
+        wanted = RECONSTRUCTION if part[1] else self.needs
+        if sizes and needs_heldout(self.needs):  # so that every rank knows what the router is called with
+            wanted |= {"router_arguments"}
+        return Collector(self.layer, self.watched, wanted, positions, sizes, self.seed)
 
     def enter(self, batch: int) -> None:
-        """The batch of this number is about to run: observe it for its part."""
+        """The batch of this number is about to run: observe it."""
         self.detach()
-        part, number = self.places[batch]
-        if not part[1] or needs_heldout(self.needs):
-            self.collectors[part].enter(number)
+        part, start, size = self.parts[batch], self.starts[batch], self.sizes[batch]
+        if part[1] and not needs_heldout(self.needs):
+            return
+        if here().is_alone:  # batches run in their order
+            self._add()
+        positions = self.positions[part]
+        inside = (positions >= start) & (positions < start + size)
+        self.active = self.seen[batch] = self._collector(part, positions[inside] - start, [size])
+        self.active.enter(0)
 
     def detach(self) -> None:
         """Stop observing."""
-        for collector in self.collectors.values():
-            collector.detach()
+        if self.active is not None:
+            self.active.detach()
+        self.active = None
+
+    def _add(self) -> None:
+        """Add what batches have shown, in their order, to what their parts have."""
+        for batch, collector in sorted(self.seen.items()):
+            self.collectors[self.parts[batch]].absorb(collector)
+        self.seen.clear()
+
+    def _gather(self) -> None:
+        """Have the first rank see what every rank's batches have shown."""
+        like = {name: meter for collector in self.seen.values() for name, meter in collector.meters.items()}
+        packed = handed(self.seen)
+        self.seen = {} if not here().is_first else self.seen
+        for content in here().gathered(packed)[1:]:
+            for batch, tensors in unpacked(content).items():
+                self.seen[batch] = self._collector(self.parts[batch], torch.arange(0), [])
+                self.seen[batch].restore(tensors, like)
 
     def finish(self) -> LayerStatistics:
-        """The statistics of the layer, with the held-out tokens' among them where they are needed."""
+        """The statistics of the layer, with the held-out tokens' among them where they are needed.
+
+        Of several ranks the first has them, of the batches of all; the others get the bare layer.
+        """
         self.detach()
+        if not here().is_alone:
+            self._gather()
+            if not here().is_first:
+                return LayerStatistics(self.layer, seed=self.seed)
+        self._add()
 
         def smaller(count: int) -> Any:
             return self.routers.get(self.layer, count)
@@ -126,7 +169,8 @@ def collect(
     watching = _Watching(by_unit, lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
     batches, units = calibration.batches, model.architecture.units
     wanted, finishing = (by_unit, range(0)) if end is None else (units, range(len(batches)))
-    stream = LayerStream(model.partial, batches, units, wanted, finishing)
+    own = None if here().is_alone else here().share([batch.numel() for batch in batches])
+    stream = LayerStream(model.partial, batches, units, wanted, finishing, own=own)
     progress.start("calibrate and plan", len(model.architecture.layers))
     with torch.random.fork_rng(devices=[]), closing(stream.passing(watching, *([end] if end else []))) as passed:
         torch.manual_seed(seed)
@@ -145,6 +189,9 @@ def _from_weights(
     model: OpenModel, needs: frozenset[str], routers: Routers, progress: Progress, seed: int
 ) -> Iterator[LayerStatistics]:
     layers, partial = model.architecture.layers, model.partial
+    if not here().is_first:
+        yield from (LayerStatistics(layer, seed=seed) for layer in layers)
+        return
     progress.start("plan", len(layers))
     for layer in layers:
         partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))

@@ -1,27 +1,26 @@
 """Meters: how each statistic of an MoE layer is measured, with its shape and meaning; a class is all there is to one.
 
 A meter sees every batch that passes the layer and in the end gives its statistic. Sums run over all tokens that the
-router sent to an expert and are float64. Samples hold S of the tokens and are float32. The gate weight is the one that
-really multiplies an expert's output. S sampled tokens, E experts, K top-k, H hidden.
+router sent to an expert and are float64; samples of the tokens stand in `compressor.calibration.samples`. The gate
+weight is the one that really multiplies an expert's output. E experts, H hidden.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from compressor.calibration.observing import (
-    ExpertsCall,
-    LayerWeights,
-    Meter,
-    Observed,
-    RouterArguments,
-    RouterCall,
-    SmallerRouter,
+from compressor.calibration.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterCall, SmallerRouter
+from compressor.calibration.samples import (
+    ExpertOutputs,
+    Inputs,
+    MixedOutputs,
+    RouterArgumentsThere,
+    RouterLogits,
+    TopKIndex,
+    TopKWeights,
 )
-from compressor.model.buffers import as_call, token_dim
-from compressor.model.experts import apply_expert, expert_parameters
 
 
 class _Sum(Meter):
@@ -33,6 +32,12 @@ class _Sum(Meter):
 
     def absorb(self, other: Self, scale: float) -> None:
         self.total += scale * other.total
+
+    def tensors(self) -> list[Tensor]:
+        return [self.total]
+
+    def restore(self, tensors: list[Tensor], like: Self) -> None:
+        (self.total,) = tensors
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         return self.total
@@ -116,136 +121,6 @@ class SquaredGatedNormSum(_OutputSum):
         self.total[expert] += (weights.double() * norms).square().sum().cpu()
 
 
-class _Sample(Meter):
-    kind = "sampled"
-
-    def __init__(self, observed: Observed) -> None:
-        super().__init__(observed)
-        self.parts: list[Any] = []
-
-    def absorb(self, other: Self, scale: float) -> None:
-        self.parts.extend(other.parts)
-
-    @property
-    def sampled(self) -> bool:
-        return bool(self.parts)
-
-    def take(self, value: Tensor, rows: Tensor) -> None:
-        """Keep these rows of a tensor [T, ...]."""
-        if rows.numel():
-            taken = value[rows.to(value.device)].detach()
-            self.parts.append(taken.float() if taken.is_floating_point() else taken)
-
-    def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All rows; of a layer that no sampled token reached, none, and so wide."""
-        return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
-
-
-class Inputs(_Sample):
-    name, shape, meaning = "inputs", "[S, H]", "inputs of the experts at the sampled tokens"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        self.take(call.hidden, call.rows)
-
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(1)
-
-
-class RouterLogits(_Sample):
-    name, shape, meaning = "router_logits", "[S, E]", "router logits there"
-
-    def router_called(self, call: RouterCall) -> None:
-        self.take(call.logits[:, : self.observed.layer.experts], call.rows)
-
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(self.observed.layer.experts)
-
-
-class TopKIndex(_Sample):
-    name, shape, meaning = "top_k_index", "[S, K]", "experts chosen there"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        self.take(call.index, call.rows)
-
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(self.observed.layer.top_k, torch.long)
-
-
-class TopKWeights(_Sample):
-    name, shape, meaning = "top_k_weights", "[S, K]", "their gate weights"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        self.take(call.weights, call.rows)
-
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(self.observed.layer.top_k)
-
-
-class RouterArgumentsThere(_Sample):
-    name, meaning = "router_arguments", "positional and by keyword, what the router was called with there"
-
-    def __init__(self, observed: Observed) -> None:
-        super().__init__(observed)
-        block = observed.block
-        self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
-
-    def router_called(self, call: RouterCall) -> None:
-        if call.rows.numel():
-            tokens = len(call.logits)
-            self.parts.append([(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments])
-
-    def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
-        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
-
-        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
-        """
-        dim = None if id(value) in self.own else token_dim(value, tokens)
-        if dim is None:
-            return None, value
-        by_token = value if dim == 0 else value.flatten(0, 1)
-        taken = by_token[rows.to(value.device)].detach().clone()
-        return dim, taken if dim == 0 else taken[None]
-
-    def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
-        joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
-        for place, column in enumerate(zip(*self.parts, strict=True)):
-            (name, dim, first), values = column[0], [value for _, _, value in column]
-            joined.append((name, first if dim is None else torch.cat(values, dim)))
-            dims[place if name is None else name] = dim
-        return RouterArguments(*as_call(joined), dims)
-
-
-class ExpertOutputs(_Sample):
-    name, shape, meaning, kind = "expert_outputs", "[E, S, H]", "every expert's output there", "dense"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        if call.rows.numel():
-            self.parts.append(call.hidden[call.rows.to(call.hidden.device)].detach())
-
-    def inputs(self) -> Tensor:
-        """What the experts are run on, [S, H]."""
-        return torch.cat(self.parts)
-
-    @torch.no_grad()
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        experts, count = self.observed.experts, self.observed.layer.experts
-        if not self.parts:
-            return torch.zeros(count, 0, 1)
-        hidden = self.inputs()
-        outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)
-        for expert in range(count):
-            outputs[expert] = apply_expert(experts, expert_parameters(experts, expert), hidden)
-        return outputs
-
-
-class MixedOutputs(ExpertOutputs):
-    name, meaning = "mixed_outputs", "every expert's output on random mixtures of those inputs"
-
-    def inputs(self) -> Tensor:
-        """What the experts are run on, [S, H]."""
-        return mix_tokens(super().inputs(), self.observed.seed)
-
-
 class Weights(Meter):
     name, kind, meaning = "weights", "weights", "the layer's live experts and router modules, to be read only"
 
@@ -283,12 +158,3 @@ METERS: Mapping[str, type[Meter]] = {
 def statistics_table() -> list[tuple[str, str, str]]:
     """Name, shape ("" where there is none) and meaning of each statistic that a strategy may need."""
     return [(name, meter.shape, meter.meaning) for name, meter in METERS.items()]
-
-
-def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
-    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
-    generator = torch.Generator().manual_seed(seed)
-    partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
-    share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
-    mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
-    return mixed.to(hidden.dtype)

@@ -99,6 +99,13 @@ class Meter:
     def absorb(self, other: Self, scale: float) -> None:
         """Take in what another meter of the same layer has seen, its sums times `scale`."""
 
+    def tensors(self) -> list[Tensor]:
+        """All that was seen, to be handed to another process."""
+        return []
+
+    def restore(self, tensors: list[Tensor], like: Self) -> None:
+        """Have seen what another process's meter has, whose `tensors` these are; `like` has watched the same layer."""
+
     @property
     def sampled(self) -> bool:
         """Whether any token was sampled."""

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from compressor.calibration.meters import METERS, mix_tokens
+from compressor.calibration.meters import METERS
 from compressor.calibration.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterArguments, RouterCall
 from compressor.calibration.read_only import ReadOnly, opened
+from compressor.calibration.samples import mix_tokens
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import as_arguments
@@ -229,6 +230,22 @@ class Collector:
             meter.expert_ran(expert, weights, norms)
             meter.expert_put_out(expert, weights, outputs)
 
+    def absorb(self, other: Self, scale: float = 1.0) -> None:
+        """Take in what another collector of the same layer has seen, its sums times `scale`."""
+        self.tokens += other.tokens
+        for name, meter in self.meters.items():
+            meter.absorb(other.meters[name], scale)
+
+    def restore(self, tensors: Mapping[str, list[Tensor]], like: Mapping[str, Meter]) -> None:
+        """Have seen what a collector of another process has (`compressor.calibration.handing`).
+
+        `like` are meters of the same layer that have watched a batch here.
+        """
+        self.tokens = int(tensors[""][0])
+        for name, meter in self.meters.items():
+            if name in tensors:
+                meter.restore(tensors[name], like.get(name, meter))
+
     def finish(
         self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
     ) -> LayerStatistics:
@@ -251,11 +268,8 @@ def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collec
     if len(collectors) == 1:
         return first
     whole = Collector(first.layer, first.model, first.needs, first.positions, [], first.seed)
-    whole.tokens = tokens
     for collector, share in zip(collectors, shares, strict=True):
-        scale = share / sum(shares) * tokens / max(collector.tokens, 1)
-        for name, meter in whole.meters.items():
-            meter.absorb(collector.meters[name], scale)
+        whole.absorb(collector, share / sum(shares) * tokens / max(collector.tokens, 1))
     return whole
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from compressor.errors import CompressionError
+from compressor.ranks.present import here
 
 if TYPE_CHECKING:  # which loads torch
     from compressor.forecasting.estimate import Forecast
@@ -22,7 +23,7 @@ def announcing(progress: Any, yes: bool, quiet: bool) -> "Callable[[Forecast], N
 
     Hours of tuning on a processor need an answer, unless `yes` or nobody can be asked; a no is a `CompressionError`.
     """
-    if quiet:
+    if quiet or not here().is_first:
         return None
 
     def announce(forecast: "Forecast") -> None:

@@ -25,11 +25,13 @@ from compressor.cli.commands import (
     splitting,
 )
 from compressor.cli.parameters import spread
+from compressor.cli.ranks import alone, on_ranks
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.memory import limit_caches
 from compressor.planning.plugins import packages
+from compressor.ranks.present import here
 from compressor.run_record import versions
 from compressor.words import one_line
 
@@ -79,6 +81,7 @@ def _own_warnings() -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
+    handler.addFilter(lambda record: here().is_first)  # several ranks warn of the same
     loggers = [logging.getLogger(package) for package in {"compressor", *packages()}]
     for logger in loggers:
         logger.addHandler(handler)
@@ -119,23 +122,23 @@ def about(
 
 
 for command in (
-    measuring.inspect,
-    making.plan,
-    making.apply,
-    making.compress,
-    splitting.split,
-    calibrating.calibrate_router,
-    recovering.recover,
-    measuring.compare,
-    measuring.attribute,
-    gating.gate,
-    referencing.reference,
-    exporting.export,
-    generating.generate,
-    reporting.report,
-    publishing.push,
-    showing.strategies,
-    showing.demo,
+    alone(measuring.inspect),
+    on_ranks(making.plan),
+    on_ranks(making.apply),
+    on_ranks(making.compress),
+    alone(splitting.split),
+    alone(calibrating.calibrate_router),
+    recovering.recover,  # whose processes accelerate brings together
+    alone(measuring.compare),
+    alone(measuring.attribute),
+    alone(gating.gate),
+    alone(referencing.reference),
+    alone(exporting.export),
+    alone(generating.generate),
+    alone(reporting.report),
+    alone(publishing.push),
+    alone(showing.strategies),
+    alone(showing.demo),
 ):
     app.command()(spread(command))
 app.add_typer(comoe.app, name="comoe")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.progress import Silent
+from compressor.ranks.present import here
 from compressor.words import one_line
 
 PROGRAM = "moe-compress"
@@ -71,7 +72,7 @@ class Bars:
 @contextmanager
 def progress_bars(quiet: bool) -> Iterator[Any]:
     """Bars on stderr, unless only JSON is wanted."""
-    if quiet:
+    if quiet or not here().is_first:
         yield Silent()
     else:
         with Bars() as bars:

@@ -4,16 +4,18 @@ T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Wha
 dtype; past a budget it lies in unlinked mapped files.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from compressor.correction.pieces import Pieces
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import allocate, as_arguments, as_call, token_dim
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
+from compressor.ranks.present import here
 
 CHUNK = 4096  # tokens computed at once
 
@@ -59,6 +61,7 @@ class Recording:
     expected: int  # tokens foreseen
     heldout: Collection[int] = ()  # numbers of the batches that are
     seen: list[tuple[int, bool]] = field(default_factory=list)  # of each call: tokens, whether held out
+    calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
     _inputs: _Rows = field(init=False)
     _outputs: _Rows = field(init=False)
@@ -105,6 +108,7 @@ class Recording:
         self._inputs.append(hidden)
         self._outputs.append(output)
         self.seen.append((len(hidden), self._batch in self.heldout))
+        self.calls.append((self._batch, len(hidden)))
         self._call = None
 
     def _described(self, keyword: str | None, value: Any, hidden: torch.Tensor) -> _Argument:
@@ -156,6 +160,10 @@ class CutLayer:
     block: Any
     parameters: list[Parameters]
     floor: float = 1.0  # added to ||y||^2 in a token's weight
+    pieces: Pieces = field(init=False)  # of the tokens of all ranks; those that methods take and give are this rank's
+
+    def __post_init__(self) -> None:
+        self.pieces = Pieces.of(self.recording.calls)
 
     @classmethod
     def of(cls, recording: Recording, experts: Any, router: Any, block: Any) -> "CutLayer":
@@ -199,23 +207,39 @@ class CutLayer:
         return total
 
     @torch.no_grad()
-    def residual(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, H] targets minus outputs."""
-        return torch.cat([self.gap(chunk, self.targets(chunk)) for chunk in rows.split(CHUNK)])
+    def residual(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[n, H] targets minus outputs at the tokens of all chunks."""
+        return torch.cat([self.gap(chunk, self.targets(chunk)) for chunk in chunks])
 
     @torch.no_grad()
     def error(self, rows: torch.Tensor) -> float:
-        """Weighted sum of ||y - y'||^2 over that of ||y||^2 at `rows`; 0 where there is nothing to bring back."""
-        off, size = 0.0, 0.0
-        for chunk in rows.split(CHUNK):
-            target = self.targets(chunk)
-            share = self.token_weights(target).double()
-            off += float(share @ self.gap(chunk, target).double().square().sum(-1))
-            size += float(share @ target.double().square().sum(-1))
+        """Weighted sum of ||y - y'||^2 over that of ||y||^2 at `rows`; 0 where there is nothing to bring back.
+
+        Of several ranks it is that of all their tokens at `rows`, and all must ask at once.
+        """
+        parts = self.pieces.split(rows)
+
+        def sums(piece: int) -> torch.Tensor:
+            found = torch.zeros(2, dtype=torch.float64)
+            for chunk in parts[piece].split(CHUNK) if len(parts[piece]) else ():
+                target = self.targets(chunk)
+                share = self.token_weights(target).double()
+                found[0] += float(share @ self.gap(chunk, target).double().square().sum(-1))
+                found[1] += float(share @ target.double().square().sum(-1))
+            return found
+
+        off, size = self.pieces.sum(torch.zeros(2, dtype=torch.float64), sums).tolist()
         return off / size if size else 0.0
 
 
 def _typical_energy(outputs: torch.Tensor) -> float:
-    """Median over tokens of ||y||^2; the mean where most are 0, and 1 where all are."""
-    energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(1)])
-    return float(energies.median()) or float(energies.mean()) or 1.0
+    """Median over the tokens of all ranks of ||y||^2; the mean where most are 0, and 1 where all are."""
+    energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
+    found = here().gathered(energies.cpu().numpy().tobytes())
+
+    def typical() -> float:
+        content = b"".join(found)
+        every = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.zeros(1)
+        return float(every.median()) or float(every.mean()) or 1.0
+
+    return float(here().told(typical))

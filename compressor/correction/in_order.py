@@ -16,6 +16,7 @@ from compressor.calibration.heldout import Judge
 from compressor.calibration.statistics import LayerStatistics
 from compressor.correction.cut_layer import Recording
 from compressor.correction.refit import Correction, correct_layer
+from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
 from compressor.model.loading import parent_and_name, set_tensor
@@ -23,6 +24,7 @@ from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.surgery.cutting import CutFiles, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
@@ -121,7 +123,7 @@ class _InOrder(LayerVisitor):
 
         def tell() -> None:
             handle.remove()
-            visited(layer, counts, sum(data.batches[number].numel() for number in fit))
+            visited(layer, here().summed(counts), sum(data.batches[number].numel() for number in fit))
 
         return tell
 
@@ -146,7 +148,9 @@ class _InOrder(LayerVisitor):
         if self.files is None:
             return False
         found = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
-        if len(found) < len(layers):
+        if len(found) < here().told(lambda: len(found)):
+            raise CompressionError(f"rank {here().rank} does not see {unit} in {self.files.folder}, which rank 0 sees")
+        if not here().told(lambda: len(found) == len(layers)):
             return False
         self.plans.update(found)
         device = self.model.partial.device
@@ -168,11 +172,14 @@ class _InOrder(LayerVisitor):
             plan = self.plans[layer.name]
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()
-        if self.files is not None:
-            state = self.shadow.model.state_dict()
-            for layer in layers:
-                keys = [*(tensor.key for tensor in layer.tensors), *layer.tables]
-                self.files.save(self.plans[layer.name], layer, {key: state[key] for key in keys})
+        state = self.shadow.model.state_dict()
+        for layer in layers:
+            made = {key: state[key] for key in (*(tensor.key for tensor in layer.tensors), *layer.tables)}
+            if not here().is_alone:
+                sums = [float(value.sum(dtype=torch.float64)) for value in made.values()]
+                here().agreed(sums, f"result for {layer.name}")
+            if self.files is not None and here().takes_turn(layer.index):
+                self.files.save(self.plans[layer.name], layer, made)
 
     def _take_over(self, unit: str, layers: list[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
         """Fill the smaller layer, and give the original experts' memory back."""
@@ -232,9 +239,11 @@ def compress_in_order(
     stream = LayerStream(
         model.partial, [*batches, *evaluation], units, wanted=units if evaluation or end else state.by_unit,
         finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
+        own=None if here().is_alone else here().share([batch.numel() for batch in (*batches, *evaluation)]),
     )  # fmt: skip
     progress.start(phase, len(state.by_unit))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(work.seed)
         stream.run(*visitors)
+    here().wait()  # until all layers are kept
     return tuple(state.plans[layer.name] for layer in model.architecture.layers)

@@ -17,6 +17,7 @@ from compressor.correction.tuning import STEPS, TOKENS, Schedule, tune
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
+from compressor.ranks.present import here
 
 RATE = 0.3  # of tuning, times the error that is left: see `compressor.correction.tuning.Schedule`
 MOST_RATE = 0.03
@@ -167,6 +168,11 @@ class _Guard:
         return error
 
 
+def _anywhere(rows: torch.Tensor) -> bool:
+    """Whether any rank has any tokens."""
+    return bool(here().summed(torch.tensor(len(rows))))
+
+
 def correct_layer(
     model: Any,
     layer: MoeLayer,
@@ -186,7 +192,7 @@ def correct_layer(
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
     rows, judged = recording.positions(heldout=False), recording.positions(heldout=True)
-    if not len(judged):
+    if not _anywhere(judged):
         return {"kept": "none", "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
@@ -194,7 +200,7 @@ def correct_layer(
         cut = cut_layer(recording, experts, model.get_submodule(layer.router), block)
         guard = _Guard(cut, router, dtypes, writing)
         errors = {"before": guard.best}
-        steps = steps_of[correction.method] if guard.best > 0 and len(rows) else {}
+        steps = steps_of[correction.method] if guard.best > 0 and _anywhere(rows) else {}
         for name, step in steps.items():
             step(Refit(cut, router, rows, judged, correction, guard.best, seed))
             errors[name] = guard.judge(name)

@@ -64,12 +64,23 @@ class _Tokens:
     routes: list[tuple[torch.Tensor, torch.Tensor]]
     residual: torch.Tensor
     scales: torch.Tensor  # [T] square roots of the tokens' weights; residual and features are multiplied by them
+    starts: list[int]  # of each chunk among the tokens
+    chunks: list[list[int]]  # of each piece of the layer
 
     @classmethod
     def of(cls, layer: CutLayer, rows: torch.Tensor) -> "_Tokens":
-        chunks = rows.split(CHUNK)
+        chunks, numbers = list[torch.Tensor](), list[list[int]]()
+        for part in layer.pieces.split(rows):
+            own = [chunk for chunk in part.split(CHUNK) if len(chunk)]
+            numbers.append(list(range(len(chunks), len(chunks) + len(own))))
+            chunks += own
+        starts = [sum(map(len, chunks[:number])) for number in range(len(chunks))]
+        if not chunks:  # of another rank all of them
+            none = layer.recording.outputs.new_zeros(0, 1, dtype=torch.float32)
+            return cls(rows, [], none, none[:, 0], starts, numbers)
         scales = torch.cat([layer.token_weights(layer.targets(chunk)).sqrt() for chunk in chunks])
-        return cls(rows, [layer.route(chunk) for chunk in chunks], layer.residual(rows) * scales[:, None], scales)
+        routes = [layer.route(chunk) for chunk in chunks]
+        return cls(torch.cat(chunks), routes, layer.residual(chunks) * scales[:, None], scales, starts, numbers)
 
 
 def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +89,7 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     wanted = {span.expert for span in block}
     inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
     reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
-    places = chunk * CHUNK + reached.cpu()
+    places = tokens.starts[chunk] + reached.cpu()
     x, weights = layer.inputs(tokens.rows[places]), weights[reached]
     phi = x.new_zeros(len(reached), block[-1].columns.stop)
     for expert, rows, slots in routed(weights, index[reached]):
@@ -91,23 +102,48 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     return places, phi
 
 
+def _normal(layer: CutLayer, fit: _Tokens, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi^T phi [D, D] and phi^T r [D, H] in float64, over the fitted tokens of all ranks."""
+    width, down = block[-1].columns.stop, layer.parameters[0]["down_proj"]
+    hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
+    like = torch.zeros(width, width + hidden, dtype=torch.float64, device=fit.residual.device)
+
+    def products(piece: int) -> torch.Tensor:
+        found = torch.zeros_like(like)
+        for chunk in fit.chunks[piece]:
+            places, phi = _features(layer, fit, chunk, block)
+            found[:, :width] += phi.T @ phi
+            found[:, width:] += phi.T @ fit.residual[places]
+        return found
+
+    both = layer.pieces.sum(like, products)
+    return both[:, :width].contiguous(), both[:, width:].contiguous()
+
+
 def _change(
     layer: CutLayer, fit: _Tokens, judge: _Tokens, block: list[Span], penalties: Sequence[float]
 ) -> tuple[torch.Tensor, float] | None:
     """The block's change of the down projections [D, H], and its penalty; None if none lowers the held-out error."""
-    width, device = block[-1].columns.stop, fit.residual.device
-    normal = torch.zeros(width, width, dtype=torch.float64, device=device)
-    right = torch.zeros(width, fit.residual.shape[1], dtype=torch.float64, device=device)
-    for chunk in range(len(fit.routes)):
-        places, phi = _features(layer, fit, chunk, block)
-        normal += phi.T @ phi
-        right += phi.T @ fit.residual[places]
+    normal, right = _normal(layer, fit, block)
     scale = float(normal.diagonal().mean())
     if scale == 0:
         return None
-    shown = [_features(layer, judge, chunk, block) for chunk in range(len(judge.routes))]
+    shown = {chunk: _features(layer, judge, chunk, block) for chunk in range(len(judge.routes))}
+
+    def missed(change: torch.Tensor | None) -> float:
+        """The squares of what the judged tokens miss, in all."""
+
+        def off(piece: int) -> torch.Tensor:
+            found = torch.zeros(1, dtype=torch.float64)
+            for places, phi in (shown[chunk] for chunk in judge.chunks[piece]):
+                left = judge.residual[places]
+                found += float((left if change is None else left - phi @ change).square().sum())
+            return found
+
+        return float(layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
+
     best: tuple[torch.Tensor, float] | None = None
-    least = sum(float(judge.residual[places].square().sum()) for places, _ in shown)
+    least = missed(None)
     for penalty in penalties:
         regular = normal.clone()
         regular.diagonal().add_(penalty * scale)
@@ -115,7 +151,7 @@ def _change(
         if failed:
             continue  # rounding, or activations past float32's range
         change = torch.cholesky_solve(right, factor).float()
-        off = sum(float((judge.residual[places] - phi @ change).square().sum()) for places, phi in shown)
+        off = missed(change)
         if off < least:
             best, least = (change, penalty), off
     return best
@@ -134,10 +170,11 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
 
     Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
     """
-    if getattr(layer.experts, "has_post_expert_norm", False) or not len(fit_rows):
+    count = int(layer.pieces.counts(fit_rows).sum())
+    if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
-    step = -(-len(fit_rows) // TOKENS)  # every step-th token
-    fit, judge = _Tokens.of(layer, fit_rows[::step]), _Tokens.of(layer, judge_rows)
+    step = -(-count // TOKENS)  # every step-th token
+    fit, judge = _Tokens.of(layer, layer.pieces.every(fit_rows, step)), _Tokens.of(layer, judge_rows)
     first = layer.parameters[0]["down_proj"]
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())

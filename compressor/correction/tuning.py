@@ -2,7 +2,8 @@
 
 The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor (Shazeer and Stern 2018,
 arXiv:1804.04235): its steps are relative to a tensor's own size, and its state is a row and a column of a matrix, so
-that one layer in float32 is about all the memory it takes. Each gradient is used and freed before the next one.
+that one layer in float32 is about all the memory it takes. Each gradient is used and freed before the next one. Of
+several ranks each computes the loss of its own tokens of a step; all make the same updates, of the summed gradients.
 """
 
 import math
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from compressor.correction.cut_layer import CutLayer
+from compressor.ranks.present import here
 
 STEPS, TOKENS = 300, 2048
+BUCKET = 2**25  # bytes of gradients that ranks exchange at once, or those of one expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +55,60 @@ def tune(
         optimizers[leaf].step()
         leaf.grad = None  # no two gradients need be in memory at once
 
-    hooks = []
+    hooks, together = [], not here().is_alone
+    buckets = _buckets([*(list(parameters.values()) for parameters in layer.parameters), list(router)])
     for leaf in leaves:
         leaf.requires_grad_()
         optimizers[leaf] = torch.optim.Adafactor([leaf], lr=schedule.rate)
-        hooks.append(leaf.register_post_accumulate_grad_hook(update))
-    for step, chosen in enumerate(_steps(rows, schedule)):
+        if not together:
+            hooks.append(leaf.register_post_accumulate_grad_hook(update))
+    for step, chosen in enumerate(_steps(layer.pieces.places(rows), schedule)):
         rate = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = rate
-        target = layer.targets(chosen)
-        loss = layer.token_weights(target) @ layer.gap(chosen, target).square().sum(-1) / len(chosen)
-        if loss.requires_grad:  # not where every token of the step skips the experts
+        own = chosen[chosen >= 0]  # of this rank
+        loss = _loss(layer, own, len(chosen)) if len(own) else torch.zeros((), device=leaves[0].device)
+        if together:
+            for bucket in buckets:
+                _update_together(loss, bucket, update)
+        elif loss.requires_grad:  # not where every token of the step skips the experts
             loss.backward()
         after(step)
-    for leaf, hook in zip(leaves, hooks, strict=True):
-        hook.remove()
+    for leaf in leaves:
         leaf.requires_grad_(False)
         leaf.grad = None
+    for hook in hooks:
+        hook.remove()
+
+
+def _loss(layer: CutLayer, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """What the tokens at `rows` add to the loss of a step of `count` tokens."""
+    target = layer.targets(rows)
+    return layer.token_weights(target) @ layer.gap(rows, target).square().sum(-1) / count
+
+
+def _buckets(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Leaves whose gradients are exchanged at once: a few experts, or one that is large."""
+    found, size = list[list[torch.Tensor]](), BUCKET
+    for group in groups:
+        if size >= BUCKET:
+            found.append([])
+            size = 0
+        found[-1] += group
+        size += sum(leaf.nbytes for leaf in group)
+    return found
+
+
+def _update_together(loss: torch.Tensor, leaves: list[torch.Tensor], update: Callable[[torch.Tensor], None]) -> None:
+    """Update these leaves by the gradients of all ranks' losses; one that no rank's loss depends on stays as it is."""
+    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+    if loss.requires_grad and leaves:
+        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    used = torch.tensor([float(gradient is not None) for gradient in found], device=loss.device)
+    pairs = zip(leaves, found, strict=True)
+    flat = [(torch.zeros_like(leaf) if gradient is None else gradient).flatten() for leaf, gradient in pairs]
+    *gradients, used = here().reduced(torch.cat([*flat, used])).split([*map(len, flat), len(used)])
+    for leaf, gradient, ranks in zip(leaves, gradients, used.tolist(), strict=True):
+        if ranks:
+            leaf.grad = gradient.view_as(leaf)
+            update(leaf)

@@ -21,6 +21,7 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.surgery.cutting import CutFiles, cut_layers
 
@@ -150,24 +151,38 @@ def keep_the_better(
     What was found is kept beside the files, and a run that was killed goes on from there. Without enough `texts` or
     without a language-model head there is nothing to judge by, and the corrections stay.
     """
-    if (verdict := read_verdict(files)) is None:
-        held = sum(map(len, texts))
-        verdict = Verdict(0.0, 0.0, 0.0, held)  # tells nothing apart
-        if held >= FEWEST and head_of(model.partial.model) is not None:
-            verdict = judge_corrections(model, plans, files.tensors, texts, progress)
-        write_whole(files.folder / JUDGED, json.dumps(asdict(verdict)))
-    if not verdict.undoes:
+    if not here().told(lambda: _judged(model, plans, files, texts, progress).undoes):
         return tuple(plans)
+    verdict = read_verdict(files)
+    assert verdict is not None
     undone = {plan.module: _undone(plan, verdict) for plan in plans}
     for unit, layers in layers_by_unit(model.architecture.layers).items():
-        if any(files.plan(layer) != undone[layer.name] for layer in layers):
+        if here().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
             model.partial.load(model.partial.keys_under(unit))
             cut = cut_layers(model.partial.model, layers, undone)
             for layer in layers:
                 keys = [*(tensor.key for tensor in layer.tensors), *layer.tables]
                 files.save(undone[layer.name], layer, {key: cut[key] for key in keys})
             model.partial.release(unit)
+    here().wait()  # until all layers are kept
     return tuple(undone[plan.module] for plan in plans)
+
+
+def _judged(
+    model: OpenModel,
+    plans: Sequence[LayerPlan],
+    files: CutFiles,
+    texts: Sequence[torch.Tensor],
+    progress: Progress,
+) -> Verdict:
+    """The verdict, found and kept unless it is there."""
+    if (verdict := read_verdict(files)) is None:
+        held = sum(map(len, texts))
+        verdict = Verdict(0.0, 0.0, 0.0, held)  # tells nothing apart
+        if held >= FEWEST and head_of(model.partial.model) is not None:
+            verdict = judge_corrections(model, plans, files.tensors, texts, progress)
+        write_whole(files.folder / JUDGED, json.dumps(asdict(verdict)))
+    return verdict
 
 
 def _undone(plan: LayerPlan, verdict: Verdict) -> LayerPlan:

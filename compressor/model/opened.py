@@ -17,6 +17,7 @@ from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, 
 from compressor.model.layout import Layout, find_layout, fingerprint
 from compressor.model.loading import PartialModel
 from compressor.model.routers import check_count
+from compressor.ranks.present import here
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,7 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_device(name: str) -> torch.device:
     """The torch device for `auto` or a device's name; refuses one that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        place = "cuda" if here().is_alone else f"cuda:{here().local % max(1, torch.cuda.device_count())}"
+        return torch.device(place if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

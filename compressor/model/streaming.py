@@ -62,7 +62,7 @@ class LayerStream:
     """`batches` (token ids [B, L]) through the decoder layers `units`, one of them in memory at a time.
 
     A pass ends when all `wanted` layers have passed. The `finishing` batches then go on to the model's output; all
-    layers must be wanted for that.
+    layers must be wanted for that. Of several ranks each runs the batches of its `own` numbers; visitors see those.
     """
 
     partial: PartialModel
@@ -73,6 +73,7 @@ class LayerStream:
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
     padding: Sequence[torch.Tensor] = ()  # attention masks [B, L] of the batches, if there are any
     gradients: bool = False  # whether the stock code around the layers runs with gradients
+    own: Collection[int] | None = None  # None: all of them
 
     def __post_init__(self) -> None:
         if self.finishing and set(self.wanted) < set(self.units):
@@ -111,14 +112,16 @@ class _Lockstep:
             self.model.get_submodule(name).register_forward_pre_hook(bind(self._load, keys))
             for name, keys in _outside_keys(self.partial, stream.units).items()
         ]
-        self.runs = [greenlet(self._run) for _ in stream.batches]
+        own = range(len(stream.batches)) if stream.own is None else sorted(stream.own)
+        self.runs = {number: greenlet(self._run) for number in own}
 
     def layers(self) -> Iterator[str]:
         """Load, pass, yield and release one layer after another, then finish the batches that are to be finished."""
-        places = [self._resume(number, number) for number in range(len(self.stream.batches))]
+        places = [self._resume(number, number) for number in self.runs]
         _release_embedding(self.partial)
         following = dict(pairwise(self.stream.units))
-        while places and (unit := places[0]) is not None:
+        idle = iter(self.stream.units if self.stream.own is not None and not places else ())  # ranks keep in step
+        while (unit := places[0] if places else next(idle, None)) is not None:
             if any(place != unit for place in places):
                 raise CompressionError(
                     f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
@@ -130,7 +133,7 @@ class _Lockstep:
                 visitor.loaded(unit)
             for visitor in self.visitors:
                 visitor.before(unit, self._replay)
-            places = [self._resume(number) for number in range(len(places))]
+            places = [self._resume(number) for number in self.runs]
             for visitor in self.visitors:
                 visitor.passed(unit)
             yield unit
@@ -140,11 +143,12 @@ class _Lockstep:
             if not self.waiting:
                 break
         for number in self.stream.finishing:
-            self._finish(number)
+            if number in self.runs:
+                self._finish(number)
 
     def close(self) -> None:
         """End all batches, and leave the model empty and as it was."""
-        for run in self.runs:
+        for run in self.runs.values():
             if run:
                 run.throw(GreenletExit)
         for handle in self.handles:
@@ -163,7 +167,8 @@ class _Lockstep:
 
     def _replay(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self._resume(number, _REPLAY)
+            if number in self.runs:
+                self._resume(number, _REPLAY)
 
     def _finish(self, number: int) -> None:
         output = self._resume(number)

@@ -2,7 +2,10 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from compressor.calibration import batches
 from compressor.calibration.batches import Calibration
@@ -22,6 +25,7 @@ from compressor.planning.request import Request
 from compressor.planning.run import Run
 from compressor.planning.steering import Steering
 from compressor.plans.plan import CompressionPlan
+from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.splitting.dealing import check_way, dealt
 from compressor.splitting.opening import seen_as
@@ -65,7 +69,7 @@ def settle(model: OpenModel, request: Request) -> Wish:
 
 def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve: int = 0) -> Calibration:
     """The calibration that is asked for, a part of it held out where plans or corrections are to be judged."""
-    return batches.calibrate(
+    made = batches.calibrate(
         request.sources,
         batches.load_tokenizer(model.source.folder),
         samples=request.samples,
@@ -75,14 +79,22 @@ def read_calibration(model: OpenModel, request: Request, heldout: bool, reserve:
         heldout=HELDOUT if heldout else 0.0,
         reserve=reserve,
     )
+    here().agreed(made.identity["sha256"], "calibration text")
+    return made
 
 
 def protected_experts(request: Request, keep: int, steering: Steering) -> Protected:
     """The experts that a list names, or the hubs or central experts that the calibration shows, as was asked for."""
     layers = steering.model.architecture.layers
     if request.protects_what_data_shows:
-        return protect_found(steering.attribution(), layers, keep, request.central)
+        return _told(lambda: protect_found(steering.attribution(), layers, keep, request.central))
     return given_protected(request.protect, layers, keep)
+
+
+def _told(found: Callable[[], Protected]) -> Protected:
+    """What the first rank finds."""
+    said = here().told(lambda: {name: sorted(experts) for name, experts in found().items()})
+    return {name: frozenset(experts) for name, experts in said.items()}
 
 
 def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[CompressionPlan, Calibration | None]:
@@ -128,18 +140,27 @@ def plan_or_resume(run: Run, request: Request, wish: Wish | None = None) -> tupl
     """The plan that an interrupted run of this request kept, or a new one, then kept too, with its calibration."""
     assert run.folder is not None
     kept = run.folder / "plan.json"
+    resumed = here().told(lambda: _resumed(kept, run.digest))
+    if resumed is not None:
+        return CompressionPlan.from_dict(resumed, str(kept)), None
+    made, calibration = plan_request(run, request, wish)
+    run.folder.mkdir(exist_ok=True)
+    if here().is_first:
+        with replacing(kept, kept.with_suffix(".new")) as fresh:
+            fresh.write_text(json.dumps({"request": run.digest, "plan": made.to_dict()}), encoding="utf-8")
+    return made, calibration
+
+
+def _resumed(kept: Path, digest: str) -> dict[str, Any] | None:
+    """The plan of this request as an interrupted run has kept it; None where there is none that can be read."""
     if kept.is_file():
         try:
             content = read_object(kept)
-            if content.get("request") == run.digest:
-                return CompressionPlan.from_dict(content["plan"], str(kept)), None
+            if content.get("request") == digest:
+                return CompressionPlan.from_dict(content["plan"], str(kept)).to_dict()
         except (OSError, KeyError, CompressionError):
             pass  # an unreadable leftover is no reason to fail: plan again
-    made, calibration = plan_request(run, request, wish)
-    run.folder.mkdir(exist_ok=True)
-    with replacing(kept, kept.with_suffix(".new")) as fresh:
-        fresh.write_text(json.dumps({"request": run.digest, "plan": made.to_dict()}), encoding="utf-8")
-    return made, calibration
+    return None
 
 
 def refuse_per_source(request: Request) -> None:

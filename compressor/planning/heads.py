@@ -20,6 +20,7 @@ from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.planning.request import DROP_HEADS, KEEP_HEADS
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.heads import files_of_head as files_of_head
 
@@ -128,11 +129,13 @@ class HeadLine:
             yield from collect(model, needs, calibration, progress, seed, per_source, end)
         for number, head in enumerate(self.heads):
             text, end = relay.texts[number], relay.ends[number + 1]
-            own = replace(calibration, batches=text.batches)
+            passing = replace(calibration, batches=text.batches)
             with text.put_in(), end.attached():
-                for seen in collect(head.model, needs, own, progress, seed, per_source, end):
+                for seen in collect(head.model, needs, passing, progress, seed, per_source, end):
                     yield _named(seen, head)
-            self.accepted[head.named.name] = relay.acceptance(number)
+            own = relay.acceptance(number)  # on the batches of this rank
+            agreed, positions = here().summed(torch.tensor([own.agreed, own.positions])).tolist()
+            self.accepted[head.named.name] = Acceptance(agreed, positions)
 
     def told(self, plan: CompressionPlan) -> CompressionPlan:
         """The plan with the acceptance of its heads, before anything is made smaller, among their figures."""

@@ -1,7 +1,7 @@
 """Making a plan: one pass over the layers collects what the strategy needs, and each layer is planned as it passes."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from compressor.planning.heads import HeadLine, compress_with_heads, files_of_he
 from compressor.planning.protecting import Protected, listed
 from compressor.planning.registry import Strategy
 from compressor.planning.steering import Steering
+from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.run_record import versions
 from compressor.surgery.cutting import CutFiles
 
@@ -79,6 +81,20 @@ def _layer_plan(
     return made
 
 
+def decided(each: Callable[[], Iterable[tuple[_Key, LayerPlan]]]) -> list[tuple[_Key, LayerPlan]]:
+    """The plans of a layer as the first of several ranks makes them, each with its key."""
+    made: list[tuple[_Key, LayerPlan]] = []
+
+    def told() -> list[Any]:
+        made.extend(each())
+        return [[*key, layer_to_dict(plan)] for key, plan in made]
+
+    if here().is_alone:
+        return list(each())
+    heard = here().told(told)
+    return made or [((number, source), layer_from_dict(plan)) for number, source, plan in heard]
+
+
 def _whole_plan(
     model: OpenModel,
     wish: Wish,
@@ -129,20 +145,24 @@ def make_plans(
     seconds: dict[_Key, float] = {}
     line = HeadLine(model, heads, calibration)
     for stats in line.statistics(needs, progress, seed, per_source):
-        for number, wish in enumerate(wishes):
-            for source, seen in enumerate((stats, *stats.by_source), start=-1):
-                begin = time.perf_counter()
-                made = _layer_plan(seen, wish, protected, rank_changes)
-                layers.setdefault((number, source), []).append(made)
-                spent = time.perf_counter() - begin
-                seconds[number, source] = seconds.get((number, source), 0.0) + spent
-        del stats, seen  # samples need not outlive the layer
+
+        def each(stats: LayerStatistics = stats) -> Iterator[tuple[_Key, LayerPlan]]:
+            for number, wish in enumerate(wishes):
+                for source, seen in enumerate((stats, *stats.by_source), start=-1):
+                    begin = time.perf_counter()
+                    yield (number, source), _layer_plan(seen, wish, protected, rank_changes)
+                    spent = time.perf_counter() - begin
+                    seconds[number, source] = seconds.get((number, source), 0.0) + spent
+
+        for key, made in decided(each):
+            layers.setdefault(key, []).append(made)
+        del stats, each  # samples need not outlive the layer
     found = []
     for (number, source), plans in sorted(layers.items()):
         data = calibration if source < 0 or calibration is None else calibration.only(source)
         name = None if source < 0 or calibration is None else calibration.source_names[source]
         plan = line.told(_whole_plan(model, wishes[number], data, plans, seed, protected))
-        found.append(Planned(plan, number, seconds[number, source], name, data))
+        found.append(Planned(plan, number, seconds.get((number, source), 0.0), name, data))
     return found
 
 
@@ -183,7 +203,8 @@ def make_plan_in_order(
     rank_changes = steering.rank_changes([wish.strategy])
 
     def decide(stats: LayerStatistics) -> LayerPlan:
-        return replace(_layer_plan(stats, wish, protected, rank_changes), upstream=COMPRESSED)
+        made = decided(lambda: [((0, -1), _layer_plan(stats, wish, protected, rank_changes))])
+        return replace(made[0][1], upstream=COMPRESSED)
 
     work = LayerWork(wish.experts, decide, wish.strategy.needs, correction, seed)
     layers = compress_with_heads(model, wish.heads, work, calibration, progress, files, "plan in order")
@@ -209,6 +230,7 @@ def correct(
     done = [files.plan(layer) for layer in model.architecture.layers]
     done += [files_of_head(files, number).plan(head.layer) for number, head in enumerate(heads)]
     layers = tuple(layer for layer in done if layer is not None)
+    here().agreed(len(layers), "number of corrected layers in its hidden folder")
     unread = len(layers) < len(done) or (not heads and read_verdict(files) is None)
     if calibration is None and unread:
         calibration = recalibrate(plan.calibration or {}, load_tokenizer(model.source.folder), model.vocabulary)

@@ -10,6 +10,7 @@ from compressor.checkpoint.source import locate
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
+from compressor.ranks.present import here
 from compressor.surgery.cutting import CutFiles
 
 
@@ -58,5 +59,7 @@ def open_run(
     clock = Clock()
     with PeakMemory() as peak:
         with clock.phase("open"):
-            opened = open_model(locate(model, revision, progress), dtype, device)
+            found = locate(model, revision, progress) if here().is_first else None  # which may download it
+            here().wait()
+            opened = open_model(found or locate(model, revision), dtype, device)
         yield Run(opened, progress or Silent(), clock, peak)

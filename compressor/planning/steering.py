@@ -14,6 +14,7 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.planning.registry import Strategy
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 
 @dataclass(slots=True)
@@ -40,8 +41,9 @@ class Steering:
     def rank_changes(self, strategies: Sequence[Strategy]) -> dict[str, Tensor]:
         """AARV summed over the later routers, [E] float64, by layer; nothing if none of the strategies needs it."""
         asking = next((each.name for each in strategies if needs_attribution(each.needs)), None)
-        if asking is None:
-            return {}
+        return {} if asking is None else dict(here().shown(lambda: self._rank_changes(asking)))
+
+    def _rank_changes(self, asking: str) -> dict[str, Tensor]:
         try:
             senders = self.attribution().of_kind("expert")
         except CompressionError as error:

@@ -11,6 +11,7 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.plans.split import CLUSTERS, ENERGY, WEIGHTS
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.splitting.neurons import measured
 from compressor.splitting.opening import cut_as_stored, in_order
 from compressor.splitting.order import WAYS, order_of
@@ -48,13 +49,18 @@ def dealt(
         "calibration": None if text is None else text.identity,
     }
     asked = {"parts": parts, "block": block, **told}
-    if kept is not None and told_of(kept) == asked:
-        return in_order(model, kept_tensors(kept), told)
-    batches = None if text is None else [text.batches[number] for number in text.fit]
-    way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
-    found = measured(model.whole, batches, progress, way == CLUSTERS, seed)
-    orders: Mapping[str, Tensor] = {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
-    if kept is not None:
-        kept.parent.mkdir(exist_ok=True)
-        keep_tensors(kept, orders, asked)
-    return in_order(model, orders, told)
+    whole = model.whole
+
+    def orders() -> Mapping[str, Tensor]:
+        if kept is not None and told_of(kept) == asked:
+            return kept_tensors(kept)
+        batches = None if text is None else [text.batches[number] for number in text.fit]
+        way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
+        found = measured(whole, batches, progress, way == CLUSTERS, seed)
+        made = {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
+        if kept is not None:
+            kept.parent.mkdir(exist_ok=True)
+            keep_tensors(kept, made, asked)
+        return made
+
+    return in_order(model, here().shown(orders), told)

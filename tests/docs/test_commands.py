@@ -62,8 +62,8 @@ def test_the_pages_that_should_run_do() -> None:
     told = {name_of(page) for page in RUNNING}
     assert {"README.md", "docs/tutorial.md", "docs/reference/python.md"} <= told
     how_to = {name_of(page) for page in PAGES if page.parent.name == "how-to"}
-    # the tutorial runs the commands of one, and no checkpoint with a head is at hand for the other
-    assert how_to - told == {"docs/how-to/report.md", "docs/how-to/mtp.md"}
+    # the tutorial runs the commands of one, and no checkpoint with a head nor a launcher is at hand for the others
+    assert how_to - told == {"docs/how-to/report.md", "docs/how-to/mtp.md", "docs/how-to/ranks.md"}
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "")
@@ -71,14 +71,14 @@ def test_commands_in_blocks_are_known(page: Path, words: list[str]) -> None:
     program, *rest = words
     if program == PROGRAM:
         parse(rest)
-    elif program == "accelerate":
+    elif program in ("accelerate", "torchrun", "srun"):
         parse(rest[rest.index("compressor") + 1 :])
     elif program == "python":
         script = ROOT / (f"{rest[1].replace('.', '/')}.py" if rest[0] == "-m" else rest[0])
         source = script.read_text(encoding="utf-8")
         assert all(f'"{word}"' in source or word[2:] in source for word in rest if word.startswith("--"))
     else:
-        known = {"pip", "make", "hf", ".venv/bin/python", "source", "llama-imatrix"}
+        known = {"pip", "make", "hf", ".venv/bin/python", "source", "llama-imatrix", "export"}
         assert program in known, f"{name_of(page)}: {words}"
 
 

@@ -8,6 +8,7 @@ import typer
 import compressor
 from compressor.cli.options import COMPUTING, Model, Out, Running, listed
 from compressor.cli.parameters import spread
+from compressor.cli.ranks import alone
 from compressor.cli.terminal import progress_bars, tell
 from compressor.planning.request import Request
 
@@ -131,4 +132,4 @@ def evaluate(
 
 
 for command in (train, evaluate):
-    app.command()(spread(command))
+    app.command()(spread(alone(command, "comoe")))

@@ -16,8 +16,9 @@ from compressor.cli.options import GateOptions, Out, Publishing, Running, Strate
 from compressor.cli.parameters import given
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.errors import CompressionError
-from compressor.locking import alone
 from compressor.planning.request import CALIBRATION, MONE, Request
+from compressor.ranks.places import held
+from compressor.ranks.present import here, refuse_several
 
 Model = Annotated[
     str | None,
@@ -58,19 +59,21 @@ def plan(
     from compressor.plans.files import check_files, source_files, write_plans
 
     if takes_gguf(context, model, imatrix, CHOOSING):
+        refuse_several("a GGUF file")
         return plan_of_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
     request = with_constants(request, listed(format, "--format") or ())
     outputs = [output, *source_files(output, request.source_names if per_source else ())]
-    check_files(outputs, running.overwrite)
-    with alone(output), progress_bars(running.as_json) as progress:
+    here().first_alone(lambda: check_files(outputs, running.overwrite))
+    with held(output), progress_bars(running.as_json) as progress:
         if per_source:
             made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
         else:
             told = announcing(progress, yes, running.as_json)
             made = [compressor.plan(name, request, revision=revision, progress=progress, announce=told)]
-        check_files(outputs, running.overwrite)  # planning takes a while
-        write_plans(outputs, made)
+        if here().is_first:
+            check_files(outputs, running.overwrite)  # planning takes a while
+            write_plans(outputs, made)
     rendering.show_plans(made, outputs, running.as_json)
 
 
@@ -132,6 +135,7 @@ def apply(
 
     with progress_bars(running.as_json) as progress:
         if is_gguf(model):
+            refuse_several("a GGUF file")
             made = compressor.apply_gguf(
                 plan_file, str(model), output, overwrite=running.overwrite, progress=progress
             )  # fmt: skip
@@ -169,6 +173,7 @@ def compress(
     from compressor.cli import rendering
 
     if takes_gguf(context, model, imatrix, CHOOSING):
+        refuse_several("a GGUF file")
         return compress_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
     name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
     request = with_constants(request, listed(format, "--format") or ())
@@ -179,6 +184,7 @@ def compress(
         check_access(publishing.push_to_hub, publishing.private)
     task: dict[str, Any] = {"request": request, "revision": revision, "command": command_line()}
     if under_gate.gate is not None:
+        refuse_several("--gate", "compress first, and run the gate on the output without torchrun")
         compress_under_gate(name, output, task, formats, under_gate, gate_options, publishing, running)
     with progress_bars(running.as_json) as progress:
         summary = compressor.compress(
@@ -186,5 +192,7 @@ def compress(
             accept=exporting.additions(formats, progress), terms=",".join(formats),
             announce=announcing(progress, yes, running.as_json), **task,
         )  # fmt: skip
+    if not here().is_first:
+        return
     pushed = push_made(output, publishing, None, running.as_json)
     rendering.show_summary(summary, running.as_json, pushed)

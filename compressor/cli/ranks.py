@@ -1,0 +1,38 @@
+"""Commands under a launcher of several processes: those that share the work, and those that one process does."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from compressor.cli.terminal import PROGRAM
+from compressor.ranks.present import refuse_several
+from compressor.ranks.together import together
+
+Command = Callable[..., None]
+
+
+def on_ranks(command: Command) -> Command:
+    """The command, done by all ranks together; the first one alone prints."""
+
+    @wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        with together() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
+            if not ranks.is_first:
+                stack.enter_context(redirect_stdout(nowhere))
+            command(*given, **named)
+
+    return run
+
+
+def alone(command: Command, group: str = "") -> Command:
+    """The command, of a group of commands if it is in one, refused where several processes would all do the same."""
+
+    @wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        refuse_several(" ".join((PROGRAM, *group.split(), command.__name__.replace("_", "-"))))
+        command(*given, **named)
+
+    return run

@@ -1,0 +1,1 @@
+"""Several processes that do one run together, on torch.distributed."""

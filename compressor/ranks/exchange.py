@@ -1,0 +1,100 @@
+"""What ranks hand each other: JSON, bytes and tensors, never pickles; a lost rank is one sentence."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compressor.ranks.faults import EndedError, LostRankError
+
+heard: list[Callable[[], str | None]] = []  # what the watch knows of a fault, once another rank may have told it
+
+
+@contextmanager
+def _others() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if heard and (sentence := heard[-1]()) is not None:
+            raise EndedError(sentence) from error
+        raise LostRankError("another rank has ended without a word") from error
+
+
+def told(value: Any, first: bool) -> Any:
+    """The first rank's JSON value."""
+    content = _spread(json.dumps(value).encode() if first else None)
+    return value if first else json.loads(content)
+
+
+def shown(tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    """The first rank's tensors; None at the others."""
+    if tensors is None:
+        found: Mapping[str, Tensor] = safetensors.torch.load(_spread(None))
+        return found
+    _spread(safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}))
+    return tensors
+
+
+def _spread(content: bytes | None) -> bytes:
+    """The first rank's bytes; None at the others."""
+    made = torch.empty(0, dtype=torch.uint8) if content is None else _tensor(content)
+    size = torch.tensor([made.numel()])
+    with _others():
+        dist.broadcast(size, 0)
+        made = torch.empty(int(size), dtype=torch.uint8) if content is None else made
+        dist.broadcast(made, 0)
+    return made.numpy().tobytes() if content is None else content
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def gathered(content: bytes) -> list[bytes]:
+    """At the first rank the bytes of all; at the others nothing."""
+    own = _tensor(content)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    with _others():
+        dist.all_gather(sizes, torch.tensor([own.numel()]))
+        if dist.get_rank() != 0:
+            if len(own):
+                dist.send(own, 0)
+            return []
+        found = [own]
+        for rank, size in enumerate(sizes[1:], start=1):
+            found.append(torch.empty(int(size), dtype=torch.uint8))
+            if int(size):
+                dist.recv(found[-1], rank)
+    return [part.numpy().tobytes() for part in found]
+
+
+def reduce(value: Tensor) -> None:
+    """Sum a tensor over all ranks, in place."""
+    with _others():
+        dist.all_reduce(value)
+
+
+def add_pieces(total: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], rank: int) -> Tensor:
+    """Add pieces to `total` in their order: of a round of distinct owners, each makes its own and shows it to all."""
+    for begin, end in _rounds(owners):
+        mine = next((number for number in range(begin, end) if owners[number] == rank), None)
+        made = None if mine is None else make(mine).to(total.device, total.dtype).contiguous()
+        for number in range(begin, end):
+            piece = made if made is not None and number == mine else torch.empty_like(total)
+            with _others():
+                dist.broadcast(piece, owners[number])
+            total += piece
+    return total
+
+
+def _rounds(owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for end in range(1, len(owners) + 1):
+        if end == len(owners) or owners[end] in owners[begin:end]:
+            yield begin, end
+            begin = end

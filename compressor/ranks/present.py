@@ -1,0 +1,172 @@
+"""This process among those that do one run together: its rank, their number, and what falls to it.
+
+A launcher such as `torchrun` starts all with the same command line and tells each its place in the environment. The
+first rank decides and writes; batches are dealt out in a fixed way, so that no result depends on how many there are.
+Importing this loads no torch, and of a process alone nothing of `compressor.ranks.exchange` is ever loaded.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compressor.errors import CompressionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside MASTER_ADDR and MASTER_PORT
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among `size`; `local` is its number on its machine. What it hands on is JSON, tensors and bytes."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one decides, prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no others."""
+        return self.size == 1
+
+    def takes_turn(self, number: int) -> bool:
+        """Whether the piece of work of this number falls to this rank, where they take turns."""
+        return number % self.size == self.rank
+
+    def share(self, sizes: Sequence[int]) -> frozenset[int]:
+        """The numbers of the pieces, of so many tokens each, that fall to this rank."""
+        return frozenset(number for number, owner in enumerate(owners(sizes, self.size)) if owner == self.rank)
+
+    def told(self, make: Callable[[], Any]) -> Any:
+        """What the first rank makes, as JSON; the others get it without making it."""
+        if self.is_alone:
+            return make()
+        from compressor.ranks import exchange
+
+        return exchange.told(make() if self.is_first else None, self.is_first)
+
+    def shown(self, make: Callable[[], "Mapping[str, Tensor]"]) -> "Mapping[str, Tensor]":
+        """Tensors that the first rank makes; the others get copies, on the CPU, without making them."""
+        if self.is_alone:
+            return make()
+        from compressor.ranks import exchange
+
+        return exchange.shown(make() if self.is_first else None)
+
+    def agreed(self, value: Any, what: str) -> None:
+        """Refuse ranks that have come to different JSON values for `what`."""
+        if not self.is_alone:
+            first = self.told(lambda: value)
+            if first != value:
+                raise CompressionError(
+                    f"rank {self.rank} has another {what} than rank 0; give all the same files, versions and variables"
+                )
+
+    def first_alone(self, do: Callable[[], None]) -> None:
+        """Have the first rank do it while the others wait."""
+        self.told(do)
+
+    def wait(self) -> None:
+        """Wait until all ranks have come this far."""
+        if not self.is_alone:
+            self.gathered(b"")
+            self.told(lambda: None)
+
+    def gathered(self, content: bytes) -> list[bytes]:
+        """At the first rank what all have, by rank; at the others nothing."""
+        if self.is_alone:
+            return [content]
+        from compressor.ranks import exchange
+
+        return exchange.gathered(content)
+
+    def listed(self, value: Any) -> list[Any]:
+        """What each rank has, by rank, as JSON; at all of them."""
+        found = self.gathered(json.dumps(value).encode())
+        return list(self.told(lambda: [json.loads(content) for content in found]))
+
+    def reduced(self, value: "Tensor") -> "Tensor":
+        """The sum over all ranks of a tensor, added up in place in whatever order is fastest; alike at all."""
+        if not self.is_alone:
+            from compressor.ranks import exchange
+
+            exchange.reduce(value)
+        return value
+
+    def summed(self, value: "Tensor") -> "Tensor":
+        """The sum over all ranks, in their order, of a tensor that each has; the same bits at all."""
+        return self.ordered_sum(value, range(self.size), lambda rank: value) if not self.is_alone else value
+
+    def ordered_sum(self, like: "Tensor", owners: Sequence[int], make: Callable[[int], "Tensor"]) -> "Tensor":
+        """The sum of pieces [...] in their order, each made by its owner: the same bits at all ranks, however many.
+
+        `like` has the pieces' shape, dtype and device. At most one piece of each rank is in memory at a time.
+        """
+        import torch
+
+        total = torch.zeros_like(like)
+        if self.is_alone:
+            for number in range(len(owners)):
+                total += make(number)
+            return total
+        from compressor.ranks import exchange
+
+        return exchange.add_pieces(total, owners, make, self.rank)
+
+
+def owners(sizes: Sequence[int], count: int) -> list[int]:
+    """Which of `count` ranks each piece of so many tokens falls to.
+
+    Each round deals the next `count` pieces out, the largest to the rank that has least so far: all are busy, and
+    pieces of one round can be added up in their order as soon as it is done.
+    """
+    found, load = list[int](), [0] * count
+    for begin in range(0, len(sizes), count):
+        pieces = sizes[begin : begin + count]
+        idle = sorted(range(count), key=lambda rank: load[rank])
+        dealt = dict(zip(sorted(range(len(pieces)), key=lambda piece: -pieces[piece]), idle, strict=False))
+        for piece, size in enumerate(pieces):
+            load[dealt[piece]] += size
+            found.append(dealt[piece])
+    return found
+
+
+def started() -> Ranks:
+    """The place that the launcher has told this process; raises `CompressionError` where it makes no sense."""
+    if int(os.environ.get("WORLD_SIZE") or 1) <= 1:
+        return Ranks()
+    try:
+        rank, size, local = (int(os.environ[name]) for name in PLACES)
+    except (KeyError, ValueError) as error:
+        raise CompressionError(f"WORLD_SIZE is set, but not {', '.join(PLACES)} as torchrun sets them") from error
+    if not 0 <= rank < size or local < 0:
+        raise CompressionError(f"there is no rank {rank} of {size}; start all with torchrun")
+    return Ranks(rank, size, local)
+
+
+_here = [Ranks()]
+
+
+def here() -> Ranks:
+    """The ranks that this process is doing its work with: itself alone, unless `together` says otherwise."""
+    return _here[-1]
+
+
+def enter(ranks: Ranks) -> Callable[[], None]:
+    """Work with these ranks until the function that is returned is called."""
+    _here.append(ranks)
+    return lambda: _here.remove(ranks)
+
+
+def refuse_several(what: str, instead: str = "start it without torchrun") -> None:
+    """Refuse what is done by one process where a launcher has started several."""
+    if not started().is_alone:
+        raise CompressionError(f"{what} is done by one process; {instead}")
