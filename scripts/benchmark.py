@@ -31,28 +31,28 @@ KEEP = EXPERTS // 2
 LIMIT_SHARE = 0.45  # of the model's size: all the address space that the process may have
 
 
-def config(layers: int) -> Any:
+def config(layers: int, vocabulary: int = VOCABULARY) -> Any:
     """A Qwen3-MoE config of about 0.25 GB a layer in bfloat16."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
         hidden_size=HIDDEN, intermediate_size=2048, moe_intermediate_size=INTERMEDIATE, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=4, head_dim=64, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
-        vocab_size=VOCABULARY, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
+        vocab_size=vocabulary, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
 
 
-def write_synthetic(folder: Path, gigabytes: float) -> int:
+def write_synthetic(folder: Path, gigabytes: float, vocabulary: int = VOCABULARY) -> int:
     """Write a sharded checkpoint of at least this size, layer by layer; returns the number of layers."""
     from safetensors.torch import save_file
     from transformers import Qwen3MoeForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     layers = int(gigabytes * 1e9 / (EXPERTS * 3 * HIDDEN * INTERMEDIATE * 2)) + 1
-    config(layers).save_pretrained(folder)
+    config(layers, vocabulary).save_pretrained(folder)
     weight_map: dict[str, str] = {}
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config(1))
+        model = Qwen3MoeForCausalLM(config(1, vocabulary))
     generator = torch.Generator().manual_seed(0)
     state = {
         name: (
@@ -103,9 +103,12 @@ def watch(command: list[str], limit: int | None = None) -> dict[str, float]:
 
     thread = threading.Thread(target=sample)
     thread.start()
-    _, errors = process.communicate()
-    done.set()
-    thread.join()
+    try:
+        _, errors = process.communicate()
+    finally:  # also where this process is told to stop
+        process.kill()
+        done.set()
+        thread.join()
     if process.returncode:
         sys.stderr.write(errors)
     return {
