@@ -192,6 +192,12 @@ def slopes(measured: Sequence[Measured]) -> str:
     return f"slope of log seconds over log bytes: {', '.join(told)}"
 
 
+def _leave(*_: object) -> None:
+    """Leave on SIGTERM, so that the folder is removed; a second one must not cut that short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> None:
     """Check the disk, measure every size, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,7 +211,7 @@ def main() -> None:
     steps = [*args.steps, *(["export"] if args.export else [])]
     if args.export and "model-centric" not in steps:
         parser.error("--export needs the step model-centric")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed then, too
+    signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         check_room(Path(temporary), args.gigabytes, args.export)
         os.environ["MOE_COMPRESSOR_CACHE"] = str(Path(temporary) / "cache")
