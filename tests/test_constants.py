@@ -134,6 +134,10 @@ def test_everything_says_that_stock_transformers_cannot_load_it(tmp_path: Path, 
         arguments = ["--format", "mone", "--experts", "6", *text, *option.split()]
         found = run("compress", source, "-o", tmp_path / "no", *arguments)
         assert found.status != 0 and told in " ".join(found.err.split()), found.err
+    for option in ("--top-k 1", "--split 2"):
+        arguments = ["--format", "mone", "--ratio", "0.25", *text, *option.split()]
+        found = run("compare", source, "-o", tmp_path / "no", *arguments)
+        assert found.status != 0 and "whole experts" in " ".join(found.err.split()), found.err
     bare = run("compress", source, "-o", tmp_path / "no", "--experts-total", "9", *text)
     assert bare.status != 0 and "--format mone" in bare.err
     assert not (tmp_path / "no").exists()

@@ -83,6 +83,10 @@ def compare(
             "say how many experts to keep by --experts or --ratio; with several --split by --ratio, for --experts "
             "counts parts"
         )
+    if asked.constants and (top_ks or 1 not in splits):
+        raise CompressionError(
+            "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
+        )
     check_way(split_by, True, "")
     stock = corrections
     if asked.constants and corrections is not None:  # of which one is for constants alone
