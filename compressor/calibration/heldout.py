@@ -34,6 +34,11 @@ def rows_at_once(tokens: int, vocabulary: int) -> int:
     return max(1, LOGITS // (tokens * vocabulary))
 
 
+def divergence(original: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL of distributions with these log probabilities [B, L, V], summed over each sequence: [B] float64, in nats."""
+    return (original.exp() * (original - other)).sum((1, 2), dtype=torch.float64)
+
+
 def evaluation_batches(sets: Sequence[EvaluationSet], vocabulary: int) -> list[tuple[int, torch.Tensor]]:
     """(number of the set, token ids [B, L]) in batches so small that their logits are, too."""
     found = []
@@ -94,7 +99,7 @@ class Judge(LayerVisitor):
         ours, original = (log_softmax(part, dim=-1) for part in logits.chunk(2))
         targets = tokens[:, 1:, None].to(logits.device)
         loss = -ours.gather(-1, targets).double().sum()
-        kl = (original.exp() * (original - ours)).sum((1, 2), dtype=torch.float64)
+        kl = divergence(original, ours)
         self.kl_of[number] += (kl / targets.shape[1]).tolist()
         old = self.found[number]
         self.found[number] = Judgement(old.tokens + targets.numel(), old.loss + float(loss), old.kl + float(kl.sum()))

@@ -25,7 +25,7 @@ from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Repla
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
 from compressor.ranks.present import here
-from compressor.surgery.cutting import CutFiles, cut_layers
+from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
 Visited = Callable[[MoeLayer, torch.Tensor, int], None]  # told the visits [N] of a smaller layer, on so many tokens
@@ -174,7 +174,7 @@ class _InOrder(LayerVisitor):
         give_back()
         state = self.shadow.model.state_dict()
         for layer in layers:
-            made = {key: state[key] for key in (*(tensor.key for tensor in layer.tensors), *layer.tables)}
+            made = {key: state[key] for key in cut_keys(layer)}
             if not here().is_alone:
                 sums = [float(value.sum(dtype=torch.float64)) for value in made.values()]
                 here().agreed(sums, f"result for {layer.name}")

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import log_softmax
 
-from compressor.calibration.heldout import rows_at_once
+from compressor.calibration.heldout import divergence, rows_at_once
 from compressor.correction.in_order import ShadowModel
 from compressor.errors import CompressionError
 from compressor.files import write_whole
@@ -23,7 +23,7 @@ from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
 from compressor.ranks.present import here
 from compressor.records import read_object
-from compressor.surgery.cutting import CutFiles, cut_layers
+from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
 
 JUDGED = "judged.json"  # beside the cut layers: what was found, so that a run that goes on need not find it again
 FEWEST = 8  # held-out sequences that can tell that a correction harms
@@ -114,7 +114,7 @@ class _SideBySide(LayerVisitor):
             self._original = found
             return
         assert self._original is not None
-        apart = (self._original.exp() * (self._original - found)).sum(-1, dtype=torch.float64).mean(-1)
+        apart = divergence(self._original, found) / found.shape[1]
         self.apart[way - 1].extend(apart.tolist())
 
 
@@ -151,18 +151,16 @@ def keep_the_better(
     What was found is kept beside the files, and a run that was killed goes on from there. Without enough `texts` or
     without a language-model head there is nothing to judge by, and the corrections stay.
     """
-    if not here().told(lambda: _judged(model, plans, files, texts, progress).undoes):
+    verdict = Verdict(**here().told(lambda: asdict(_judged(model, plans, files, texts, progress))))
+    if not verdict.undoes:
         return tuple(plans)
-    verdict = read_verdict(files)
-    assert verdict is not None
     undone = {plan.module: _undone(plan, verdict) for plan in plans}
     for unit, layers in layers_by_unit(model.architecture.layers).items():
         if here().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
             model.partial.load(model.partial.keys_under(unit))
             cut = cut_layers(model.partial.model, layers, undone)
             for layer in layers:
-                keys = [*(tensor.key for tensor in layer.tensors), *layer.tables]
-                files.save(undone[layer.name], layer, {key: cut[key] for key in keys})
+                files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
             model.partial.release(unit)
     here().wait()  # until all layers are kept
     return tuple(undone[plan.module] for plan in plans)

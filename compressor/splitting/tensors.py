@@ -14,6 +14,7 @@ from torch import Tensor
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import expert_parameters, parameter_names
 from compressor.surgery.alignment import reordered
+from compressor.surgery.cutting import cut_keys
 from compressor.surgery.tensors import refuse_overflow
 
 
@@ -40,7 +41,7 @@ def split_layer(
 
 def divided(layer: MoeLayer) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Keys of the tensors of a layer that count experts: those of the experts module, and those of its router."""
-    keys = (*(tensor.key for tensor in layer.tensors), *layer.tables)
+    keys = cut_keys(layer)
     inside = tuple(key for key in keys if key.startswith(f"{layer.name}."))
     return inside, tuple(key for key in keys if key not in inside)
 

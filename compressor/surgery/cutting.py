@@ -65,6 +65,11 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
     return cut
 
 
+def cut_keys(layer: MoeLayer) -> list[str]:
+    """State-dict keys of the tensors of a layer that count experts, which cutting changes."""
+    return [*(tensor.key for tensor in layer.tensors), *layer.tables]
+
+
 @dataclass(frozen=True, slots=True)
 class CutFiles:
     """Cut and corrected tensors of finished layers, a file each, so that an interrupted run need not repeat them.
