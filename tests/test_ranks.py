@@ -20,6 +20,7 @@ from compressor.ranks.present import here, owners
 from compressor.ranks.together import together
 from tests import small
 from tests.command_line import CHILDREN, Result, Run, ended, names, refused, work
+from tests.evaluations import own_tasks
 
 
 def free_port() -> int:
@@ -99,6 +100,46 @@ def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tup
         assert found["heldout_error"] == pytest.approx(expected["heldout_error"], rel=1e-2)
 
 
+def told(folder: Path, name: str) -> Any:
+    """A report, less what it took."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without(entry) for entry in value]
+        if isinstance(value, dict):
+            taken = ("seconds", "calibration_seconds", "peak_memory")
+            return {name: without(entry) for name, entry in value.items() if name not in taken}
+        return value
+
+    return without(json.loads((folder / name).read_text()))
+
+
+def test_a_comparison_is_the_same(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
+    ask = ("compare", model, "--ratio", 0.5, "--strategies", "hc-smoe,hub-guided", "--random-seeds", 1)
+    ask = (*ask, "--correct", "none,ridge", "--evaluation-samples", 12, *text)
+    assert run(*ask, "-o", tmp_path / "alone").status == 0
+    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together"))
+    assert told(tmp_path / "together", "comparison.json") == told(tmp_path / "alone", "comparison.json")
+    assert names(tmp_path / "together") == names(tmp_path / "alone")
+
+
+def test_a_gate_gives_each_item_the_same_result(run: Run, tmp_path: Path) -> None:
+    own = own_tasks(tmp_path)
+    sizes = {"one": 32, "two": 24}
+    one, two = (
+        small.save(tmp_path / name, intermediate_size=size, max_position_embeddings=512) for name, size in sizes.items()
+    )
+    ask = ("gate", one, two, "--tasks", "both,moe_demo_text", "--include-path", own, "--limit", 12, "--device", "cpu")
+    alone = run(*ask, "--stream", "-o", tmp_path / "alone", "--cache-dir", tmp_path / "first")
+    ranks = launched(2, tmp_path, *ask, "-o", tmp_path / "together", "--cache-dir", tmp_path / "second")
+    assert alone.status == ranks[0].status == 3 and not ranks[1].status, [result.err for result in ranks]
+    assert told(tmp_path / "together", "gate.json") == told(tmp_path / "alone", "gate.json")
+    assert small.tree(tmp_path / "first") == small.tree(tmp_path / "second") != {}
+    not_streamed = launched(2, tmp_path, *ask, "--no-stream", "--cache-dir", tmp_path / "third")
+    assert [result.status for result in not_streamed] == [2, 2]
+    assert "leave out --no-stream" in "".join(result.err for result in not_streamed)
+
+
 def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -136,8 +177,7 @@ def test_one_rank_tells_of_a_fault(
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (("compare", "m", "-o", "x"), "moe-compress compare is done by one process; start it without torchrun"),
-        (("gate", "m", "n"), "moe-compress gate is done by one process"),
+        (("export", "m", "-o", "x"), "moe-compress export is done by one process; start it without torchrun"),
         (("comoe", "evaluate", "m", "--adapters", "a"), "moe-compress comoe evaluate is done by one process"),
     ],
 )

@@ -9,7 +9,6 @@ from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.calibration.batches import evaluation_sets, load_tokenizer
 from compressor.calibration.statistics import needs_attribution
-from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, Variant, compare_models, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
 from compressor.correction.refit import CONSTANTS, Correction
@@ -33,10 +32,11 @@ from compressor.planning.constants import refuse_model
 from compressor.planning.protecting import given_protected
 from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
-from compressor.planning.run import open_run
+from compressor.planning.run import find_model, open_run
 from compressor.planning.steering import Steering
 from compressor.plans.split import ENERGY
 from compressor.progress import Progress, Silent
+from compressor.ranks.present import here, refuse_several
 from compressor.splitting.dealing import check_way, dealt
 from compressor.splitting.opening import seen_as, with_top_k
 
@@ -78,6 +78,8 @@ def compare(
     asked = Request.of(request, wanted)
     if per_source:
         refuse_per_source(asked)
+    if asked.constants:
+        refuse_several("--format mone", "leave it out, or start the command without torchrun")
     if bool(experts) == bool(ratios) or (experts and len(splits) > 1):
         raise CompressionError(
             "say how many experts to keep by --experts or --ratio; with several --split by --ratio, for --experts "
@@ -211,13 +213,15 @@ def gate(
     `CompressionError` before any model is loaded for a task that has no prompt to optimise a pathway for, and for a
     reference set that is not the compressed model's own.
     """
+    if routing is not None:
+        refuse_several("--routing c3po", "leave it out, or start the command without torchrun")
     reference = None if routing is None else trusted_reference(routing)
     if reference is not None and wanted.options.stream:
         raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")
-    tasks = resolve_tasks(wanted.options)
+    tasks = here().first_before_others(lambda: resolve_tasks(wanted.options))
     if reference is not None:
         refuse_other_tasks(tasks)
-    sources = locate(base, revision, progress), locate(compressed, compressed_revision, progress)
+    sources = find_model(base, revision, progress), find_model(compressed, compressed_revision, progress)
     answerer = None
     if routing is not None and reference is not None:
         answerer = routed_answerer(routing, reference, sources[1], wanted.options)

@@ -169,8 +169,7 @@ def collect(
     watching = _Watching(by_unit, lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
     batches, units = calibration.batches, model.architecture.units
     wanted, finishing = (by_unit, range(0)) if end is None else (units, range(len(batches)))
-    own = None if here().is_alone else here().share([batch.numel() for batch in batches])
-    stream = LayerStream(model.partial, batches, units, wanted, finishing, own=own)
+    stream = LayerStream(model.partial, batches, units, wanted, finishing, own=here().own(batches))
     progress.start("calibrate and plan", len(model.architecture.layers))
     with torch.random.fork_rng(devices=[]), closing(stream.passing(watching, *([end] if end else []))) as passed:
         torch.manual_seed(seed)

@@ -16,6 +16,7 @@ from compressor.calibration.batches import EvaluationSet
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
 from compressor.model.streaming import LayerVisitor
+from compressor.ranks.present import here
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 
@@ -62,6 +63,7 @@ class Judge(LayerVisitor):
     found: list[Judgement] = field(default_factory=list)
     kl_of: list[list[float]] = field(default_factory=list)  # of each set: nats per token, by sequence
     _batch: int = 0
+    _seen: dict[int, tuple[float, list[float]]] = field(default_factory=dict)  # by batch: loss, and each sequence's KL
 
     @property
     def tokens(self) -> list[torch.Tensor]:
@@ -70,17 +72,31 @@ class Judge(LayerVisitor):
 
     @contextmanager
     def watch(self, model: Any) -> Iterator[None]:
-        """Judge anew while the block runs, the head given the original's states too; refuses a model without one."""
+        """Judge anew while the block runs, the head given the original's states too; refuses a model without one.
+
+        What was found, of several ranks together, is told when the block has ended.
+        """
         if (head := head_of(model)) is None:
             raise CompressionError(
                 f"{type(model).__name__} has no language-model head, so next-token losses cannot be compared"
             )
-        self.found, self.kl_of = [Judgement() for _ in range(self.sets)], [[] for _ in range(self.sets)]
+        self._seen = {}
         handle = head.register_forward_pre_hook(self._before_head)
         try:
             yield
         finally:
             handle.remove()
+        self._add_up()
+
+    def _add_up(self) -> None:
+        """Add up what every rank's batches have shown, in the order of the batches."""
+        self.found, self.kl_of = [Judgement() for _ in range(self.sets)], [[] for _ in range(self.sets)]
+        seen = sorted((batch, *found) for each in here().listed([*self._seen.items()]) for batch, found in each)
+        for batch, loss, kl in seen:
+            number, tokens = self.batches[batch]
+            predicted, old = tokens[:, 1:], self.found[number]
+            self.kl_of[number] += [value / predicted.shape[1] for value in kl]
+            self.found[number] = Judgement(old.tokens + predicted.numel(), old.loss + loss, old.kl + sum(kl))
 
     def entering(self, batch: int) -> None:
         self._batch = batch - self.first
@@ -94,12 +110,9 @@ class Judge(LayerVisitor):
     @torch.no_grad()
     def finished(self, batch: int, output: Any) -> None:
         """Add a batch's output, whose second half of rows is the original's."""
-        number, tokens = self.batches[batch - self.first]
+        number = batch - self.first
         logits = output.logits[:, :-1].float()
         ours, original = (log_softmax(part, dim=-1) for part in logits.chunk(2))
-        targets = tokens[:, 1:, None].to(logits.device)
+        targets = self.batches[number][1][:, 1:, None].to(logits.device)
         loss = -ours.gather(-1, targets).double().sum()
-        kl = divergence(original, ours)
-        self.kl_of[number] += (kl / targets.shape[1]).tolist()
-        old = self.found[number]
-        self.found[number] = Judgement(old.tokens + targets.numel(), old.loss + float(loss), old.kl + float(kl.sum()))
+        self._seen[number] = float(loss), divergence(original, ours).tolist()

@@ -129,9 +129,9 @@ for command in (
     alone(splitting.split),
     alone(calibrating.calibrate_router),
     recovering.recover,  # whose processes accelerate brings together
-    alone(measuring.compare),
+    on_ranks(measuring.compare),
     alone(measuring.attribute),
-    alone(gating.gate),
+    on_ranks(gating.gate),
     alone(referencing.reference),
     alone(exporting.export),
     alone(generating.generate),

@@ -7,6 +7,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from compressor.cli.terminal import PROGRAM
 from compressor.ranks.present import refuse_several
 from compressor.ranks.together import together
@@ -19,10 +21,16 @@ def on_ranks(command: Command) -> Command:
 
     @wraps(command)
     def run(*given: Any, **named: Any) -> None:
+        status = 0
         with together() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
             if not ranks.is_first:
                 stack.enter_context(redirect_stdout(nowhere))
-            command(*given, **named)
+            try:
+                command(*given, **named)
+            except typer.Exit as verdict:  # which all ranks have come to
+                status = verdict.exit_code
+        if ranks.is_first and status:
+            raise typer.Exit(status)
 
     return run
 

@@ -29,6 +29,7 @@ from compressor.planning.registry import Strategy, load_strategy, read_option
 from compressor.planning.steering import Steering
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.run_record import versions
 from compressor.surgery.job import idle_parameters, output_size
 
@@ -72,7 +73,8 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
 def _judge_original(model: OpenModel, judge: Judge, progress: Progress) -> None:
     units, batches = model.architecture.units, judge.tokens
     progress.start("original", len(units))
-    for unit in LayerStream(model.partial, batches, units, units, range(len(batches))).passing(judge):
+    stream = LayerStream(model.partial, batches, units, units, range(len(batches)), own=here().own(batches))
+    for unit in stream.passing(judge):
         progress.advance(unit)
 
 

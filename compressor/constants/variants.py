@@ -82,4 +82,4 @@ def judge_variants(
     with watching:
         for unit in stream.passing(Substituting(model, every, len(small)), judge):
             progress.advance(unit)
-        return judge.found[1:]
+    return judge.found[1:]

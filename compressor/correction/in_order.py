@@ -239,7 +239,7 @@ def compress_in_order(
     stream = LayerStream(
         model.partial, [*batches, *evaluation], units, wanted=units if evaluation or end else state.by_unit,
         finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
-        own=None if here().is_alone else here().share([batch.numel() for batch in (*batches, *evaluation)]),
+        own=here().own(batches, evaluation),
     )  # fmt: skip
     progress.start(phase, len(state.by_unit))
     with torch.random.fork_rng(devices=[]):

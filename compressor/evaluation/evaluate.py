@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
@@ -13,6 +13,8 @@ from compressor.evaluation.room import refuse_written, streams
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.progress import Progress
+from compressor.ranks.present import here
+from compressor.records import plain_json, read_as
 
 REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 
@@ -58,12 +60,16 @@ def plan_evaluation(
     routing = None if answerer is None else answerer.facts
     models = (identity(source), *(() if content is None else (content,)))
     keys = {task.name: tuple(store.key(model, task, options, routing) for model in models) for task in tasks}
-    kept = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}
-    missing = tuple(task for task in tasks if kept[task.name] is None)
+
+    def stored() -> dict[str, Any]:
+        found = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}
+        return {name: plain_json(asdict(scores)) for name, scores in found.items() if scores is not None}
+
+    known = {name: read_as(ItemScores, content) for name, content in here().told(stored).items()}
+    missing = tuple(task for task in tasks if task.name not in known)
     streamed = bool(missing) and answerer is None and streams(source, options)
     if streamed:
         refuse_written(source, options, missing)
-    known = {name: found for name, found in kept.items() if found is not None}
     return Evaluation(source, tuple(tasks), options, store, keys, known, missing, streamed, answerer)
 
 
@@ -71,7 +77,7 @@ def evaluate(planned: Evaluation, progress: Progress) -> tuple[dict[str, ItemSco
     """A model's results by task, asking it only for what is not stored; also whether all of it was."""
 
     def keep(scores: ItemScores) -> None:  # at once, so that an interrupted run keeps what is done
-        for key in planned.keys[scores.task]:
+        for key in planned.keys[scores.task] if here().is_first else ():
             planned.store.save(key, scores)
 
     made = run_tasks(

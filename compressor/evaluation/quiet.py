@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from compressor.errors import CompressionError
 from compressor.progress import quiet_transformers
+from compressor.ranks.present import unseen_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,17 @@ class _Relay(logging.Handler):
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out."""
+    """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out.
+
+    It sees no launcher, for it would deal the items out by itself, and tell the results to one rank alone.
+    """
     import datasets
     from lm_eval import evaluator
     from lm_eval.api import task
 
     source, relay = logging.getLogger("lm_eval"), _Relay()
     with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as stack:
-        for manager in (redirect_stdout(nowhere), warnings.catch_warnings(), quiet_transformers()):
+        for manager in (redirect_stdout(nowhere), warnings.catch_warnings(), quiet_transformers(), unseen_launcher()):
             stack.enter_context(manager)
         warnings.simplefilter("ignore")
         if not datasets.are_progress_bars_disabled():

@@ -12,6 +12,7 @@ from compressor.memory import available
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.bounds import most_parts
 from compressor.model.opened import pick_device, pick_dtype
+from compressor.ranks.present import here
 from compressor.words import human_bytes
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
@@ -28,7 +29,16 @@ def weight_bytes(source: ModelSource, dtype: str) -> int:
 
 
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:
-    """Whether the model is to be streamed: as the options say, or where it does not fit into the memory at hand."""
+    """Whether the model is to be streamed: as the options say, by several ranks, or where it does not fit into memory.
+
+    Raises `CompressionError` where several ranks are asked not to.
+    """
+    if not here().is_alone:
+        if options.stream is False:
+            raise CompressionError(
+                "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
+            )
+        return True
     return options.stream if options.stream is not None else not fits(source, options.dtype, options.device)
 
 

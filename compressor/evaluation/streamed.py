@@ -15,6 +15,7 @@ from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerStream, LayerVisitor
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
 TOGETHER = 256  # positions whose probabilities are held at once
@@ -90,7 +91,7 @@ class _Answers(LayerVisitor):
     """Takes the answers where a batch reaches the head, which is shown the scored positions alone."""
 
     def __init__(self, batches: Sequence[Sequence[Input]], count: int) -> None:
-        self.batches, self.found = batches, [(0.0, False)] * count
+        self.batches, self.count, self.found = batches, count, dict[int, Answer]()
         self.running, self.chosen = 0, False
 
     def entering(self, batch: int) -> None:
@@ -113,6 +114,11 @@ class _Answers(LayerVisitor):
             for (number, _), answer in zip(each.continuations, answers, strict=True):
                 self.found[number] = answer
 
+    def of_all_ranks(self) -> list[Answer]:
+        """The answers to all requests, in their order."""
+        told = {number: answer for each in here().listed([*self.found.items()]) for number, answer in each}
+        return [(float(value), bool(greedy)) for value, greedy in (told[number] for number in range(self.count))]
+
 
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
     """[B, S, ...] -> [N, ...]: each row's scored positions, which are the last of its own tokens."""
@@ -125,6 +131,8 @@ def stream_answers(
 ) -> list[Answer]:
     """The answer to each request, all batches of `rows` inputs in lockstep through one layer after the other.
 
+    Several ranks share the batches, and each gets all answers.
+
     An input has at most `most` tokens, and no continuation has more. `progress` is told of each layer.
     """
     inputs = inputs_of(requests, most)
@@ -132,8 +140,9 @@ def stream_answers(
     answers, units = _Answers(batches, len(requests)), model.architecture.units
     room = available()
     budget = DEFAULT_ACTIVATION_BUDGET if room is None else min(DEFAULT_ACTIVATION_BUDGET, room // WAITING_SHARE)
+    tokens = [padded(batch) for batch in batches]
     stream = LayerStream(
-        model.partial, [padded(batch) for batch in batches], units, units, range(len(batches)), budget
+        model.partial, tokens, units, units, range(len(batches)), budget, own=here().own(tokens)
     )  # fmt: skip
     head = head_of(model.partial.model)
     handle = head.register_forward_pre_hook(answers.before_head) if head is not None else None
@@ -144,4 +153,4 @@ def stream_answers(
     finally:
         if handle is not None:
             handle.remove()
-    return answers.found
+    return answers.of_all_ranks()

@@ -15,6 +15,7 @@ from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
 from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.run_record import PACKAGES, versions
 
 DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
@@ -53,7 +54,7 @@ def run_gate(
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    judged_files = judged_identity(compressed)
+    judged_files = here().told(lambda: judged_identity(compressed))
     original = plan_base(base, tasks, wanted)
     smaller = plan_evaluation(
         compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content_identity(judged_files)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compressor.checkpoint.source import locate
+from compressor.checkpoint.source import ModelSource, locate
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
@@ -47,6 +47,11 @@ class Run:
         return None if self.folder is None else CutFiles(self.folder / f"cut-{self.digest[:16]}")
 
 
+def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
+    """Where a model lies; of several ranks the first one downloads it."""
+    return here().first_before_others(lambda: locate(model, revision, progress))
+
+
 @contextmanager
 def open_run(
     model: str,
@@ -59,7 +64,5 @@ def open_run(
     clock = Clock()
     with PeakMemory() as peak:
         with clock.phase("open"):
-            found = locate(model, revision, progress) if here().is_first else None  # which may download it
-            here().wait()
-            opened = open_model(found or locate(model, revision), dtype, device)
+            opened = open_model(find_model(model, revision, progress), dtype, device)
         yield Run(opened, progress or Silent(), clock, peak)

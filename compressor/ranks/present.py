@@ -7,15 +7,17 @@ Importing this loads no torch, and of a process alone nothing of `compressor.ran
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compressor.errors import CompressionError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_T = TypeVar("_T")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside MASTER_ADDR and MASTER_PORT
 
 
@@ -45,6 +47,19 @@ class Ranks:
         """The numbers of the pieces, of so many tokens each, that fall to this rank."""
         return frozenset(number for number, owner in enumerate(owners(sizes, self.size)) if owner == self.rank)
 
+    def own(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
+        """The numbers of this rank's batches, of all groups in one row; None, which is all, for a process alone.
+
+        Each group is dealt out by itself, so that a batch has the same rank in every pass with its group.
+        """
+        if self.is_alone:
+            return None
+        found, begin = set[int](), 0
+        for group in groups:
+            found |= {begin + number for number in self.share([batch.numel() for batch in group])}
+            begin += len(group)
+        return frozenset(found)
+
     def told(self, make: Callable[[], Any]) -> Any:
         """What the first rank makes, as JSON; the others get it without making it."""
         if self.is_alone:
@@ -73,6 +88,12 @@ class Ranks:
     def first_alone(self, do: Callable[[], None]) -> None:
         """Have the first rank do it while the others wait."""
         self.told(do)
+
+    def first_before_others(self, make: Callable[[], _T]) -> _T:
+        """What each rank makes for itself, the others once the first one has left in caches what they need."""
+        made = [make()] if self.is_first else []
+        self.wait()
+        return made[0] if made else make()
 
     def wait(self) -> None:
         """Wait until all ranks have come this far."""
@@ -150,6 +171,18 @@ def started() -> Ranks:
     if not 0 <= rank < size or local < 0:
         raise CompressionError(f"there is no rank {rank} of {size}; start all with torchrun")
     return Ranks(rank, size, local)
+
+
+@contextmanager
+def unseen_launcher() -> Iterator[None]:
+    """Hide the launcher from a library that would share work among processes in a way of its own."""
+    hidden = {name: value for name, value in os.environ.items() if name in (*PLACES, "LOCAL_WORLD_SIZE")}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 _here = [Ranks()]

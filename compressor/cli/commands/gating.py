@@ -16,9 +16,10 @@ from compressor.cli.routing import RoutingOptions
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
-from compressor.locking import alone
 from compressor.planning.request import Request
 from compressor.progress import Progress
+from compressor.ranks.places import held
+from compressor.ranks.present import here, refuse_several
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
@@ -57,10 +58,12 @@ def gate(
     margin = {"max_drop": DEMO_MAX_DROP} if demo else {}
     wanted = options.request(chosen, computing.device, computing.dtype, cache_dir, **margin)
     routing = routed.routing_of(of_two=compressed is not None)
+    if base is None:
+        refuse_several("the demo's compression", "name two models")
     if output is not None:
-        check_folder(output, NAMES, running.overwrite)
+        here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
     with (
-        alone(output) if output else nullcontext(),
+        held(output) if output else nullcontext(),
         progress_bars(running.as_json) as progress,
         _models(base, compressed, demo, progress) as (first, second),
     ):
@@ -68,8 +71,9 @@ def gate(
             first, second, wanted, revision=running.revision, compressed_revision=compressed_revision,
             routing=routing, progress=progress,
         )  # fmt: skip
-        written = [] if output is None else write_gate(result, output, running.overwrite)
-    summarise(result)
+        written = write_gate(result, output, running.overwrite) if output is not None and here().is_first else []
+    if here().is_first:
+        summarise(result)
     show_gate(result, running.as_json, written)
     raise typer.Exit(_status(result, decided))
 

@@ -14,6 +14,8 @@ from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.planning.request import CALIBRATION, KEEP, MONE, Request
+from compressor.ranks.places import held
+from compressor.ranks.present import here
 
 
 def inspect(
@@ -94,15 +96,15 @@ def compare(
     if format not in ("safetensors", MONE):
         raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
     request = replace(request, constants=format == MONE)
-    check_folder(output, NAMES, running.overwrite)
-    with alone(output), progress_bars(running.as_json) as progress:
+    here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
+    with held(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
             model, request, experts=kept, ratios=removed, splits=parts, split_by=split_by, top_ks=visited,
             strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"), evaluate=evaluate or (), evaluation_samples=evaluation_samples,
             random_seeds=random_seeds, per_source=per_source, revision=running.revision, progress=progress,
         )  # fmt: skip
-        written = write_reports(found, output, running.overwrite)
+        written = write_reports(found, output, running.overwrite) if here().is_first else []
     show_comparison(found, running.as_json, written)
 
 
