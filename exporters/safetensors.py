@@ -125,6 +125,8 @@ def write(
         check_space(out, job.nbytes)
     with making(out, job.digest, overwrite) if first else nullcontext(Work(out, job.digest)) as work:
         _fill(job, work, progress)
+        here().wait()
+        job.finish(work.content)
         if first:
             job.verify(work.content)
     here().wait()

@@ -140,6 +140,26 @@ def test_a_gate_gives_each_item_the_same_result(run: Run, tmp_path: Path) -> Non
     assert "leave out --no-stream" in "".join(result.err for result in not_streamed)
 
 
+def test_a_bake_moves_the_routers_alike(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
+    ask = ("compress", model, "--experts", 4, "--strategy", "reap", "--correct", "none", "--bake", "router", *text)
+    ask = (*ask, "--bake-rounds", 2, "--bake-sequences", 24)
+    assert run(*ask, "-o", tmp_path / "alone").status == 0
+    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together"))
+    data = ("--teacher", model, "--data", text[1], "--rounds", 1, "--sequences", 9, "--sequence-length", 24)
+    again = ("calibrate-router", tmp_path / "alone", *data)
+    assert run(*again, "-o", tmp_path / "alone-again").status == 0
+    fine(launched(3, tmp_path, *again, "-o", tmp_path / "together-again"))
+    for name in ("", "-again"):
+        alone, both = (load_file(tmp_path / f"{each}{name}" / "model.safetensors") for each in ("alone", "together"))
+        steps = [
+            json.loads((tmp_path / f"{each}{name}" / "compression.json").read_text())["plan"]["bake"]["result"]["steps"]
+            for each in ("alone", "together")
+        ]
+        assert steps[0] == [pytest.approx(step, rel=1e-6) for step in steps[1]]
+        torch.testing.assert_close(both, alone, rtol=1e-6, atol=1e-7)
+    assert any(step["step"] for step in steps[0])
+
+
 def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -161,6 +181,7 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
     ("ask", "sentence"),
     [
         (("--experts", 1), "1 experts are fewer"),
+        (("--experts", 4, "--bake", "auto"), "--bake auto is done by one process; pass --bake router"),
         (("--experts", 4, "--recover", "all"), "--recover is done by one process"),
     ],
 )

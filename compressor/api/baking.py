@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.api.placing import refuse_ranks
 from compressor.api.rewriting import open_original, write_anew
 from compressor.calibration.sources import parse_sources
 from compressor.errors import CompressionError
@@ -16,6 +17,7 @@ from compressor.pathways.options import Routing
 from compressor.pathways.reference import ReferenceSet, reference_digest
 from compressor.planning.run import open_run
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def calibrate_router(
     or tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an
     architecture through which no gradients go layer by layer.
     """
+    refuse_ranks(False, bake, False)
     found = _reference(bake, reference)
     digest = "" if reference is None else reference_digest(Path(reference))
     wish = Bake(bake, rounds, sequences, sequence_length, optimizer, digest)
@@ -77,6 +80,7 @@ def calibrate_router(
             if found is not None:
                 found.check(run.model, load_tokenizer(run.model.source.folder))
             text = bake_text(wish, sources, original, seed)
+            here().agreed(text.identity["sha256"], "text")
         asked = wish.to_dict(original, text)
 
         def change(written: Path, kept: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api.constants import constants_job
-from compressor.api.placing import Place, answered, check_place, refuse_several_afterwards, refuse_source
+from compressor.api.placing import Place, answered, check_place, refuse_ranks, refuse_source
 from compressor.api.repeating import note_request, request_key, tell_in_place
 from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
@@ -30,7 +30,7 @@ from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
 from compressor.ranks.places import held
-from compressor.ranks.present import here, refuse_several
+from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
@@ -121,7 +121,7 @@ def compress(
     will take that does not go on with an interrupted one, and raises what speaks against that.
     """
     asked, noted = Request.of(request, wanted), Noted()
-    refuse_several_afterwards(asked)
+    refuse_ranks(asked.constants, asked.bake, asked.recovers)
     place = Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
         with run.clock.phase("open"):
@@ -180,8 +180,7 @@ def _carry_out(
     run: Run, plan: CompressionPlan, place: Place, noted: Noted, calibration: Calibration | None = None
 ) -> Summary:
     """Correct what the plan says, write the output and its recipe, and put it in place once it is accepted."""
-    if plan.constants is not None or plan.afterwards:
-        refuse_several("a plan with constants, a bake or a recovery", "carry it out without torchrun")
+    refuse_ranks(plan.constants is not None, (plan.bake or {}).get("method"), plan.recover is not None)
     model = run.model = as_planned(run.model, plan)
     clock, cut = run.clock, run.cut
     heads = check_plan(plan, model)
@@ -199,8 +198,8 @@ def _carry_out(
     accepted = accepted_by(plan)
     recipe = recipe_of(plan, model.source.label)
 
-    def verify(folder: Path) -> None:
-        nonlocal plan, accepted
+    def finish(folder: Path) -> None:
+        nonlocal plan
         for name in plan.afterwards:
             assert run.folder is not None
             kept = run.folder / f"{name}-{made.digest[:16]}"
@@ -208,6 +207,9 @@ def _carry_out(
                 entry = AFTERWARDS[name](folder, model.whole or model, getattr(plan, name), kept, run.progress)
             done: dict[str, Any] = {name: entry}
             plan = replace(plan, **done)
+
+    def verify(folder: Path) -> None:
+        nonlocal accepted
         made.verify(folder)
         accepted = acceptance_of(plan, heads, folder, model, calibration)
         if place.accept is not None:
@@ -217,7 +219,7 @@ def _carry_out(
         if place.key is not None:
             note_request(folder, place.key)
 
-    job = replace(made, verify=verify, files={**made.files, RECIPE: recipe})
+    job = replace(made, finish=finish, verify=verify, files={**made.files, RECIPE: recipe})
     with clock.phase("write"):
         run.progress.start("write", len(job.units))
         load_exporter("safetensors").write(

@@ -9,7 +9,6 @@ from compressor.api.repeating import answers
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.planning.registry import load_exporter
-from compressor.planning.request import Request
 from compressor.ranks.present import here, refuse_several
 from compressor.surgery.job import output_size
 
@@ -26,13 +25,13 @@ class Place:
     command: Sequence[str] | None = None  # for the record of the run
 
 
-def refuse_several_afterwards(asked: Request) -> None:
-    """Refuse several ranks for what one process does."""
-    for option, given in {
-        "--format mone": asked.constants, "--bake": asked.bakes, "--recover": asked.recovers,
-    }.items():  # fmt: skip
+def refuse_ranks(constants: bool, bake: object, recovers: bool) -> None:
+    """Refuse several ranks for what one process does: constants, a recovery, and any `bake` but that of weights."""
+    baked = bake not in (None, "none", "router")
+    for option, given in {"--format mone": constants, f"--bake {bake}": baked, "--recover": recovers}.items():
         if given:
-            refuse_several(option, "leave it out, or start the command without torchrun")
+            instead = "pass --bake router" if baked and option.startswith("--bake") else "leave it out"
+            refuse_several(option, f"{instead}, or start the command without torchrun")
 
 
 def answered(out: Path, key: str) -> bool:

@@ -8,18 +8,18 @@ from typing import Any
 
 from compressor.api.repeating import answers, note_request, request_key, tell_in_place
 from compressor.calibration.sources import without_folders
-from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.locking import alone
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_alike
 from compressor.mtp.head import known_heads
 from compressor.planning.recipe import RECIPE, recipe_of
 from compressor.planning.registry import load_exporter
-from compressor.planning.run import Run
+from compressor.planning.run import Run, find_model
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.plans.whole import whole_plan
+from compressor.ranks.places import held
+from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job
@@ -29,7 +29,7 @@ Change = Callable[[Path, Path], dict[str, Any]]  # (written folder, where work i
 
 def open_original(run: Run, teacher: str, revision: str | None, out: Path) -> OpenModel:
     """The original, computing as the smaller model of the run does; refuses places that cannot be written from it."""
-    original = open_alike(locate(teacher, revision, run.progress), run.model)
+    original = open_alike(find_model(teacher, revision, run.progress), run.model)
     check_carried(run.model.source.folder)
     refuse_places(out, (run.model, original))
     return original
@@ -56,9 +56,9 @@ def write_anew(
     changed: dict[str, Any] = {name: asked}
     plan = replace(own, **changed)
     facts = [smaller.checkpoint.stamp(), original.checkpoint.stamp(), str(smaller.partial.device)]
-    key = request_key(name, plan.to_dict(), versions(), *facts)
-    with alone(out) as folder:
-        if not overwrite and answers(out, key):
+    key = here().told(lambda: request_key(name, plan.to_dict(), versions(), *facts))
+    with held(out) as folder:
+        if here().told(lambda: not overwrite and answers(out, key)):
             tell_in_place(out)
             found: dict[str, Any] = read_object(out / COMPRESSION)["plan"][name]
             return found
@@ -67,20 +67,23 @@ def write_anew(
         made, _ = make_job(smaller, replace(whole, layers=(*whole.layers, *heads)))
         done: dict[str, Any] = {}
 
-        def verify(written: Path) -> None:
+        def finish(written: Path) -> None:
             with run.clock.phase(name):
                 done.update(change(written, folder / f"{name}-{made.digest[:16]}-{key[:16]}"))
+
+        def verify(written: Path) -> None:
             made.verify(written)
             note_request(written, key)
 
         record = _record(smaller, plan, name, made.files[COMPRESSION])
         files = {**made.files, COMPRESSION: record, RECIPE: recipe_of(plan, plan.source.model)}
-        job = replace(made, digest=request_key(made.digest, key), verify=verify, files=files)
+        job = replace(made, digest=request_key(made.digest, key), finish=finish, verify=verify, files=files)
         with run.clock.phase("write"):
             run.progress.start("copy", len(job.units))
             writer.write(job, out, overwrite, lambda unit, nbytes: run.progress.advance(unit or "the rest"))
     words, seconds = None if command is None else tuple(command), dict(run.clock.seconds)
-    record_run(out, RunRecord(smaller.source.name, None, asked["calibration"], seconds, run.peak.anonymous, words))
+    if here().is_first:
+        record_run(out, RunRecord(smaller.source.name, None, asked["calibration"], seconds, run.peak.anonymous, words))
     return done
 
 

@@ -127,7 +127,7 @@ for command in (
     on_ranks(making.apply),
     on_ranks(making.compress),
     alone(splitting.split),
-    alone(calibrating.calibrate_router),
+    on_ranks(calibrating.calibrate_router),
     recovering.recover,  # whose processes accelerate brings together
     on_ranks(measuring.compare),
     alone(measuring.attribute),

@@ -19,6 +19,7 @@ from compressor.pathways.bias_places import bias_places
 from compressor.pathways.judging import Baked, Text, Weights
 from compressor.pathways.reference import ReferenceSet
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +45,22 @@ def bake_routers(
     """Bake into the routers of `smaller` what brings it closer to `original` on the text.
 
     See `bake_weights` and `bake_bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes
-    the one that held-out text likes better.
+    the one that held-out text likes better. Several ranks share each round's text and what is held out.
     """
     heldout = sorted(text.heldout)
     fit = _first(text.fit, text, bake.sequences)
     if bake.method == "bias":  # which needs no more text than its places and items are taken from
         fit = fit[:PLACED]
-    numbers = [*fit, *heldout]
+    parts = [part for begin in range(bake.rounds) if (part := fit[begin :: bake.rounds])]
+    numbers = [number for part in (*parts, heldout) for number in _own(part, text)]
     asked = distributions(original, [text.batches[number] for number in numbers], progress)
     known = dict(zip(numbers, asked, strict=True))
 
     def of(numbers: Sequence[int]) -> Text:
-        return Text(tuple(text.batches[n] for n in numbers), tuple(known[n] for n in numbers))
+        return Text(tuple(text.batches[n] for n in numbers), tuple(known.get(n) for n in numbers))
 
     def weights() -> _Made:
-        rounds = [of(part) for begin in range(bake.rounds) if (part := fit[begin :: bake.rounds])]
+        rounds = [of(part) for part in parts]
         names = stored_routers(smaller)
         return _Made("router", bake_weights(smaller, _read(smaller, names), rounds, of(heldout), progress), names)
 
@@ -67,6 +69,12 @@ def bake_routers(
 
     ways = {"router": (weights,), "bias": (bias,), "auto": (weights, bias)}[bake.method]
     return _chosen([made for way in ways if (made := _tried(way, len(ways) > 1)) is not None], ways)
+
+
+def _own(numbers: Sequence[int], text: Calibration) -> list[int]:
+    """Those of these batches that fall to this rank."""
+    own = here().own([text.batches[number] for number in numbers])
+    return [number for place, number in enumerate(numbers) if own is None or place in own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,8 @@ def _biased(
 ) -> _Made:
     """The bake of a bias; it loads the smaller model whole."""
     whole = open_alike(smaller.source, smaller)
-    found = reference or text_reference(whole, fit.batches, fit.original, progress)
+    expected = [each for each in fit.original if each is not None]  # one process has all
+    found = reference or text_reference(whole, fit.batches, expected, progress)
     average = average_pathway(whole, found, bake.optimizer, progress)
     whole.partial.release("")
     places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], fit.batches)

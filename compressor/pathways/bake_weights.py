@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.calibration.teacher import divergence
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReversePass, ReverseVisitor
 from compressor.pathways.judging import Baked, Step, Text, Weights, gained, judged, put
-from compressor.pathways.router_moments import Moments, RouterGradients
+from compressor.pathways.router_moments import Moments, RouterGradients, summed
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
@@ -56,11 +55,13 @@ def bake_weights(model: OpenModel, weights: Weights, fit: Sequence[Text], heldou
 
 def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moments]:
     gradients = RouterGradients(model)
-    run = ReversePass(model.partial, text.batches, model.architecture.units)
-    run.run(
-        lambda batch, output: divergence(text.original[batch], output.logits).sum(), _Using(model, weights), gradients
-    )
-    return gradients.found
+    run = ReversePass(model.partial, [text.batches[number] for number in text.own], model.architecture.units)
+    if text.own:
+        run.run(
+            lambda batch, output: text.divergence(text.own[batch], output.logits).sum(), _Using(model, weights),
+            gradients,
+        )  # fmt: skip
+    return summed(gradients.found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from compressor.pathways.bake_routers import bake_routers
 from compressor.pathways.keeping import keep, kept
 from compressor.pathways.reference import ReferenceSet
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.surgery.rewriting import note_result, put_into
 
 
@@ -38,12 +39,20 @@ def bake_finished(
 
     `place` keeps the new routers until the folder is complete, so that an interrupted run does not repeat the work.
     The text that the plan names is repeated, unless it has just been read; `reference` is the set that it names.
+    Several ranks do it together; the first one writes.
     """
-    if (baked := kept(place)) is None:
+    baked = kept(place) if here().is_first else None
+    if not here().told(lambda: baked is not None):
         smaller = open_alike(locate(str(folder)), original)
         bake = Bake.from_plan(asked)
         text = text or repeated_text(bake, asked["calibration"], original)
         baked = bake_routers(smaller, original, bake, text, progress, reference)
-        keep(place, baked)
-    put_into(folder, baked.tensors)
-    return note_result(folder, "bake", asked, baked.result)
+        if here().is_first:
+            keep(place, baked)
+
+    def put() -> dict[str, Any]:
+        assert baked is not None
+        put_into(folder, baked.tensors)
+        return note_result(folder, "bake", asked, baked.result)
+
+    return dict(here().told(put))

@@ -12,16 +12,28 @@ from compressor.calibration.teacher import Distributions, divergence
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor
+from compressor.ranks.present import here
 
 Weights = Mapping[str, Tensor]  # routers' tensors, such as weights [E, H], as they are stored, by state-dict key
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Batches of token ids [B, L], and what the original expects after each token."""
+    """Batches of token ids [B, L], and what the original expects after each token; None for those of other ranks."""
 
     batches: tuple[Tensor, ...]
-    original: tuple[Distributions, ...]
+    original: tuple[Distributions | None, ...]
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The numbers of this rank's batches."""
+        return tuple(number for number, expected in enumerate(self.original) if expected is not None)
+
+    def divergence(self, number: int, logits: Tensor) -> Tensor:
+        """KL(original || other) in nats at every position of one of these batches, [B, L], from logits [B, L, V]."""
+        expected = self.original[number]
+        assert expected is not None
+        return divergence(expected, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class _Trials(LayerVisitor):
     def __init__(self, model: OpenModel, text: Text, trials: Sequence[Weights]) -> None:
         self.model, self.text, self.trials, self.count = model, text, trials, len(text.batches)
         self.batch = 0
-        self.found: list[list[Tensor]] = [[] for _ in trials]  # divergence of each sequence, per token
+        self.found: dict[int, list[float]] = {}  # by batch: divergence of each sequence, per token
 
     def entering(self, batch: int) -> None:
         self.batch = batch
@@ -75,16 +87,21 @@ class _Trials(LayerVisitor):
 
     @torch.no_grad()
     def finished(self, batch: int, output: Any) -> None:
-        trial, number = divmod(batch, self.count)
-        self.found[trial].append(divergence(self.text.original[number], output.logits).mean(1).double().cpu())
+        self.found[batch] = self.text.divergence(batch % self.count, output.logits).mean(1).double().tolist()
 
 
 def judged(model: OpenModel, text: Text, trials: Sequence[Weights]) -> list[Tensor]:
-    """For each set of weights the divergence from the original of every sequence, in nats per token."""
-    units, seen = model.architecture.units, _Trials(model, text, trials)
+    """For each set of weights the divergence from the original of every sequence, in nats per token.
+
+    Several ranks share the batches, and each gets all divergences.
+    """
+    units, seen, count = model.architecture.units, _Trials(model, text, trials), len(text.batches)
     batches = list(text.batches) * len(trials)
-    LayerStream(model.partial, batches, units, units, range(len(batches))).run(seen)
-    return [torch.cat(values) for values in seen.found]
+    own = [trial * count + number for trial in range(len(trials)) for number in text.own]
+    LayerStream(model.partial, batches, units, units, range(len(batches)), own=own).run(seen)
+    told = {batch: values for each in here().listed([*seen.found.items()]) for batch, values in each}
+    places = [[trial * count + number for number in range(count)] for trial in range(len(trials))]
+    return [torch.tensor([value for batch in row for value in told[batch]], dtype=torch.float64) for row in places]
 
 
 def gained(before: Tensor, after: Tensor, ridge: float, step: float) -> Step:

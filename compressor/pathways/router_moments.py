@@ -3,6 +3,7 @@
 T tokens, E rows of the router's weight, H width.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReverseVisitor
 from compressor.pathways.router_logits import Product, router_weight, watched
+from compressor.ranks.present import here
 
 
 @dataclass(slots=True)
@@ -51,6 +53,24 @@ class Moments:
     def mean_square(self, change: Tensor) -> float:
         """Of what a change [E, H] of the weight adds to a logit."""
         return float(((change @ self.inputs) * change).sum()) / (self.tokens * len(change))
+
+
+def summed(found: Mapping[str, Moments]) -> dict[str, Moments]:
+    """The sums over the tokens of all ranks, added up in the order of the ranks."""
+    if here().is_alone:
+        return dict(found)
+    widths = {key: tuple(sizes) for each in here().listed(_widths(found)) for key, sizes in each.items()}
+    whole = dict[str, Moments]()
+    for key, (width, rows) in widths.items():
+        own = found.get(key) or Moments.empty(width, rows)
+        sums = (here().summed(part) for part in (own.inputs, own.both, own.gradients, torch.tensor(own.tokens)))
+        inputs, both, gradients, tokens = sums
+        whole[key] = Moments(inputs, both, gradients, int(tokens))
+    return whole
+
+
+def _widths(found: Mapping[str, Moments]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(own.both.shape) for key, own in found.items()}
 
 
 def _ridged(square: Tensor, ridge: float) -> Tensor:

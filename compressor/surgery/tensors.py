@@ -77,6 +77,7 @@ class OutputJob:
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
     verify: Callable[[Path], None]  # raises CompressionError when the written folder is not good
     max_shard_bytes: int = MAX_SHARD_BYTES
+    finish: Callable[[Path], None] = lambda folder: None  # done to the folder by all ranks before it is verified
 
     @property
     def nbytes(self) -> int:
