@@ -100,6 +100,21 @@ def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tup
         assert found["heldout_error"] == pytest.approx(expected["heldout_error"], rel=1e-2)
 
 
+def test_a_deterministic_correction_comes_to_the_same_bits(
+    run: Run, model: Path, text: tuple[str, ...], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    ask = ("--experts", 4, "--strategy", "reap", "--correct", "tune", *text, "--samples", 100)
+    assert run("plan", model, *ask, "--deterministic", "-o", plan).status == 0
+    small.edit_json(plan, lambda content: content["correction"].update(steps=9))
+    assert run("apply", plan, "-o", tmp_path / "alone").status == 0
+    fine(launched(3, tmp_path, "apply", plan, "-o", tmp_path / "together"))
+    assert small.tree(tmp_path / "together") == small.tree(tmp_path / "alone")
+    record = json.loads((tmp_path / "alone" / "compression.json").read_text())["plan"]
+    assert {layer["figures"]["correction"]["kept"] for layer in record["layers"]} == {"tune"}
+    assert "deterministic: true" in (tmp_path / "alone" / "recipe.yaml").read_text()
+
+
 def told(folder: Path, name: str) -> Any:
     """A report, less what it took."""
 

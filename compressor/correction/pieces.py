@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.ranks.present import here
+from compressor.ranks.present import GROUPS, here
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Pieces:
 
     owners: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]  # number of the batch that each is of
 
     @classmethod
     def of(cls, calls: list[tuple[int, int]]) -> "Pieces":
@@ -29,7 +30,7 @@ class Pieces:
             begin += size
         found = sorted(tuple(piece) for pieces in here().listed(own) for piece in pieces)
         spans = [(begin, end) if owner == here().rank else (0, 0) for _, _, owner, begin, end in found]
-        return cls(tuple(owner for _, _, owner, _, _ in found), tuple(spans))
+        return cls(tuple(piece[2] for piece in found), tuple(spans), tuple(piece[0] for piece in found))
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Of each piece those of this rank's tokens at `rows` [n], ascending, that lie in it."""
@@ -54,6 +55,10 @@ class Pieces:
         for part, count in zip(self.split(rows), self.counts(rows).tolist(), strict=True):
             found.append(part if len(part) else torch.full((count,), -1))
         return torch.cat([rows[:0], *found])
+
+    def groups(self, rows: Tensor) -> Tensor:
+        """For each of all ranks' tokens at `rows`, in the order of the pieces: the group of its batch."""
+        return torch.tensor(self.batches, dtype=torch.int64).remainder(GROUPS).repeat_interleave(self.counts(rows))
 
     def sum(self, like: Tensor, make: Callable[[int], Tensor]) -> Tensor:
         """The sum of what the owners make of each piece, in the order of the pieces; `like` has its shape and dtype."""

@@ -44,7 +44,8 @@ def _ridge(refit: Refit) -> None:
 def _tune(refit: Refit) -> None:
     asked = refit.correction
     rate = min(asked.rate * refit.error, MOST_RATE)  # bold steps only shake a layer that is near
-    tune(refit.cut, refit.rows, list(refit.router.values()), Schedule(asked.steps, asked.tokens, rate, refit.seed))
+    schedule = Schedule(asked.steps, asked.tokens, rate, refit.seed, asked.deterministic)
+    tune(refit.cut, refit.rows, list(refit.router.values()), schedule)
 
 
 Step = Callable[[Refit], None]
@@ -65,12 +66,15 @@ class Correction:
     steps: int = STEPS
     tokens: int = TOKENS
     rate: float = RATE
+    deterministic: bool = False  # whether `tune` comes to the same bits with any number of ranks
 
     def __post_init__(self) -> None:
         if self.method not in (*METHODS, CONSTANTS):
             raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
         whole = isinstance(self.steps, int) and isinstance(self.tokens, int)
         counted = whole and 1 <= self.steps <= MOST_STEPS and 1 <= self.tokens <= MOST_TOKENS
+        if not isinstance(self.deterministic, bool):
+            raise CompressionError(f"a correction's deterministic is {self.deterministic!r}; give true or false")
         if not counted or not 0 < self.rate < 1:
             raise CompressionError(
                 f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; give 1 to "
@@ -84,7 +88,9 @@ class Correction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; only what the method uses."""
-        return asdict(self) if self.method == "tune" else {"method": self.method}
+        if self.method != "tune":
+            return {"method": self.method}
+        return {name: value for name, value in asdict(self).items() if name != "deterministic" or value}
 
     @classmethod
     def from_plan(cls, content: Mapping[str, Any] | None) -> Self:

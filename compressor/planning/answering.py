@@ -52,7 +52,8 @@ def settle(model: OpenModel, request: Request) -> Wish:
     strategy = load_strategy(request.strategy, request.options)
     experts = resolve_count(model.architecture.layers, request.experts, request.ratio)
     given_protected(request.protect, model.architecture.layers, experts)
-    correction = Correction(strategy.correction if request.correct is None else request.correct)
+    method = strategy.correction if request.correct is None else request.correct
+    correction = Correction(method, deterministic=request.deterministic)
     if request.sequential or request.correct not in (None, "none"):
         refuse_shared_experts(model)
     elif correction.wanted and (shared := shared_experts(model)):

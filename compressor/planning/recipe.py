@@ -64,6 +64,7 @@ def recipe_of(plan: CompressionPlan, model: str) -> bytes:
         **_data(plan.calibration),
         "seed": plan.seed,
         "correct": correction["method"],
+        "deterministic": correction.get("deterministic"),
         **{name: own["bake"].get(entry) for name, entry in BAKE.items() if "bake" in own},
         "recover": own.get("recover", {}).get("method"),
         "recover_steps": own.get("recover", {}).get("steps"),

@@ -94,6 +94,12 @@ class Request:
         "Refit what is left: none, ridge or tune (default: tune for auto, none for the others); with --format mone "
         "constants, too (default: none).",
     )
+    deterministic: bool = described(
+        False,
+        CORRECTION,
+        "Correct to the same bits with any number of processes, which takes `tune` longer.",
+        name="--deterministic",
+    )
     bake: str | None = described(
         None,
         CORRECTION,
@@ -209,7 +215,7 @@ def request_digest(model: "OpenModel", request: Request) -> str:
         request.samples,
         request.sequence_length,
         request.seed,
-        request.correct,
+        (request.correct, request.deterministic),
         (request.bake, request.bake_rounds, request.bake_sequences),
         (request.recover, request.recover_steps, request.recover_stream),
         request.sequential,

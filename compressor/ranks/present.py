@@ -17,6 +17,7 @@ from compressor.errors import CompressionError
 if TYPE_CHECKING:
     from torch import Tensor
 
+GROUPS = 8  # of batches, in a run whose sums do not depend on how many ranks there are
 _T = TypeVar("_T")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside MASTER_ADDR and MASTER_PORT
 
@@ -59,6 +60,13 @@ class Ranks:
             found |= {begin + number for number in self.share([batch.numel() for batch in group])}
             begin += len(group)
         return frozenset(found)
+
+    def own_groups(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
+        """The same, where each batch belongs to one of `GROUPS` fixed groups, which are dealt out whole."""
+        if self.is_alone:
+            return None
+        numbers = [number for group in groups for number in range(len(group))]
+        return frozenset(n for n, number in enumerate(numbers) if self.takes_turn(number % GROUPS))
 
     def told(self, make: Callable[[], Any]) -> Any:
         """What the first rank makes, as JSON; the others get it without making it."""
