@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from compressor.ranks.present import here, owners
 from compressor.ranks.together import together
@@ -83,36 +82,16 @@ def test_ranks_without_a_batch_keep_in_step(run: Run, model: Path, text: tuple[s
     assert small.tree(tmp_path / "together") == small.tree(tmp_path / "alone")
 
 
-def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    ask = ("--experts", 4, "--strategy", "reap", "--correct", "tune", *text)
-    assert run("plan", model, *ask, "-o", plan).status == 0
-    small.edit_json(plan, lambda content: content["correction"].update(steps=12))
-    assert run("apply", plan, "-o", tmp_path / "alone").status == 0
-    fine(launched(2, tmp_path, "apply", plan, "-o", tmp_path / "together"))
-    alone, both = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "together"))
-    for key, value in alone.items():
-        torch.testing.assert_close(both[key], value, rtol=1e-2, atol=1e-2 * float(value.abs().max()), msg=key)
-    plans = [json.loads((tmp_path / name / "compression.json").read_text())["plan"] for name in ("alone", "together")]
-    for one, other in zip(plans[0]["layers"], plans[1]["layers"], strict=True):
-        found, expected = other["figures"]["correction"], one["figures"]["correction"]
-        assert found["heldout_error_ridge"] == expected["heldout_error_ridge"]  # sums in a fixed order
-        assert found["heldout_error"] == pytest.approx(expected["heldout_error"], rel=1e-2)
-
-
-def test_a_deterministic_correction_comes_to_the_same_bits(
-    run: Run, model: Path, text: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_correction_comes_to_the_same_bits(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     ask = ("--experts", 4, "--strategy", "reap", "--correct", "tune", *text, "--samples", 100)
-    assert run("plan", model, *ask, "--deterministic", "-o", plan).status == 0
+    assert run("plan", model, *ask, "-o", plan).status == 0
     small.edit_json(plan, lambda content: content["correction"].update(steps=9))
     assert run("apply", plan, "-o", tmp_path / "alone").status == 0
     fine(launched(3, tmp_path, "apply", plan, "-o", tmp_path / "together"))
     assert small.tree(tmp_path / "together") == small.tree(tmp_path / "alone")
     record = json.loads((tmp_path / "alone" / "compression.json").read_text())["plan"]
     assert {layer["figures"]["correction"]["kept"] for layer in record["layers"]} == {"tune"}
-    assert "deterministic: true" in (tmp_path / "alone" / "recipe.yaml").read_text()
 
 
 def told(folder: Path, name: str) -> Any:
@@ -165,14 +144,9 @@ def test_a_bake_moves_the_routers_alike(run: Run, model: Path, text: tuple[str, 
     assert run(*again, "-o", tmp_path / "alone-again").status == 0
     fine(launched(3, tmp_path, *again, "-o", tmp_path / "together-again"))
     for name in ("", "-again"):
-        alone, both = (load_file(tmp_path / f"{each}{name}" / "model.safetensors") for each in ("alone", "together"))
-        steps = [
-            json.loads((tmp_path / f"{each}{name}" / "compression.json").read_text())["plan"]["bake"]["result"]["steps"]
-            for each in ("alone", "together")
-        ]
-        assert steps[0] == [pytest.approx(step, rel=1e-6) for step in steps[1]]
-        torch.testing.assert_close(both, alone, rtol=1e-6, atol=1e-7)
-    assert any(step["step"] for step in steps[0])
+        assert small.tree(tmp_path / f"together{name}") == small.tree(tmp_path / f"alone{name}")
+        plan = json.loads((tmp_path / f"alone{name}" / "compression.json").read_text())["plan"]
+        assert any(step["step"] for step in plan["bake"]["result"]["steps"])
 
 
 def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(

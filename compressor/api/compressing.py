@@ -83,7 +83,8 @@ def apply(
     place, noted = Place(Path(out), overwrite, max_shard_bytes, command=command), Noted()
     source, revision = (model, None) if model else (loaded.source.model, loaded.source.revision)
     dtype = (loaded.constants or loaded.correction or loaded.bake or loaded.recover or {}).get("dtype", "auto")
-    with open_run(source, revision, dtype, progress=progress) as run:
+    deterministic = bool((loaded.correction or {}).get("deterministic"))
+    with open_run(source, revision, dtype, progress=progress, deterministic=deterministic) as run:
         check_carried(run.model.source.folder)
         facts = [run.model.checkpoint.stamp(), str(run.model.partial.device)]
         place = replace(place, key=request_key(loaded.to_dict(), versions(), max_shard_bytes, *facts))
@@ -123,7 +124,7 @@ def compress(
     asked, noted = Request.of(request, wanted), Noted()
     refuse_ranks(asked.constants, asked.bake, asked.recovers)
     place = Place(Path(out), overwrite, max_shard_bytes, accept, command=command)
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+    with open_run(model, revision, asked.dtype, asked.device, progress, asked.deterministic) as run:
         with run.clock.phase("open"):
             asked = prepared(run, asked)
             wish = settle_constants(run.model, asked) if asked.constants else settle(run.model, asked)

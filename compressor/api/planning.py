@@ -27,7 +27,7 @@ def plan(
     `announce` is told beforehand what it will take, and raises what speaks against that.
     """
     asked = Request.of(request, wanted)
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+    with open_run(model, revision, asked.dtype, asked.device, progress, asked.deterministic) as run:
         if asked.constants:
             return plan_request(run, asked)[0]
         asked = prepared(run, asked)
@@ -47,6 +47,6 @@ def plan_per_source(
     """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
     asked = Request.of(request, wanted)
     refuse_per_source(asked)
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+    with open_run(model, revision, asked.dtype, asked.device, progress, asked.deterministic) as run:
         asked = prepared(run, asked)
         return plan_sources(run, asked)

@@ -22,7 +22,7 @@ from compressor.correction.tuning import Schedule, tune
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.constant_experts import Substitutes, substitute
-from compressor.model.experts import apply_expert, parameter_names, routed
+from compressor.model.experts import apply_expert, parameter_names
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.streaming import LayerStream, LayerVisitor, Replay
@@ -63,16 +63,17 @@ class SubstitutedLayer(CutLayer):
         output = self.router(*positional, **by_keyword)
         return output[1].reshape(len(rows), -1).float(), self.slots[output[2].reshape(len(rows), -1).long()]
 
-    def output(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        """[n, H]: the gate-weighted sum of the kept experts' outputs and the constants."""
-        total, kept = torch.zeros_like(x), len(self.parameters)
-        for slot, rows, places in routed(weights, index):
-            if slot >= kept:
-                put_out = self.values[slot - kept]
-            else:
-                put_out = apply_expert(self.experts, self.parameters[slot], x[rows])
-            total = total.index_add(0, rows, put_out * weights[rows, places, None])
-        return total
+    @property
+    def choices(self) -> int:
+        """How many the kept experts and the constants are."""
+        return len(self.parameters) + len(self.values)
+
+    def put_out(self, slot: int, x: Tensor) -> Tensor:
+        """What a kept expert makes of its inputs, or a constant of any: [m, H] or [H]."""
+        kept = len(self.parameters)
+        if slot >= kept:
+            return self.values[slot - kept]
+        return apply_expert(self.experts, self.parameters[slot], x)
 
     def gates(self, rows: Tensor) -> Tensor:
         """[n, D]: the gate weights of the replaced experts at the tokens at `rows` [n]."""

@@ -4,13 +4,15 @@ T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Wha
 dtype; past a budget it lies in unlinked mapped files.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from compressor.correction.pieces import Pieces
+from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import allocate, as_arguments, as_call, token_dim
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
@@ -37,6 +39,12 @@ class _Rows:
         self._buffer[self.used : need] = rows
         self.used = need
 
+    @classmethod
+    def of(cls, value: torch.Tensor) -> "_Rows":
+        found = cls(len(value))
+        found._buffer, found.used = value, len(value)
+        return found
+
     @property
     def value(self) -> torch.Tensor:
         return torch.zeros(0, 1) if self._buffer is None else self._buffer[: self.used]
@@ -51,6 +59,20 @@ class _Argument:
     rows: _Rows | None = None  # None with a `dim`: it is what the experts get
     key: str | None = None  # a parameter or buffer of the block, by name
     plain: Any = None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a rank that has recorded nothing is told."""
+        simple = self.plain is None or isinstance(self.plain, bool | int | float | str)
+        said = {"keyword": self.keyword, "dim": self.dim, "key": self.key, "plain": self.plain if simple else None}
+        return {**said, "rows": self.rows is not None, "simple": simple}
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> "_Argument":
+        """The argument that is told of, of no token yet."""
+        if not said["simple"]:
+            raise CompressionError("a rank has no text of its own here; start fewer ranks, or give more text")
+        return cls(said["keyword"], said["dim"], _Rows(0) if said["rows"] else None, said["key"], said["plain"])
 
 
 @dataclass(slots=True)
@@ -135,6 +157,22 @@ class Recording:
         kept = [torch.full((size,), held is heldout) for size, held in self.seen]
         return torch.cat(kept).nonzero().flatten() if kept else torch.arange(0)
 
+    def everywhere(self, pieces: Pieces, rows: torch.Tensor) -> "Recording":
+        """What all ranks have recorded at their `rows`, in the order of the pieces, at every rank.
+
+        Raises `CompressionError` at a rank that has recorded nothing, if it cannot be told what the router is given.
+        """
+        found = Recording(self.layer, 0)
+        found._inputs, found._outputs = (
+            _Rows.of(pieces.everywhere(value, rows)) for value in (self.inputs, self.outputs)
+        )
+        told = here().told(lambda: [argument.told for argument in self.arguments])
+        for argument in self.arguments or [_Argument.of(said) for said in told]:
+            own = argument.rows
+            made = None if own is None else _Rows.of(pieces.everywhere(own.value, rows))
+            found.arguments.append(replace(argument, rows=made))
+        return found
+
     def router_arguments(self, rows: torch.Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The router's arguments for the tokens at `rows` [n], in float32; tensors of its parent are `block`'s own."""
 
@@ -172,6 +210,15 @@ class CutLayer:
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
         return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs))
 
+    def everywhere(self, rows: torch.Tensor) -> tuple["CutLayer", torch.Tensor]:
+        """The layer with what all ranks have recorded at their `rows`, and all places in that.
+
+        Its parameters are those of this layer. It is for computing outputs alone, and judges nothing.
+        """
+        found = copy.copy(self)
+        found.recording = self.recording.everywhere(self.pieces, rows)
+        return found, torch.arange(len(found.recording.inputs))
+
     def more_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is refitted beside experts and router, each tensor with the place where its best state is kept."""
         return []
@@ -198,12 +245,20 @@ class CutLayer:
         """[n, H] the targets there minus what the smaller layer puts out, computed at once and with gradients."""
         return targets - self.output(self.inputs(rows), *self.route(rows))
 
+    @property
+    def choices(self) -> int:
+        """How many experts the router chooses from, and whatever stands for some."""
+        return len(self.parameters)
+
+    def put_out(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+        """What the expert in a slot makes of its inputs [m, H], before its gate's weight; [m, H], or [H] for all."""
+        return apply_expert(self.experts, self.parameters[slot], x)
+
     def output(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """[n, H]: the gate-weighted sum of the chosen experts' outputs."""
         total = torch.zeros_like(x)
-        for expert, rows, places in routed(weights, index):
-            found = apply_expert(self.experts, self.parameters[expert], x[rows])
-            total = total.index_add(0, rows, found * weights[rows, places, None])
+        for slot, rows, places in routed(weights, index):
+            total.index_add_(0, rows, self.put_out(slot, x[rows]) * weights[rows, places, None])
         return total
 
     @torch.no_grad()

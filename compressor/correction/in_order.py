@@ -236,11 +236,10 @@ def compress_in_order(
     if end is not None:
         visitors.append(end)
     units = model.architecture.units
-    deal = here().own_groups if work.correction.deterministic else here().own
     stream = LayerStream(
         model.partial, [*batches, *evaluation], units, wanted=units if evaluation or end else state.by_unit,
         finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
-        own=deal(batches, evaluation),
+        own=here().own(batches, evaluation),
     )  # fmt: skip
     progress.start(phase, len(state.by_unit))
     with torch.random.fork_rng(devices=[]):

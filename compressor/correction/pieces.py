@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.ranks.present import GROUPS, here
+from compressor.model.buffers import allocate
+from compressor.ranks.present import here
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,6 @@ class Pieces:
 
     owners: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    batches: tuple[int, ...]  # number of the batch that each is of
 
     @classmethod
     def of(cls, calls: list[tuple[int, int]]) -> "Pieces":
@@ -30,7 +30,7 @@ class Pieces:
             begin += size
         found = sorted(tuple(piece) for pieces in here().listed(own) for piece in pieces)
         spans = [(begin, end) if owner == here().rank else (0, 0) for _, _, owner, begin, end in found]
-        return cls(tuple(piece[2] for piece in found), tuple(spans), tuple(piece[0] for piece in found))
+        return cls(tuple(owner for _, _, owner, _, _ in found), tuple(spans))
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Of each piece those of this rank's tokens at `rows` [n], ascending, that lie in it."""
@@ -49,16 +49,20 @@ class Pieces:
             begin += count
         return torch.cat(found)
 
-    def places(self, rows: Tensor) -> Tensor:
-        """For each of all ranks' tokens at `rows`, in the order of the pieces: where it is among this rank's, or -1."""
-        found = []
-        for part, count in zip(self.split(rows), self.counts(rows).tolist(), strict=True):
-            found.append(part if len(part) else torch.full((count,), -1))
-        return torch.cat([rows[:0], *found])
+    def everywhere(self, values: Tensor, rows: Tensor) -> Tensor:
+        """What all ranks have at `rows` of their `values` [T, ...], in the order of the pieces, at every rank.
 
-    def groups(self, rows: Tensor) -> Tensor:
-        """For each of all ranks' tokens at `rows`, in the order of the pieces: the group of its batch."""
-        return torch.tensor(self.batches, dtype=torch.int64).remainder(GROUPS).repeat_interleave(self.counts(rows))
+        A rank without tokens has values of any shape; they become those of the first one.
+        """
+        counts, parts, begin = self.counts(rows).tolist(), self.split(rows), 0
+        dtype, *shape = here().told(lambda: [str(values.dtype).removeprefix("torch."), *values.shape[1:]])
+        found = allocate((sum(counts), *shape), getattr(torch, dtype), values.device)
+        for owner, part, count in zip(self.owners, parts, counts, strict=True):
+            if len(part):
+                found[begin : begin + count] = values[part]
+            here().spread([found[begin : begin + count]], [owner])
+            begin += count
+        return found
 
     def sum(self, like: Tensor, make: Callable[[int], Tensor]) -> Tensor:
         """The sum of what the owners make of each piece, in the order of the pieces; `like` has its shape and dtype."""

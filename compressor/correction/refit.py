@@ -44,8 +44,7 @@ def _ridge(refit: Refit) -> None:
 def _tune(refit: Refit) -> None:
     asked = refit.correction
     rate = min(asked.rate * refit.error, MOST_RATE)  # bold steps only shake a layer that is near
-    schedule = Schedule(asked.steps, asked.tokens, rate, refit.seed, asked.deterministic)
-    tune(refit.cut, refit.rows, list(refit.router.values()), schedule)
+    tune(refit.cut, refit.rows, list(refit.router.values()), Schedule(asked.steps, asked.tokens, rate, refit.seed))
 
 
 Step = Callable[[Refit], None]
@@ -66,7 +65,7 @@ class Correction:
     steps: int = STEPS
     tokens: int = TOKENS
     rate: float = RATE
-    deterministic: bool = False  # whether `tune` comes to the same bits with any number of ranks
+    deterministic: bool = False  # whether a run that carries it out keeps to operations whose bits repeat
 
     def __post_init__(self) -> None:
         if self.method not in (*METHODS, CONSTANTS):
@@ -88,9 +87,8 @@ class Correction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; only what the method uses."""
-        if self.method != "tune":
-            return {"method": self.method}
-        return {name: value for name, value in asdict(self).items() if name != "deterministic" or value}
+        own = asdict(self) if self.method == "tune" else {"method": self.method, "deterministic": self.deterministic}
+        return {name: value for name, value in own.items() if name != "deterministic" or value}
 
     @classmethod
     def from_plan(cls, content: Mapping[str, Any] | None) -> Self:

@@ -15,8 +15,9 @@ from torch import Tensor
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReversePass, ReverseVisitor
 from compressor.pathways.judging import Baked, Step, Text, Weights, gained, judged, put
-from compressor.pathways.router_moments import Moments, RouterGradients, summed
+from compressor.pathways.router_moments import Moments, RouterGradients
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
 STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)  # root mean square of the change of a logit, over that of the logits
@@ -54,14 +55,12 @@ def bake_weights(model: OpenModel, weights: Weights, fit: Sequence[Text], heldou
 
 
 def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moments]:
-    gradients = RouterGradients(model)
+    gradients = RouterGradients(model, here().owners(text.batches))
     run = ReversePass(model.partial, [text.batches[number] for number in text.own], model.architecture.units)
-    if text.own:
-        run.run(
-            lambda batch, output: text.divergence(text.own[batch], output.logits).sum(), _Using(model, weights),
-            gradients,
-        )  # fmt: skip
-    return summed(gradients.found)
+    run.run(
+        lambda batch, output: text.divergence(text.own[batch], output.logits).sum(), _Using(model, weights), gradients
+    )
+    return gradients.found
 
 
 @dataclass(frozen=True, slots=True)

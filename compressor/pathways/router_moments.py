@@ -3,7 +3,7 @@
 T tokens, E rows of the router's weight, H width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -40,6 +40,19 @@ class Moments:
         self.gradients += (g.T @ g).cpu()
         self.tokens += len(x)
 
+    @property
+    def flat(self) -> Tensor:
+        """All sums one after another, with the tokens."""
+        tokens = torch.tensor([self.tokens], dtype=torch.float64)
+        return torch.cat([*(part.flatten() for part in (self.inputs, self.both, self.gradients)), tokens])
+
+    def filled(self, flat: Tensor) -> "Moments":
+        """Moments of this shape with the sums of `flat`."""
+        own = (self.inputs, self.both, self.gradients)
+        *parts, tokens = flat.split([*(part.numel() for part in own), 1])
+        inputs, both, gradients = (part.view_as(like) for part, like in zip(parts, own, strict=True))
+        return Moments(inputs, both, gradients, int(tokens))
+
     def direction(self, ridge: float) -> Tensor:
         """[E, H]: -(G'G + b)^-1 G'X (X'X + a)^-1, the way down in the metric of inputs and gradients.
 
@@ -55,35 +68,23 @@ class Moments:
         return float(((change @ self.inputs) * change).sum()) / (self.tokens * len(change))
 
 
-def summed(found: Mapping[str, Moments]) -> dict[str, Moments]:
-    """The sums over the tokens of all ranks, added up in the order of the ranks."""
-    if here().is_alone:
-        return dict(found)
-    widths = {key: tuple(sizes) for each in here().listed(_widths(found)) for key, sizes in each.items()}
-    whole = dict[str, Moments]()
-    for key, (width, rows) in widths.items():
-        own = found.get(key) or Moments.empty(width, rows)
-        sums = (here().summed(part) for part in (own.inputs, own.both, own.gradients, torch.tensor(own.tokens)))
-        inputs, both, gradients, tokens = sums
-        whole[key] = Moments(inputs, both, gradients, int(tokens))
-    return whole
-
-
-def _widths(found: Mapping[str, Moments]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(own.both.shape) for key, own in found.items()}
-
-
 def _ridged(square: Tensor, ridge: float) -> Tensor:
     added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     return square + added * torch.eye(len(square), dtype=square.dtype)
 
 
 class RouterGradients(ReverseVisitor):
-    """Gathers the moments of every router that gradients reach, by its weight's state-dict key."""
+    """Gathers the moments of every router that gradients reach, by its weight's state-dict key.
 
-    def __init__(self, model: OpenModel) -> None:
+    `owners` are the ranks of all batches, of which this one sees its own; what they show is added up in the order of
+    the batches, to the same bits however many ranks there are.
+    """
+
+    def __init__(self, model: OpenModel, owners: Sequence[int]) -> None:
         self.whole, self.layers = model.partial.model, layers_by_unit(model.architecture.layers)
+        self.owners, self.own = owners, [n for n, owner in enumerate(owners) if owner == here().rank]
         self.found: dict[str, Moments] = {}
+        self._parts: dict[tuple[str, int], Moments] = {}  # of a layer's routers, by batch
         self._watching, self._seen = ExitStack(), list[tuple[str, Product]]()
 
     def replaying(self, unit: str, batch: int) -> None:
@@ -101,7 +102,26 @@ class RouterGradients(ReverseVisitor):
                 continue  # nothing hangs on the scores of the experts that were chosen
             x = product.inputs.detach().double()
             g = gradient.reshape(len(x), -1).double()
-            self.found.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+            place = (key, 0 if here().is_alone else self.own[batch])  # one process adds up at once
+            self._parts.setdefault(place, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+
+    def done(self, unit: str) -> None:
+        """Add up what all batches have shown of the layer's routers."""
+        for layer in self.layers.get(unit, ()):
+            key = router_weight(layer)
+            rows, width = self.whole.get_parameter(key).shape
+            if (made := self._summed(key, Moments.empty(width, rows))).tokens:
+                self.found[key] = made
+        self._parts.clear()
+
+    def _summed(self, key: str, empty: Moments) -> Moments:
+        if here().is_alone:
+            return self._parts.get((key, 0), empty)
+
+        def of(batch: int) -> Tensor:
+            return self._parts.get((key, batch), empty).flat
+
+        return empty.filled(here().ordered_sum(empty.flat, self.owners, of))
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Request:
     deterministic: bool = described(
         False,
         CORRECTION,
-        "Correct to the same bits with any number of processes, which takes `tune` longer.",
+        "Keep to operations that give the same bits each time; on a GPU some are slower.",
         name="--deterministic",
     )
     bake: str | None = described(

@@ -73,6 +73,14 @@ def gathered(content: bytes) -> list[bytes]:
     return [part.numpy().tobytes() for part in found]
 
 
+def spread(values: Sequence[Tensor], owners: Sequence[int]) -> None:
+    """Put each owner's bytes of a contiguous tensor into the others' tensor, in place, all on their way at once."""
+    flat = [(value.detach().view(-1).view(torch.uint8), owner) for value, owner in zip(values, owners, strict=True)]
+    with _others():
+        for work in [dist.broadcast(value, owner, async_op=True) for value, owner in flat if len(value)]:
+            work.wait()
+
+
 def reduce(value: Tensor) -> None:
     """Sum a tensor over all ranks, in place."""
     with _others():

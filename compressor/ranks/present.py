@@ -17,7 +17,6 @@ from compressor.errors import CompressionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUPS = 8  # of batches, in a run whose sums do not depend on how many ranks there are
 _T = TypeVar("_T")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside MASTER_ADDR and MASTER_PORT
 
@@ -44,9 +43,13 @@ class Ranks:
         """Whether the piece of work of this number falls to this rank, where they take turns."""
         return number % self.size == self.rank
 
-    def share(self, sizes: Sequence[int]) -> frozenset[int]:
-        """The numbers of the pieces, of so many tokens each, that fall to this rank."""
-        return frozenset(number for number, owner in enumerate(owners(sizes, self.size)) if owner == self.rank)
+    def owners(self, batches: "Sequence[Tensor]") -> list[int]:
+        """The rank of each of these batches of token ids [B, L]."""
+        return owners([batch.numel() for batch in batches], self.size)
+
+    def share(self, batches: "Sequence[Tensor]") -> frozenset[int]:
+        """The numbers of those of the batches that fall to this rank."""
+        return frozenset(number for number, owner in enumerate(self.owners(batches)) if owner == self.rank)
 
     def own(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
         """The numbers of this rank's batches, of all groups in one row; None, which is all, for a process alone.
@@ -57,16 +60,9 @@ class Ranks:
             return None
         found, begin = set[int](), 0
         for group in groups:
-            found |= {begin + number for number in self.share([batch.numel() for batch in group])}
+            found |= {begin + number for number in self.share(group)}
             begin += len(group)
         return frozenset(found)
-
-    def own_groups(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
-        """The same, where each batch belongs to one of `GROUPS` fixed groups, which are dealt out whole."""
-        if self.is_alone:
-            return None
-        numbers = [number for group in groups for number in range(len(group))]
-        return frozenset(n for n, number in enumerate(numbers) if self.takes_turn(number % GROUPS))
 
     def told(self, make: Callable[[], Any]) -> Any:
         """What the first rank makes, as JSON; the others get it without making it."""
@@ -129,6 +125,13 @@ class Ranks:
 
             exchange.reduce(value)
         return value
+
+    def spread(self, values: "Sequence[Tensor]", owners: Sequence[int]) -> None:
+        """Put what its owner has in each of these contiguous tensors into that of all other ranks."""
+        if not self.is_alone:
+            from compressor.ranks import exchange
+
+            exchange.spread(values, owners)
 
     def summed(self, value: "Tensor") -> "Tensor":
         """The sum over all ranks, in their order, of a tensor that each has; the same bits at all."""

@@ -1,0 +1,146 @@
+"""A step of tuning shared among ranks: each has some of the experts, and all have the step's tokens.
+
+An expert's weights, gradients and optimiser stay with one rank, so what ranks exchange in a step are outputs: n tokens
+times H. These are added up along a fixed tree of experts, whatever part of it a rank computes, so that every number of
+ranks comes to the same bits. One process has all experts.
+
+n tokens of a step, K top-k, H hidden.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compressor.correction.cut_layer import CutLayer
+from compressor.model.experts import routed
+from compressor.ranks.present import here
+
+DEPTH = 4  # of the tree: 16 leaves, so that as many ranks have work
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Experts whose outputs are summed: of a leaf in their order, otherwise of both halves, and then of these two."""
+
+    experts: tuple[int, ...]
+    halves: tuple["Branch", "Branch"] | None = None
+
+    @property
+    def leaves(self) -> tuple["Branch", ...]:
+        """The leaves below, in order; a leaf's are itself."""
+        return (self,) if self.halves is None else (*self.halves[0].leaves, *self.halves[1].leaves)
+
+
+def grown(loads: Sequence[float], depth: int = DEPTH) -> Branch:
+    """A tree of experts of these loads, each of its branches cut into halves that have about as much to do."""
+
+    def cut(experts: tuple[int, ...], depth: int) -> Branch:
+        if depth == 0 or len(experts) == 1:
+            return Branch(experts)
+        halves, sums = (list[int](), list[int]()), [0.0, 0.0]
+        for expert in sorted(experts, key=lambda expert: -loads[expert]):
+            lighter = int((sums[1], len(halves[1])) < (sums[0], len(halves[0])))
+            halves[lighter].append(expert)
+            sums[lighter] += loads[expert]
+        first, second = (cut(tuple(sorted(half)), depth - 1) for half in halves)
+        return Branch(experts, (first, second))
+
+    return cut(tuple(range(len(loads))), depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The branches that ranks compute, in order, with their owners, and how their sums are added up."""
+
+    tree: Branch
+    branches: tuple[Branch, ...]
+    owners: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tree: Branch, size: int) -> "Share":
+        """Deal the leaves out in order to so many ranks, each of which sums a branch by itself if it has all of it."""
+        leaves = tree.leaves
+        owner = {leaf.experts: number * size // len(leaves) for number, leaf in enumerate(leaves)}
+        found = list[tuple[Branch, int]]()
+
+        def visit(branch: Branch) -> None:
+            owners = {owner[leaf.experts] for leaf in branch.leaves}
+            if branch.halves is None or len(owners) == 1:
+                found.append((branch, owners.pop()))
+            else:
+                for half in branch.halves:
+                    visit(half)
+
+        visit(tree)
+        return cls(tree, tuple(branch for branch, _ in found), tuple(each for _, each in found))
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The experts of a rank."""
+        pairs = zip(self.branches, self.owners, strict=True)
+        return sorted(expert for branch, owner in pairs if owner == rank for expert in branch.experts)
+
+    def total(self, sums: Sequence[Tensor]) -> Tensor:
+        """The sum over all experts of the branches' `sums` [n, H]."""
+        left = dict(zip((branch.experts for branch in self.branches), sums, strict=True))
+
+        def add(branch: Branch) -> Tensor:
+            if (found := left.get(branch.experts)) is not None:
+                return found
+            assert branch.halves is not None
+            return add(branch.halves[0]) + add(branch.halves[1])
+
+        return add(self.tree)
+
+
+@torch.no_grad()
+def shared(layer: CutLayer, rows: Tensor) -> Share:
+    """How ranks share the layer's experts, by what the smaller router gives them at `rows` [n], the same at all."""
+    loads = torch.zeros(layer.choices, dtype=torch.int64)
+    for expert, tokens, _ in routed(*layer.route(rows)):
+        loads[expert] = len(tokens)
+    return Share.of(grown(loads.tolist()), here().size)
+
+
+def descend(layer: CutLayer, share: Share, rows: Tensor) -> None:
+    """Leave in every leaf the gradient of the tokens' weighted mean of ||y - y'||^2, of this rank's experts alone.
+
+    The tokens at `rows` [n] are the same at all ranks. The router's leaves get theirs at all. A leaf that no token
+    reaches gets none.
+    """
+    weights, index = layer.route(rows)
+    if not bool((weights != 0).any()):
+        return
+    given = weights.detach().requires_grad_(weights.requires_grad)
+    inputs, targets = layer.inputs(rows), layer.targets(rows)
+    own = {expert: (tokens, places) for expert, tokens, places in routed(given, index)}
+    sums = [
+        _sum(layer, branch, own, inputs, given) if owner == here().rank else torch.empty_like(targets)
+        for branch, owner in zip(share.branches, share.owners, strict=True)
+    ]
+    shown = [each.detach() for each in sums]
+    here().spread(shown, share.owners)
+    gap = share.total(shown) - targets
+    gradient = gap * (layer.token_weights(targets) * (2 / len(rows)))[:, None]
+    if dependent := [each for each in sums if each.requires_grad]:
+        torch.autograd.backward(dependent, [gradient] * len(dependent))
+    if weights.requires_grad:  # of a choice its expert's rank alone knows the gradient
+        weights.backward(here().reduced(torch.zeros_like(given) if given.grad is None else given.grad))
+
+
+def _sum(
+    layer: CutLayer, branch: Branch, chosen: Mapping[int, tuple[Tensor, Tensor]], inputs: Tensor, weights: Tensor
+) -> Tensor:
+    """[n, H]: the gate-weighted outputs of a branch's experts, summed."""
+    if branch.halves is not None:
+        first, second = (_sum(layer, half, chosen, inputs, weights) for half in branch.halves)
+        return first + second
+    total = torch.zeros_like(inputs)
+    for expert, tokens, places in _reached(branch, chosen):
+        total.index_add_(0, tokens, layer.put_out(expert, inputs[tokens]) * weights[tokens, places, None])
+    return total
+
+
+def _reached(branch: Branch, chosen: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    yield from ((expert, *chosen[expert]) for expert in branch.experts if expert in chosen)
