@@ -130,7 +130,7 @@ for command in (
     alone(calibrating.calibrate_router),
     recovering.recover,  # whose processes accelerate brings together
     alone(measuring.compare),
-    alone(measuring.attribute),
+    on_ranks(measuring.attribute),
     alone(gating.gate),
     alone(referencing.reference),
     alone(exporting.export),
