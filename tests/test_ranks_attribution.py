@@ -1,37 +1,129 @@
 """Routing attribution by several processes that do one run together, against one process."""
 
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import compressor
+from compressor.attribution import measure, projecting, stream_maps
+from compressor.attribution.linear_maps import Factor
+from compressor.attribution.projecting import Projection
+from compressor.attribution.stream_maps import LeafMap
+from compressor.errors import CompressionError
+from compressor.ranks.present import here
+from compressor.ranks.together import together
 from tests import small
-from tests.command_line import Run, captured, names
+from tests.command_line import Run
 from tests.test_ranks import fine, launched
 
-ASK: tuple[Any, ...] = ("--samples", 28, "--sequence-length", 32)
+RARE = "#"  # a character of one document alone
+ODD = "batch {} is odd"
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    """A model and text, as a command takes them."""
-    folder = tmp_path_factory.mktemp("attributed")
-    return small.save(folder / "model", num_hidden_layers=4), "--calibration", small.text_file(folder), *ASK
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.save(tmp_path_factory.mktemp("ranks") / "model", num_hidden_layers=3)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> tuple[str, ...]:
+    """28 sequences in four batches, the last of them smaller."""
+    return ("--calibration", str(small.text_file(tmp_path)), "--samples", "28", "--sequence-length", "24")
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """What attribute wrote, but for the seconds that it took, and for pictures of them."""
+    """What attribute wrote, but for the seconds that it took."""
     content = json.loads((folder / "attribution.json").read_text())
-    assert content.pop("seconds")
+    assert content.pop("seconds") and content["senders"] and content["per_key"]
     return {**small.tree(folder), "attribution.json": json.dumps(content)}
 
 
-@pytest.mark.parametrize("more", [(), ("--keys", 3, "--edges", "experts", "--edges-kept", 50)])
-def test_ranks_attribute_what_one_process_does(
-    given: tuple[Any, ...], tmp_path: Path, more: tuple[Any, ...]
-) -> None:
-    assert captured("attribute", *given, *more, "-o", tmp_path / "alone").status == 0
-    fine(launched(3 if more else 2, tmp_path, "attribute", *given, *more, "-o", tmp_path / "together"))
+def test_ranks_attribute_what_one_process_does(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
+    ask = ("attribute", model, *text, "--keys", 3, "--edges", "experts", "--edges-kept", 50)
+    assert run(*ask, "-o", tmp_path / "alone").status == 0
+    fine(launched(3, tmp_path, *ask, "-o", tmp_path / "together"))
     assert written(tmp_path / "together") == written(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("samples", [5, 28])  # with 5 the second rank has no batch
+def test_ranks_protect_the_same_experts(
+    run: Run, model: Path, text: tuple[str, ...], tmp_path: Path, samples: int
+) -> None:
+    ask = ("plan", model, "--experts", 4, "--strategy", "count-guided", "--protect", "graph:3", *text)
+    ask = (*ask, "--samples", samples)
+    assert run(*ask, "-o", tmp_path / "alone.json").status == 0
+    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together.json"))
+    assert (tmp_path / "together.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+    assert "protected" in json.loads((tmp_path / "alone.json").read_text())
+
+
+def odd(projection: Projection, unit: str, batch: int, trace: Any) -> None:
+    if batch % 2:
+        raise CompressionError(ODD.format(batch))
+
+
+def refusal(model: str | Path, text: Path, edges: int) -> str:
+    try:
+        compressor.attribute(str(model), calibration=str(text), samples=28, sequence_length=24, edges_kept=edges)
+    except CompressionError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def faults(model: Path, broken: Path, text: Path) -> list[str]:
+    """Why attribution is refused: logits of one batch, sums, single batches, and a layer that differs by rank."""
+    found = [refusal(broken, text, 0)]
+    measure.FLOAT32_TOLERANCE, tolerance = -1.0, measure.FLOAT32_TOLERANCE
+    found.append(refusal(model, text, 0))
+    measure.FLOAT32_TOLERANCE = tolerance
+    real, leaf_map = Projection._measure, stream_maps.leaf_map
+    Projection._measure = odd  # type: ignore[method-assign]
+    found += [refusal(model, text, edges) for edges in (0, 5)]
+    Projection._measure = real  # type: ignore[method-assign]
+    for module in (stream_maps, projecting):
+
+        def doubled(terms: Any, leaf: str) -> LeafMap | None:
+            seen = leaf_map(terms, leaf)
+            return seen and LeafMap(seen.token, tuple((*chain, Factor(2.0)) for chain in seen.chains))
+
+        module.leaf_map = doubled if here().rank == 1 else leaf_map  # type: ignore[attr-defined]
+        found.append(refusal(model, text, 0))
+        module.leaf_map = leaf_map  # type: ignore[attr-defined]
+    return found
+
+
+def _catching(arguments: Sequence[Path], streams: Path, environment: Mapping[str, str], stop: Sequence[Any]) -> None:
+    """A rank that goes on after each refusal; all tell what they have caught."""
+    os.environ.update(environment)
+    sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))
+    torch.set_num_threads(1)
+    with together() as ranks:
+        print(json.dumps(ranks.listed(faults(*arguments))), flush=True)
+
+
+@pytest.mark.usefixtures("offline")
+def test_all_ranks_refuse_alike_and_can_go_on(model: Path, tmp_path: Path) -> None:
+    text = small.text_file(tmp_path, small.TEXT[:700].replace("Document 5", f"Document {RARE}"))
+    broken = small.save(tmp_path / "broken", num_hidden_layers=3)
+    rare = small.tokenizer().convert_tokens_to_ids(RARE)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][rare] = torch.inf
+
+    small.edit_tensors(broken, spoil)
+    alone = faults(model, broken, text)
+    assert "its logits are not finite on the calibration data" in alone[0] and "miss its logits" in alone[1]
+    assert alone[2:] == [f"CompressionError: {ODD.format(1)}"] * 2 + ["none"] * 2
+    for result in launched(3, tmp_path, model, broken, text, target=_catching):
+        assert result.status == 0, result.err
+        for caught in json.loads(result.out):
+            assert caught[:4] == alone[:4]
+            assert all(
+                "model.layers.0: what it does to" in why and "differs between batches" in why for why in caught[4:]
+            )
