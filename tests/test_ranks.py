@@ -35,7 +35,7 @@ def _rank(arguments: Sequence[str], streams: Path, environment: Mapping[str, str
 
 
 def launched(
-    size: int, folder: Path, *arguments: Any, stops: Mapping[int, Sequence[Any]] | None = None
+    size: int, folder: Path, *arguments: Any, stops: Mapping[int, Sequence[Any]] | None = None, target: Any = _rank
 ) -> list[Result]:
     """The command by so many ranks; those in `stops` are killed at the nth call of a function of a module."""
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -43,7 +43,7 @@ def launched(
     for rank in range(size):
         own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         stop = (stops or {}).get(rank, ("os", "replace", -1))
-        started.append(CHILDREN.Process(target=_rank, args=(arguments, folder / str(rank), own, stop)))
+        started.append(CHILDREN.Process(target=target, args=(arguments, folder / str(rank), own, stop)))
         started[-1].start()
     return [ended(process, folder / str(rank)) for rank, process in enumerate(started)]
 

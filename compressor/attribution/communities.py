@@ -4,13 +4,14 @@ T tokens, R routers in model order, E experts, K top-k. Chance would send n_i * 
 router and expert j of the next one, of which n_i and n_j tokens are routed to each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from compressor.attribution.figures import Together
+from compressor.ranks.present import here
 
 NOTABLE = 3.0  # standard deviations of a Poisson count by which two experts exceed chance
 FOLLOWING = 8  # experts of the next router that are kept for each expert
@@ -18,21 +19,20 @@ FOLLOWING = 8  # experts of the next router that are kept for each expert
 Expert = tuple[int, int]  # number of its router among the receivers, and its own
 
 
-def routed_together(chosen: Sequence[Tensor], valid: Tensor, experts: int) -> tuple[Together, ...]:
+def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tokens: int) -> tuple[Together, ...]:
     """Pairs of experts of consecutive routers that meet in more tokens than by chance, of batches [T, R, K].
 
-    `valid` [R, K] marks the slots that a router uses. Of every expert those of the next router are kept with which the
-    excess is greatest. Memory is that of two routers' choices and one table [E, E].
+    `chosen` are this rank's batches, and `tokens` those of all ranks. `valid` [R, K] marks the slots that a router
+    uses. Of every expert those of the next router are kept with which the excess is greatest. Memory is that of two
+    routers' choices and one table [E, E].
     """
-    tokens = sum(len(batch) for batch in chosen)
     found: list[Together] = []
     for first, second in pairwise(range(len(valid))):
-        counts = torch.zeros(experts, experts, dtype=torch.float64, device=valid.device)
-        visits = torch.zeros(2, experts, dtype=torch.float64, device=valid.device)
+        table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=valid.device)
         for batch in chosen:
             one, other = (_visited(batch[:, number][:, valid[number]], experts) for number in (first, second))
-            counts += (one.T @ other).double()
-            visits += torch.stack([one.sum(0), other.sum(0)]).double()
+            table += torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]).double()
+        counts, visits = here().reduced(table).split([experts, 2])  # of tokens, so exact in any order
         expected = visits[0][:, None] * visits[1] / tokens
         excess = counts - expected
         excess[excess <= NOTABLE * expected.sqrt()] = 0

@@ -76,23 +76,27 @@ def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]
     return found
 
 
-def find_selection(
-    logits: Tensor, chosen: Tensor, valid: Tensor, biases: Sequence[Tensor], groups: Sequence[int] = ()
-) -> Selection:
-    """Of the known ways to rank experts, the one that agrees best with what the routers chose; the plainest of equals.
+def selections(biases: Sequence[Tensor]) -> list[Selection]:
+    """The known ways to rank experts where routers have these biases, [R, E] each; the plainest first."""
+    return [Selection(), *(Selection(activation, bias) for bias in biases for activation in ACTIVATIONS)]
 
-    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses, `biases` are [R, E] each.
-    Routers that choose `groups` first rank the experts of those alone.
+
+def best_selection(
+    tried: Sequence[Selection], logits: Tensor, chosen: Tensor, valid: Tensor, groups: Sequence[int] = ()
+) -> int:
+    """The number of the way to rank experts that agrees best with what the routers chose; the first of equals.
+
+    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers that choose `groups`
+    first rank the experts of those alone.
     """
     used = valid.sum(-1)
-    tried = [Selection(), *(Selection(activation, bias) for bias in biases for activation in ACTIVATIONS)]
     within = competing(chosen, valid, logits.shape[-1], groups or [1] * len(valid))
 
     def agreement(selection: Selection) -> float:
         scores = selection.scores(logits).masked_fill(~within, -torch.inf)
         return float(((ranks(scores, chosen) < used[:, None]) & valid).sum() / (valid.sum() * len(logits)))
 
-    return max(tried, key=agreement)
+    return max(range(len(tried)), key=lambda number: agreement(tried[number]))
 
 
 def rank_change(

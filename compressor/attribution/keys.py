@@ -4,8 +4,9 @@ A head's output at query q is sum_k A[q, k] v_k, so its sub-scores split by key,
 one part is (A[q, k] * factor[q])^2 * Var(rows v_k). L tokens of a sequence, h size of a head, E experts, R routers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from compressor.attribution.stream_maps import ObservedRouters, leaf_map, observ
 from compressor.attribution.unit_trace import UnitTrace
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 TOLERANCE = 1e-3  # of the largest entry, by which weights times values may miss what the projection is given
 
@@ -72,20 +74,22 @@ def key_influence(
     """
     modules = sorted({head.module for head in heads})
     tokens = [tuple(sequence[0].tolist()) for sequence in sequences]
-    found: list[KeyInfluence] = []
+    found: list[tuple[tuple[int, int, int], dict[str, Any]]] = []  # by layer, sequence and head
     with _listening(model.partial.model, modules) as heard:
         routers = observe_routers(model, sequences, progress)
 
         def visit(unit: str, batch: int, trace: UnitTrace) -> None:
-            for head in heads:
+            for number, head in enumerate(heads):
                 if head.module in trace.heads and head.module in heard and head.module.startswith(f"{unit}."):
                     made = _split(routers, unit, batch, trace, head, heard[head.module].found)
                     if made is not None:
-                        found.append(_summary(head, batch, tokens[batch], texts(tokens[batch]), made))
+                        summary = _summary(head, batch, tokens[batch], texts(tokens[batch]), made)
+                        found.append(((routers.order[unit], batch, number), asdict(summary)))
             heard.clear()  # weights of a layer that is done
 
-        run_traced(model, sequences, visit, progress, "key tokens")
-    return found
+        run_traced(model, sequences, visit, lambda unit: None, progress, "key tokens")
+    everyone = sorted((entry for own in here().listed(found) for entry in own), key=lambda entry: entry[0])
+    return [_restored(summary) for _, summary in everyone]
 
 
 def _split(
@@ -126,6 +130,12 @@ def _carried(
             variances.append(scores.var(-1, correction=0))
             scales.append(scale if found.token is None else scale * found.token)
     return torch.stack(variances, -1), torch.stack(scales, -1)
+
+
+def _restored(content: Mapping[str, Any]) -> KeyInfluence:
+    """What JSON made of it, as it was."""
+    made: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+    return KeyInfluence(**made)
 
 
 def _summary(

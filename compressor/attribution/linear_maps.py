@@ -3,6 +3,7 @@
 H width before, H' width after a chain. Everything is computed in float32.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,18 @@ def same_chains(first: Sequence[Chain], second: Sequence[Chain]) -> bool:
     return [len(chain) for chain in first] == [len(chain) for chain in second] and all(
         same_step(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
     )
+
+
+def digest(chains: Sequence[Chain]) -> str:
+    """A digest that is equal for sums of chains with the same steps."""
+    found = hashlib.sha256()
+    for chain in chains:
+        for step in (*chain, None):
+            found.update(type(step).__name__.encode())
+            if isinstance(step, Factor | Matrix):
+                value = torch.as_tensor(step.by if isinstance(step, Factor) else step.weight).detach().float().cpu()
+                found.update(str(tuple(value.shape)).encode() + value.contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def kept(chain: Chain) -> Chain:

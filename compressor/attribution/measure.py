@@ -10,18 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from compressor.attribution.communities import routed_together
 from compressor.attribution.figures import KINDS, UNRANKED, Attribution, KeyInfluence, Output, Receiver, Sender
 from compressor.attribution.keys import key_influence
-from compressor.attribution.projecting import Projection, Tally
+from compressor.attribution.projecting import Projection
 from compressor.attribution.stream_maps import ObservedRouters, observe_routers, run_traced
+from compressor.attribution.tallies import Tally
 from compressor.attribution.unit_trace import parts_of
 from compressor.calibration.batches import Calibration, load_tokenizer
 from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number, layers_by_unit
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.progress import Progress
+from compressor.ranks.present import here, owners
 from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
@@ -42,8 +45,9 @@ def attribute(
 
     On the first `keys` sequences the `top` most influential heads are split by key token, too. If `edges_kept` is not
     0, influence is measured on every expert's score, too, and so many of those edges are kept.
+    Ranks share the batches, and all of them find the same, to the last bit what one process finds.
     Raises `CompressionError` naming the layer and the reason if the architecture's logits are no sum over the
-    residual stream, or if sums miss the logits by more than rounding.
+    residual stream, or if sums miss the logits by more than rounding; at all ranks alike.
     """
     if shared := shared_experts(model):
         raise CompressionError(
@@ -61,24 +65,26 @@ def attribute(
         _refuse_not_finite(routers)
         seconds["routers"] = time.perf_counter() - begin
         torch.manual_seed(seed)
-        projection = Projection(model, routers, parts, edges_kept=edges_kept)
-        run_traced(model, calibration.batches, projection.visit, progress, "attribution")
+        projection = Projection(model, routers, parts, len(calibration.batches), edges_kept)
+        run_traced(model, calibration.batches, projection.visit, projection.passed, progress, "attribution")
         seconds["attribution"] = time.perf_counter() - begin - seconds["routers"]
-        receivers = _receivers(model, routers, projection)
-        senders = tuple(_senders(model, projection.tallies, calibration.tokens))
+        receivers = _receivers(model, routers, projection, calibration)
+        senders = tuple(_senders(model, projection.tallies.totals, calibration.tokens))
         per_key = _by_key(model, calibration, senders, progress, keys, top) if keys else []
     return Attribution(
         model=model.source.label,
         receivers=receivers,
         senders=senders,
-        outputs=tuple(_output(tally) for tally in projection.tallies.values() if tally.kind == "expert"),
+        outputs=tuple(_output(tally) for tally in projection.tallies.totals.values() if tally.kind == "expert"),
         tokens=calibration.tokens,
         calibration=calibration.identity,
         versions=versions(),
         seconds=seconds,
         per_key=tuple(per_key),
         score_edges=projection.score_edges(calibration.tokens),
-        together=routed_together(routers.chosen, routers.valid, model.architecture.experts),
+        together=routed_together(
+            routers.chosen.values(), routers.valid, model.architecture.experts, calibration.tokens
+        ),
     )
 
 
@@ -104,22 +110,35 @@ def _texts(model: OpenModel) -> Callable[[Sequence[int]], tuple[str, ...]]:
 
 
 def _refuse_not_finite(routers: ObservedRouters) -> None:
-    for number, layer in enumerate(routers.layers):
-        if not all(bool(torch.isfinite(logits[:, number]).all()) for logits in routers.logits):
+    numbers = range(len(routers.layers))
+    faults = [sum(not bool(torch.isfinite(own[:, n]).all()) for own in routers.logits.values()) for n in numbers]
+    for layer, found in zip(routers.layers, here().reduced(torch.tensor(faults)).tolist(), strict=True):
+        if found:
             raise CompressionError(
                 f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
             )
 
 
-def _receivers(model: OpenModel, routers: ObservedRouters, projection: Projection) -> tuple[Receiver, ...]:
+def _receivers(
+    model: OpenModel, routers: ObservedRouters, projection: Projection, calibration: Calibration
+) -> tuple[Receiver, ...]:
     """The routers with what their sums leave unexplained; raises if that is more than rounding."""
     tolerance = FLOAT32_TOLERANCE if model.partial.dtype == torch.float32 else HALF_TOLERANCE
-    tokens = sum(len(logits) for logits in routers.logits)
+    count = len(routers.layers)
+
+    def variances(batch: int) -> Tensor:
+        logits = routers.logits[batch]
+        own = [float(logits[:, number].var(-1, correction=0).sum()) for number in range(count)]
+        return torch.tensor(own, dtype=torch.float64)
+
+    sizes, ends = [batch.numel() for batch in calibration.batches], torch.zeros(2, count, dtype=torch.float64)
+    if projection.remainder is not None:  # at the one rank that has run the first batch
+        both = routers.logits[0], projection.remainder
+        ends = torch.stack([each.abs().amax((0, 2)) for each in both]).double().cpu()
+    sums = here().ordered_sum(ends[0], owners(sizes, here().size), variances).tolist()
     found = []
-    for number, layer in enumerate(routers.layers):
-        variance = sum(float(logits[:, number].var(-1, correction=0).sum()) for logits in routers.logits) / tokens
-        largest = float(routers.logits[0][:, number].abs().max())
-        missed = float(projection.remainder[:, number].abs().max()) / max(largest, torch.finfo(torch.float32).tiny)
+    for layer, total, largest, left in zip(routers.layers, sums, *here().reduced(ends).tolist(), strict=True):
+        variance, missed = total / calibration.tokens, left / max(largest, torch.finfo(torch.float32).tiny)
         if missed > tolerance:
             raise CompressionError(
                 f"{layer.router}: the sub-scores miss its logits by {missed:.1%} of the largest; "

@@ -4,7 +4,7 @@ T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at onc
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,30 +12,22 @@ from torch import Tensor
 from compressor.attribution.figures import UNRANKED, ScoreEdge, adds_up
 from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
 from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
-from compressor.attribution.stream_maps import LeafMap, ObservedRouters, leaf_map, refuse, router_rows
+from compressor.attribution.stream_maps import (
+    LeafMap,
+    ObservedRouters,
+    agree_on_chains,
+    leaf_map,
+    refuse,
+    router_rows,
+)
+from compressor.attribution.tallies import Tallies, Tally
 from compressor.attribution.tracing import Term
 from compressor.attribution.unit_trace import STREAM, Component, Heads, UnitTrace
 from compressor.model.opened import OpenModel
+from compressor.ranks.present import here
 
 OUTPUT = "output"  # of the layer, where later routers' rows are kept
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
-
-
-@dataclass(slots=True)
-class Tally:
-    """One sender's sums so far."""
-
-    kind: str
-    unit: str
-    module: str
-    number: int | None
-    sums: Tensor  # [5, R]: variance, positive and negative scores, covariance, change of rank
-    reaches: Tensor  # [R]: whether the sender comes before the router
-    tokens: int = 0
-    norm: float = 0.0
-    max_norm: float = 0.0
-    max_entry: float = 0.0
-    by_expert: Tensor | None = None  # [R, E] variance by expert, while its layer passes and where that is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +51,25 @@ class Projection:
     model: OpenModel
     routers: ObservedRouters
     parts: Mapping[str, tuple[Component, ...]]  # by decoder layer
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    batches: int  # of all ranks
     edges_kept: int = 0  # of those to single experts' scores, which are measured if it is not 0
-    remainder: Tensor = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
-    _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed over the tokens
+    tallies: Tallies = field(init=False)
+    remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
+    _batch: int | None = None  # that is passing
+    _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed; at the first rank
     _unit: str = ""
     _chains: dict[tuple[str, int, int], tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
     _rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # as they look from them
 
     def __post_init__(self) -> None:
-        self.remainder = self.routers.logits[0].clone()
+        rounds = 1 if here().is_alone or self.edges_kept else self.batches  # by expert the sums of a batch are large
+        self.tallies = Tallies(len(self.routers.layers), self.batches, rounds)
+        first = self.routers.logits.get(0)
+        self.remainder = None if first is None else first.clone()
         for unit, parts in self.parts.items():
             for part in parts:
                 for expert in range(self.experts if part.kind == "expert" else 0):
-                    made = self.tally(unit, f"{part.name} expert {expert}", "expert", part.name, expert)
-                    made.reaches[self.routers.later(unit)] = True
+                    self._expert(unit, part.name, expert).reaches[self.routers.later(unit)] = True
 
     @property
     def experts(self) -> int:
@@ -81,23 +77,34 @@ class Projection:
         return self.model.architecture.experts
 
     def tally(self, unit: str, name: str, kind: str, module: str, number: int | None = None) -> Tally:
-        """The sums of the sender of this name."""
-        if name not in self.tallies:
-            count = len(self.routers.layers)
-            sums, reaches = torch.zeros(5, count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
-            self.tallies[name] = Tally(kind, unit, module, number, sums, reaches)
-        return self.tallies[name]
+        """The sums of the sender of this name on the batch that is passing."""
+        return self.tallies.begun(name, kind, unit, module, number, self._batch)
+
+    def _expert(self, unit: str, module: str, expert: int) -> Tally:
+        return self.tally(unit, f"{module} expert {expert}", "expert", module, expert)
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
-        if unit != self._unit:
-            self._keep_strongest()
-            self._unit = unit
-            self._chains.clear()
-            self._rows.clear()
+        self._unit, self._batch = unit, batch
+        try:
+            self._measure(unit, batch, trace)
+        finally:
+            self.tallies.seen(batch)
+
+    def passed(self, unit: str) -> None:
+        """Every batch has passed the layer: add up what all ranks have measured."""
+        self.tallies.passed()
+        self._keep_strongest()
+        self.tallies.show(unit)
+        seen = {name if start >= 0 else f"{name} {end}": found for (name, start, end), found in self._chains.items()}
+        agree_on_chains(self.model, unit, seen)
+        self._chains.clear()
+        self._rows.clear()
+
+    def _measure(self, unit: str, batch: int, trace: UnitTrace) -> None:
         for expert_module, found in trace.routed.items():
             for routed in found:
-                self._note_size(f"{expert_module} expert {routed.expert}", routed.outputs)
+                self._note_size(self._expert(unit, expert_module, routed.expert), routed.outputs)
         for span in self._spans(self.routers.later(unit), trace.context.tokens):
             self._measure_later(unit, batch, trace, span)
         for number, layer in enumerate(self.routers.layers):
@@ -106,13 +113,13 @@ class Projection:
 
     def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
         """The strongest edges to single experts' scores, averaged over so many tokens."""
-        self._keep_strongest()
-        return tuple(replace(edge, influence=edge.influence / tokens) for edge in self._strongest)
+        mean = [replace(edge, influence=edge.influence / tokens) for edge in self._strongest]
+        return tuple(ScoreEdge(*edge) for edge in here().told(lambda: [astuple(edge) for edge in mean]))
 
     def _keep_strongest(self) -> None:
         """Of the edges so far and those of the layer that is done, keep as many as shall stay, the strongest first."""
-        split = {tally.module for tally in self.tallies.values() if tally.kind == "head"}
-        for name, tally in self.tallies.items():
+        split = {tally.module for tally in self.tallies.totals.values() if tally.kind == "head"}
+        for name, tally in self.tallies.totals.items():
             if tally.by_expert is not None and adds_up(tally.kind, tally.module, split):
                 values, places = tally.by_expert.flatten().sort(descending=True, stable=True)
                 kept = values > 0
@@ -123,8 +130,8 @@ class Projection:
             tally.by_expert = None
         self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
 
-    def _note_size(self, name: str, outputs: Tensor) -> None:
-        tally, norms = self.tallies[name], outputs.float().norm(dim=-1)
+    def _note_size(self, tally: Tally, outputs: Tensor) -> None:
+        norms = outputs.float().norm(dim=-1)
         tally.tokens += len(norms)
         tally.norm += float(norms.sum(dtype=torch.float64))
         tally.max_norm = max(tally.max_norm, float(norms.max()))
@@ -166,7 +173,7 @@ class Projection:
     def _measure_own(self, unit: str, batch: int, trace: UnitTrace, number: int) -> None:
         """Sub-scores for a router of the same layer, of the components that come before it."""
         layer = self.routers.layers[number]
-        rows = router_rows(layer, [()], self.remainder.device)
+        rows = router_rows(layer, [()], self.routers.logits[batch].device)
         end = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
         for _ in self._measured(unit, batch, trace, trace.logits[layer.name].terms, end, (-1, number)):
             pass
@@ -197,7 +204,7 @@ class Projection:
             for tally, values, tokens in self._values(unit, trace, name, part):
                 scores = view.scores(values, tokens, self.experts)
                 self._add(tally, scores, tokens, batch, view.span)
-                if batch == 0:
+                if batch == 0 and self.remainder is not None:
                     _add_rows(self.remainder[:, view.span], tokens, -scores)
                 yield part, tokens, scores
             if name in trace.heads:
@@ -210,7 +217,7 @@ class Projection:
         if part.kind == "expert":
             for routed in trace.routed[name]:
                 values = routed.outputs.float() * routed.weights.float()[:, None]
-                yield self.tallies[f"{name} expert {routed.expert}"], values, routed.rows
+                yield self._expert(unit, name, routed.expert), values, routed.rows
         else:
             values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
             yield self.tally(unit, part.name, part.kind, part.name), values, None

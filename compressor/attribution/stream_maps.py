@@ -6,13 +6,14 @@ T tokens, H hidden, E experts, R routers, K top-k.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.attribution.influence import Selection, find_selection, ranks
-from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
+from compressor.attribution.influence import Selection, best_selection, ranks, selections
+from compressor.attribution.linear_maps import Chain, digest, kept, pull_sum, same_chains
 from compressor.attribution.tracing import Term
 from compressor.attribution.unit_trace import STREAM, UnitTrace, router_width, trace_unit
 from compressor.errors import CompressionError
@@ -21,10 +22,12 @@ from compressor.model.buffers import BUDGET, allocate
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor
 from compressor.progress import Progress
+from compressor.ranks.present import here
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
 
 Visit = Callable[[str, int, UnitTrace], None]
+Passed = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,17 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
 
 @dataclass(slots=True)
 class _Tracing(LayerVisitor):
-    """Has every batch pass every layer traced, and shows `visit` what that showed."""
+    """Has every batch pass every layer traced, and shows `visit` what that showed; then the layer has `passed`.
+
+    What `visit` refuses is raised once all batches have passed the layer, by all ranks alike.
+    """
 
     model: OpenModel
     visit: Visit
+    done: Passed
     progress: Progress
     batch: int = 0
+    fault: tuple[int, str] | None = None  # of the first batch that was refused
 
     def entering(self, batch: int) -> None:
         self.batch = batch
@@ -73,30 +81,61 @@ class _Tracing(LayerVisitor):
     def _traced(self, unit: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
         layers = [layer for layer in self.model.architecture.layers if layer.unit == unit]
         output, trace = trace_unit(self.model.partial.model, unit, layers, own, args, kwargs)
-        self.visit(unit, self.batch, trace)
+        try:
+            self.visit(unit, self.batch, trace)
+        except CompressionError as error:
+            self.fault = self.fault or (self.batch, str(error))
         return output
 
     def passed(self, unit: str) -> None:
+        self.done(unit)
+        if faults := [fault for fault in here().listed(self.fault) if fault is not None]:
+            raise CompressionError(min(faults)[1])
         self.progress.advance(unit)
 
 
-def run_traced(model: OpenModel, batches: Sequence[Tensor], visit: Visit, progress: Progress, phase: str) -> None:
-    """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch."""
+def run_traced(
+    model: OpenModel, batches: Sequence[Tensor], visit: Visit, done: Passed, progress: Progress, phase: str
+) -> None:
+    """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch.
+
+    Of several ranks each runs its share of the batches. When all have passed a layer, all ranks are `done` with it.
+    """
     units = model.architecture.units
     progress.start(phase, len(units))
     wanted = layers_by_unit(model.architecture.layers)
-    LayerStream(model.partial, batches, units, wanted).run(_Tracing(model, visit, progress))
+    stream = LayerStream(model.partial, batches, units, wanted, own=own_share(batches))
+    stream.run(_Tracing(model, visit, done, progress))
+
+
+def own_share(batches: Sequence[Tensor]) -> frozenset[int]:
+    """The numbers of the batches that this rank runs."""
+    return here().share(batches)
+
+
+def agree_on_chains(model: OpenModel, unit: str, found: Mapping[str, tuple[Chain, ...]]) -> None:
+    """Refuse a model of whose layer ranks have seen different maps on their batches, by name, as one rank would."""
+    if here().is_alone:
+        return
+    known: dict[str, str] = {}
+    for own in here().listed({name: digest(chains) for name, chains in found.items()}):
+        for name, value in own.items():
+            if known.setdefault(name, value) != value:
+                raise refuse(model, unit, f"what it does to {name} differs between batches")
 
 
 @dataclass(slots=True)
 class ObservedRouters:
-    """What the first pass keeps: of every router its logits, choices and view of the stream; of every layer its map."""
+    """What the first pass keeps: of every router its logits, choices and view of the stream; of every layer its map.
+
+    A rank keeps them of its own batches; all have the same routers, slots and way to rank experts.
+    """
 
     layers: tuple[MoeLayer, ...]
     order: Mapping[str, int]  # of the decoder layers
-    logits: list[Tensor] = field(default_factory=list)  # by batch, [T, R, E]
-    chosen: list[Tensor] = field(default_factory=list)  # by batch, [T, R, K]
-    before: list[Tensor] = field(default_factory=list)  # by batch, [T, R, K] ranks of the chosen
+    logits: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, E]
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K]
+    before: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K] ranks of the chosen
     valid: Tensor = field(default_factory=lambda: torch.zeros(0))  # [R, K] slots that the router uses
     rows: dict[str, Tensor] = field(default_factory=dict)  # by experts module, [E, H] on the layer's input
     scales: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)  # [T] by experts module and batch
@@ -147,9 +186,10 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
     found = ObservedRouters(architecture.layers, {unit: number for number, unit in enumerate(architecture.units)})
     numbers = {layer.name: number for number, layer in enumerate(found.layers)}
     device, budget = model.partial.device, BUDGET // len(batches)
-    for shape in ((batch.numel(), len(found.layers)) for batch in batches):
-        found.logits.append(allocate((*shape, experts), torch.float32, device, budget))
-        found.chosen.append(torch.zeros((*shape, top_k), dtype=torch.int64, device=device))
+    for batch in sorted(own_share(batches)):
+        shape = batches[batch].numel(), len(found.layers)
+        found.logits[batch] = allocate((*shape, experts), torch.float32, device, budget)
+        found.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)
     found.valid = torch.zeros((len(found.layers), top_k), dtype=torch.bool, device=device)
 
     def visit(unit: str, batch: int, trace: UnitTrace) -> None:
@@ -175,8 +215,12 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
                 found.rows[layer.name] = router_rows(layer, view.chains, device)
                 _keep_biases(model, layer, found)
 
-    run_traced(model, batches, visit, progress, "routers")
-    _settle(found, [number for number, layer in enumerate(found.layers) if layer.name in found.rows])
+    def done(unit: str) -> None:
+        streams = {"the residual stream": found.streams[unit].chains} if unit in found.streams else {}
+        agree_on_chains(model, unit, streams)
+
+    run_traced(model, batches, visit, done, progress, "routers")
+    _settle(found, [batch.numel() for batch in batches], experts)
     return found
 
 
@@ -195,26 +239,33 @@ def _keep_biases(model: OpenModel, layer: MoeLayer, found: ObservedRouters) -> N
             found.biases.setdefault(name, {})[layer.name] = own[name].detach().float().reshape(-1).clone()
 
 
-def _beginning(batches: Sequence[Tensor]) -> Tensor:
-    """The first tokens of all batches together, however they are cut."""
-    found: list[Tensor] = []
-    for batch in batches:
-        found.append(batch[: SELECTION_TOKENS - sum(map(len, found))])
-    return torch.cat(found)
+def _beginning(parts: Mapping[int, Tensor], sizes: Sequence[int], like: Tensor) -> Tensor:
+    """The first tokens of all batches together, however they are cut and whoever has them: [n, *like]."""
+    found = like.new_zeros(min(SELECTION_TOKENS, sum(sizes)), *like.shape)
+    starts = [0, *accumulate(sizes)]
+    for batch, part in parts.items():
+        found[starts[batch] : starts[batch + 1]] = part[: max(0, len(found) - starts[batch])]
+    return here().reduced(found)
 
 
-def _settle(found: ObservedRouters, seen: list[int]) -> None:
+def _settle(found: ObservedRouters, sizes: Sequence[int], experts: int) -> None:
     """Leave out routers that no token came to; find out what the others rank by, and the ranks of what they chose."""
+    reached = torch.tensor([layer.name in found.rows for layer in found.layers])
+    marks = here().reduced(torch.cat([reached[:, None], found.valid.cpu()], 1).int()) > 0
+    seen, found.valid = marks[:, 0].nonzero().flatten().tolist(), marks[:, 1:].to(found.valid.device)
     if len(seen) < len(found.layers):
         found.layers, found.valid = tuple(found.layers[number] for number in seen), found.valid[seen]
-        found.logits = [logits[:, seen] for logits in found.logits]
-        found.chosen = [chosen[:, seen] for chosen in found.chosen]
+        found.logits = {batch: logits[:, seen] for batch, logits in found.logits.items()}
+        found.chosen = {batch: chosen[:, seen] for batch, chosen in found.chosen.items()}
     names = [layer.name for layer in found.layers]
     common = [own for own in found.biases.values() if all(name in own for name in names)]
     biases = [torch.stack([own[name] for name in names]) for own in common]
     groups = [layer.routing_groups for layer in found.layers]
-    logits, chosen = _beginning(found.logits), _beginning(found.chosen)
-    found.selection = find_selection(logits, chosen, found.valid, biases, groups)
-    found.before = [
-        ranks(found.selection.scores(logits), chosen) for logits, chosen in zip(found.logits, found.chosen, strict=True)
-    ]
+    logits = _beginning(found.logits, sizes, torch.zeros(len(names), experts, device=found.valid.device))
+    chosen = _beginning(found.chosen, sizes, found.valid.long())
+    tried = selections(biases)
+    best = here().told(lambda: best_selection(tried, logits, chosen, found.valid, groups))
+    if found.logits:  # a rank without a batch has seen no biases
+        found.selection = tried[best]
+    for batch, own in found.logits.items():
+        found.before[batch] = ranks(found.selection.scores(own), found.chosen[batch])

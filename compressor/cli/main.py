@@ -130,7 +130,7 @@ for command in (
     on_ranks(calibrating.calibrate_router),
     recovering.recover,  # whose processes accelerate brings together
     on_ranks(measuring.compare),
-    alone(measuring.attribute),
+    on_ranks(measuring.attribute),
     on_ranks(gating.gate),
     alone(referencing.reference),
     alone(exporting.export),

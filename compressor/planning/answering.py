@@ -88,7 +88,8 @@ def protected_experts(request: Request, keep: int, steering: Steering) -> Protec
     """The experts that a list names, or the hubs or central experts that the calibration shows, as was asked for."""
     layers = steering.model.architecture.layers
     if request.protects_what_data_shows:
-        return _told(lambda: protect_found(steering.attribution(), layers, keep, request.central))
+        attribution = steering.attribution()  # by all ranks together
+        return _told(lambda: protect_found(attribution, layers, keep, request.central))
     return given_protected(request.protect, layers, keep)
 
 

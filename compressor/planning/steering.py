@@ -21,7 +21,7 @@ from compressor.ranks.present import here
 class Steering:
     """The attribution of the original model on the calibration's tokens, without what is held out, all counting alike.
 
-    It stands for every plan of a run: those made in order, and those of each source alone.
+    It stands for every plan of a run: those made in order, and those of each source alone. Ranks share its batches.
     """
 
     model: OpenModel
@@ -31,7 +31,10 @@ class Steering:
     _found: Attribution | None = None
 
     def attribution(self) -> Attribution:
-        """The attribution; raises `CompressionError` where there is no text or the model cannot be attributed."""
+        """The attribution; raises `CompressionError` where there is no text or the model cannot be attributed.
+
+        All ranks ask for it together, and it is the same at all of them.
+        """
         if self.calibration is None:
             raise CompressionError("routing attribution needs calibration data; pass --calibration")
         if self._found is None:
@@ -41,7 +44,10 @@ class Steering:
     def rank_changes(self, strategies: Sequence[Strategy]) -> dict[str, Tensor]:
         """AARV summed over the later routers, [E] float64, by layer; nothing if none of the strategies needs it."""
         asking = next((each.name for each in strategies if needs_attribution(each.needs)), None)
-        return {} if asking is None else dict(here().shown(lambda: self._rank_changes(asking)))
+        if asking is None:
+            return {}
+        found = self._rank_changes(asking)
+        return dict(here().shown(lambda: found))
 
     def _rank_changes(self, asking: str) -> dict[str, Tensor]:
         try:

@@ -138,14 +138,14 @@ def attribute(
     if edges not in ("routers", "experts"):
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
     if output is not None:
-        check_folder(output, NAMES, running.overwrite)
-    with alone(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
+        here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
+    with held(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
         found = compressor.attribute(
             model, request, keys=keys, top=top, edges_kept=edges_kept if edges == "experts" else 0,
             revision=running.revision, progress=progress, announce=announcing(progress, yes, running.as_json),
         )  # fmt: skip
-        hubs, supers = find_hubs(found, threshold), super_experts(found)
-        written = []
-        if output is not None:
+        hubs, supers, written = find_hubs(found, threshold), super_experts(found), list[Path]()
+        if output is not None and here().is_first:
             written = write_attribution(found, hubs, supers, output, running.overwrite, threshold, top)
-    show_attribution(found, hubs, supers, threshold, top, running.as_json, written)
+    if here().is_first:
+        show_attribution(found, hubs, supers, threshold, top, running.as_json, written)

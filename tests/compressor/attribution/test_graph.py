@@ -249,7 +249,7 @@ def test_pairs_beyond_chance_are_those_of_a_plain_count(seed: int, parts: int) -
     chosen = torch.rand(tokens, routers, experts, generator=random).argsort(-1)[..., :2]
     chosen[:60, 1] = (chosen[:60, 0] + 1) % experts  # the second router follows the first one for most tokens
     valid = torch.tensor([[True, True], [True, True], [True, False]])  # the last router uses one slot of two
-    found = routed_together(chosen.split(math.ceil(tokens / parts)), valid, experts)
+    found = routed_together(chosen.split(math.ceil(tokens / parts)), valid, experts, tokens)
     routes = [[{*row[: int(used.sum())].tolist()} for row, used in zip(token, valid, strict=True)] for token in chosen]
     expected = {}
     for router in range(routers - 1):

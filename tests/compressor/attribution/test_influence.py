@@ -9,10 +9,11 @@ from torch import Tensor
 from compressor.attribution.influence import (
     ACTIVATIONS,
     Selection,
+    best_selection,
     competing,
-    find_selection,
     rank_change,
     ranks,
+    selections,
     signs,
     spread,
 )
@@ -20,6 +21,13 @@ from compressor.attribution.influence import (
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def find_selection(
+    logits: Tensor, chosen: Tensor, valid: Tensor, biases: list[Tensor], *groups: list[int]
+) -> Selection:
+    tried = selections(biases)
+    return tried[best_selection(tried, logits, chosen, valid, *groups)]
 
 
 def top(scores: Tensor, count: int) -> Tensor:

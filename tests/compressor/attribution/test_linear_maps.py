@@ -12,6 +12,7 @@ from compressor.attribution.linear_maps import (
     Factor,
     Matrix,
     Mean,
+    digest,
     kept,
     pull,
     pull_sum,
@@ -97,10 +98,10 @@ def test_equal_values_make_equal_chains() -> None:
     weight, scale = torch.randn(4, 5), torch.randn(5)
     one: list[Chain] = [(Factor(scale), Matrix(weight)), (Mean(),)]
     same: list[Chain] = [(Factor(scale.clone()), Matrix(weight.clone())), (Mean(),)]
-    assert same_chains(one, same)
-    assert not same_chains(one, same[:1])
-    assert not same_chains(one, [same[1], same[0]])
-    assert not same_chains(one, [(*same[0], Factor(1.0)), same[1]])
+    assert same_chains(one, same) and digest(one) == digest(same)
+    moved = [same[0][:1], (*same[0][1:], *same[1])]
+    for other in (same[:1], [same[1], same[0]], [(*same[0], Factor(1.0)), same[1]], moved):
+        assert not same_chains(one, other) and digest(one) != digest(other)
 
 
 def test_what_is_kept_outlives_changes_of_the_vectors() -> None:

@@ -1,0 +1,149 @@
+"""Routing attribution by several processes that do one run together, against one process."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compressor
+from compressor.attribution import measure, projecting, report, stream_maps
+from compressor.attribution.linear_maps import Factor
+from compressor.attribution.projecting import Projection
+from compressor.attribution.stream_maps import LeafMap
+from compressor.attribution.tallies import Tallies
+from compressor.errors import CompressionError
+from compressor.ranks.present import here
+from compressor.ranks.together import together
+from tests import small
+from tests.command_line import Run
+from tests.test_ranks import fine, launched
+
+RARE = "#"  # a character of one document alone
+ODD = "batch {} is odd"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.save(tmp_path_factory.mktemp("ranks") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> tuple[str, ...]:
+    """28 sequences in four batches, the last of them smaller."""
+    return ("--calibration", str(small.text_file(tmp_path)), "--samples", "28", "--sequence-length", "24")
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """What attribute wrote, but for the seconds that it took, and for pictures."""
+    content = json.loads((folder / "attribution.json").read_text())
+    assert content.pop("seconds") and content["senders"] and content["per_key"]
+    files = {name: digest for name, digest in small.tree(folder).items() if not name.endswith(".png")}
+    return {**files, "attribution.json": json.dumps(content)}
+
+
+def test_ranks_attribute_what_one_process_does(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: Path, text: tuple[str, ...], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report, "png", lambda *given: b"")
+    ask = ("attribute", model, *text, "--keys", 3)
+    assert run(*ask, "-o", tmp_path / "alone").status == 0
+    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together"))
+    assert written(tmp_path / "together") == written(tmp_path / "alone")
+
+
+def test_a_rank_without_a_batch_keeps_in_step(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
+    ask = ("plan", model, "--experts", 4, "--strategy", "count-guided", "--protect", "graph:3", *text, "--samples", 5)
+    assert run(*ask, "-o", tmp_path / "alone.json").status == 0
+    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together.json"))
+    assert (tmp_path / "together.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+    assert "protected" in json.loads((tmp_path / "alone.json").read_text())
+
+
+def added(at_once: int) -> list[float]:
+    """Sums of seven batches whose float64 values do not add up alike in another order."""
+    sums = torch.randn(7, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tallies = Tallies(2, 7, at_once)
+    for batch in sorted(here().share([1] * 7)):
+        tallies.begun("sender", "expert", "layer", "module", 0, batch).sums += sums[batch]
+        tallies.seen(batch)
+    tallies.passed()
+    tallies.show("layer")
+    found: list[float] = tallies.totals["sender"].sums.flatten().tolist()
+    return found
+
+
+def odd(projection: Projection, unit: str, batch: int, trace: Any) -> None:
+    if batch % 2:
+        raise CompressionError(ODD.format(batch))
+
+
+def outcome(model: Path, text: Path, edges: int = 0, keys: int = 0) -> str:
+    """A digest of all figures to the last bit, or why there are none."""
+    data: dict[str, Any] = {"calibration": str(text), "samples": 28, "sequence_length": 24}
+    try:
+        found = compressor.attribute(str(model), keys=keys, edges_kept=edges, **data)
+    except CompressionError as error:
+        return f"{type(error).__name__}: {error}"
+    assert len(found.score_edges) == edges and bool(found.per_key) == bool(keys)
+    return hashlib.sha256(json.dumps(asdict(replace(found, seconds={}))).encode()).hexdigest()
+
+
+def outcomes(model: Path, broken: Path, text: Path) -> list[str]:
+    """Sums, two attributions, and what comes of each fault, the last two of which are between ranks."""
+    found = [str([added(at_once) for at_once in (1, 2, 7)])]
+    found += [outcome(model, text), outcome(model, text, edges=5, keys=2), outcome(broken, text)]
+    measure.FLOAT32_TOLERANCE, tolerance = -1.0, measure.FLOAT32_TOLERANCE
+    found.append(outcome(model, text))
+    measure.FLOAT32_TOLERANCE = tolerance
+    real, leaf_map = Projection._measure, stream_maps.leaf_map
+    Projection._measure = odd  # type: ignore[method-assign]
+    found += [outcome(model, text, edges) for edges in (0, 5)]
+    Projection._measure = real  # type: ignore[method-assign]
+    for module in (stream_maps, projecting):
+
+        def doubled(terms: Any, leaf: str) -> LeafMap | None:
+            seen = leaf_map(terms, leaf)
+            return seen and LeafMap(seen.token, tuple((*chain, Factor(2.0)) for chain in seen.chains))
+
+        module.leaf_map = doubled if here().rank == 1 else leaf_map  # type: ignore[attr-defined]
+        found.append(outcome(model, text))
+        module.leaf_map = leaf_map  # type: ignore[attr-defined]
+    return found
+
+
+def _catching(arguments: Sequence[Path], streams: Path, environment: Mapping[str, str], stop: Sequence[Any]) -> None:
+    """A rank that goes on after each refusal; all tell what they have caught."""
+    os.environ.update(environment)
+    sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))
+    torch.set_num_threads(1)
+    with together() as ranks:
+        print(json.dumps(ranks.listed(outcomes(*arguments))), flush=True)
+
+
+@pytest.mark.usefixtures("offline")
+def test_all_ranks_find_and_refuse_the_same_and_can_go_on(model: Path, tmp_path: Path) -> None:
+    text = small.text_file(tmp_path, small.TEXT[:700].replace("Document 5", f"Document {RARE}"))
+    broken = small.save(tmp_path / "broken", num_hidden_layers=2)
+    rare = small.tokenizer().convert_tokens_to_ids(RARE)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][rare] = torch.inf
+
+    small.edit_tensors(broken, spoil)
+    alone = outcomes(model, broken, text)
+    assert "its logits are not finite on the calibration data" in alone[3] and "miss its logits" in alone[4]
+    assert alone[5:] == [f"CompressionError: {ODD.format(1)}"] * 2 + alone[1:2] * 2
+    for result in launched(3, tmp_path, model, broken, text, target=_catching):
+        assert result.status == 0, result.err
+        for caught in json.loads(result.out):
+            assert caught[:7] == alone[:7]
+            assert all(
+                "model.layers.0: what it does to" in why and "differs between batches" in why for why in caught[7:]
+            )
