@@ -12,7 +12,6 @@ from compressor.cli.announcing import announcing
 from compressor.cli.options import DATA, Model, Running, Yes, counts, listed, shares
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
-from compressor.locking import alone
 from compressor.planning.request import CALIBRATION, KEEP, MONE, Request
 from compressor.ranks.places import held
 from compressor.ranks.present import here
