@@ -22,6 +22,7 @@ from compressor.model.opened import OpenModel
 from compressor.planning.answering import HELDOUT
 from compressor.planning.make import Wish
 from compressor.planning.request import Request
+from compressor.ranks.present import here
 from compressor.recovery.options import Recovery
 from compressor.surgery.job import output_size
 
@@ -82,10 +83,14 @@ def duration(seconds: float) -> str:
 
 
 class Estimate:
-    """Counts work on one opened model, and measures what it needs to know of the machine for it."""
+    """Counts work on one opened model, and measures what it needs to know of the machine for it.
+
+    Several ranks share the passes over text, the projections of an attribution, and tuning; all else is one's.
+    """
 
     def __init__(self, model: OpenModel, machine: Machine | None = None) -> None:
         self.model, self.machine = model, machine or Machine(model.partial.device)
+        self.ranks = here().size
         stored = model.checkpoint.tensors.values()
         largest = max(stored, key=lambda tensor: tensor.nbytes)
         self.bytes = sum(tensor.nbytes for tensor in stored)
@@ -98,7 +103,7 @@ class Estimate:
 
     def passing(self, text: Text, head: bool = False) -> float:
         """Seconds of a streamed forward of the text, without reading."""
-        return FORWARD * self.seconds(forward(self.model, text, head))
+        return FORWARD * self.seconds(forward(self.model, text, head)) / self.ranks
 
     def choosing(self, wish: Wish) -> float:
         """Seconds that a strategy takes beyond the pass: dense samples, comparing weights, reconstructing outputs."""
@@ -126,8 +131,8 @@ class Estimate:
         for shape in self.shapes:
             found += FORWARD * self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights))
             if correction.method == "tune":
-                found += FORWARD * self.seconds(tune(shape, kept, fit, correction))
-                found += correction.steps * self._updating(shape, kept)
+                found += FORWARD * self.seconds(tune(shape, kept, fit, correction)) / self.ranks
+                found += correction.steps * self._updating(shape, kept) / self.ranks
         return found
 
     def _updating(self, shape: ExpertShape, kept: int) -> float:
@@ -147,7 +152,7 @@ class Estimate:
             batches = text.tokens / rows
             projected = Product(rows, shape.hidden, max(later, 1), batches * components)
             apart = Product(rows, width // max(heads, 1) or 1, shape.hidden, batches * heads)
-            found += FORWARD * self.seconds([projected, apart])
+            found += FORWARD * self.seconds([projected, apart]) / self.ranks
         return found
 
     def training(self, options: Recovery, kept: int) -> float:

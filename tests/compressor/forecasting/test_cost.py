@@ -19,6 +19,7 @@ from compressor.planning import answering
 from compressor.planning.answering import settle
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
+from compressor.ranks.present import Ranks, enter
 from tests import small, zoo
 from tests.opened import opened
 
@@ -61,6 +62,10 @@ def test_a_forward_against_torch_on_the_stock_model(name: str, tmp_path: Path) -
     found, headed = (sum(product.flops for product in forward(model, text, head)) for head in (False, True))
     assert found == pytest.approx(bare, rel=0.03)
     assert headed - found == pytest.approx(whole - bare)
+    leave = enter(Ranks(0, 4))
+    shared = estimate.Estimate(model, Counting(torch.device("cpu"))).passing(text)
+    leave()
+    assert shared == pytest.approx(estimate.FORWARD * found / 4)
 
 
 @pytest.mark.parametrize(("strategy", "correct"), [("reap", "none"), ("hc-smoe", "ridge"), ("reap", "tune")])
