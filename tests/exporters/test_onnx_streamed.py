@@ -124,6 +124,8 @@ def test_files_and_logits_are_those_of_the_hand_dequantised_model(made: Made, tm
     onnx.checker.check_model(str(made.out / exporter.GRAPH), full_check=True)
     assert sorted(path.name for path in made.out.glob("*onnx*")) == [exporter.GRAPH, exporter.WEIGHTS, exporter.RECORD]
     assert "quantization_config" not in json.loads((made.out / "config.json").read_text())
+    part = {"text_config": {"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}, "vision_config": None}
+    assert exporter.plain_config(part) == {"text_config": {"hidden_size": 8}, "vision_config": None}
 
 
 def test_one_layer_is_held_at_a_time(made: Made) -> None:
