@@ -138,10 +138,15 @@ def _label(options: ExportOptions) -> str:
     return f"{STOCK} with {changed}" if changed else STOCK
 
 
+def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what it says, also of a part of the model, of how weights are quantised: the graph's are not."""
+    kept = {name: value for name, value in raw.items() if name != "quantization_config"}
+    return {name: plain_config(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
     """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
-    config = {name: value for name, value in opened.checkpoint.raw_config.items() if name != "quantization_config"}
-    _write_json(content / "config.json", config)
+    _write_json(content / "config.json", plain_config(opened.checkpoint.raw_config))
     files = carried_files(opened.source.folder)
     carried = sorted(files)
     compression = opened.source.folder / COMPRESSION

@@ -10,19 +10,24 @@ from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel, parent_and_name
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import Forward, LayerStream, LayerVisitor
 from compressor.progress import Progress
 from exporters.onnx_experts import WeightFormat
 from exporters.onnx_quantized_experts import SCALES
 from exporters.onnx_reference import (
+    NUDGED,
+    NUDGED_NAME,
     Question,
     Reference,
     continued,
     model_inputs,
+    nudge,
+    nudged,
     per_token,
     prompt_of,
     questions,
     random_tokens,
+    sensitivity_of,
 )
 from exporters.onnx_verify import GREEDY
 
@@ -69,6 +74,17 @@ class _Asked(LayerVisitor):
     def entering(self, batch: int) -> None:
         self.running = batch
 
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        """The layer's own forward, of nudged values where the batch that runs is asked so."""
+        if self.asked[self.running].name != NUDGED_NAME:
+            return own
+
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = nudge(args, kwargs)
+            return own(*args, **kwargs)
+
+        return moved
+
     def loaded(self, unit: str) -> None:
         self.shown(unit)
         widen(self.partial.model, self.partial.keys_under(unit))
@@ -91,6 +107,7 @@ def observe_streamed(
     model, config = partial.model, inner.config
     asked, prompt, count = list(questions(model.config, past)), prompt_of(config), continued(model, tokens)
     given = random_tokens(config, 1, count, GIVEN_SEED)
+    asked.append(nudged(asked[NUDGED]))
     if count:
         text = torch.cat([prompt, given[:, :-1]], dim=1)
         asked.append(Question(GREEDY, text, torch.ones_like(text), (text.shape[1],)))
@@ -104,9 +121,13 @@ def observe_streamed(
     finally:
         handle.remove()
     cases = tuple(each.answered(logits) for each, logits in zip(asked, visitor.logits, strict=True))
-    chosen = visitor.logits[-1][0, prompt.shape[1] - 1 :] if count else torch.zeros(0, 1)
-    kept = cases[:-1] if count else cases
-    return Reference(type(model).__name__, kept, prompt, chosen.argmax(-1) if count else given[0], chosen, given[0])
+    kept = [case for case in cases if case.name not in (NUDGED_NAME, GREEDY)]
+    moved = cases[len(kept)].logits
+    chosen = cases[-1].logits[0, prompt.shape[1] - 1 :] if count else torch.zeros(0, 1)
+    return Reference(
+        type(model).__name__, tuple(kept), prompt, chosen.argmax(-1) if count else given[0], chosen, given[0],
+        sensitivity_of(kept[NUDGED].logits, moved),
+    )  # fmt: skip
 
 
 def round_layer(partial: PartialModel, unit: str, weights: WeightFormat) -> None:

@@ -114,7 +114,7 @@ def _in_memory(opened: OpenModel, content: Path, options: ExportOptions, progres
         round_layer(partial, "", weights)
     progress.start("observing the stock model", 1)
     with _in_float32(partial.model):
-        reference = observe(partial.model, options.past, options.tokens)
+        reference = observe(partial.model, options.past, options.tokens, units)
     progress.advance("reference logits")
     writing = _traced(opened, content, options, progress)
     for unit in units:

@@ -90,7 +90,7 @@ def cut(model: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Par
         read = dict.fromkeys(name for _, names in nodes for name in sorted(names))
         inputs = [name for name in read if name not in weights and name not in {*made}]
         outputs = [name for name in made if name in wanted]
-        if lacking := [name for name in inputs if not given[name].type.tensor_type.elem_type]:
+        if lacking := [name for name in inputs if name not in given or not given[name].type.tensor_type.elem_type]:
             raise CompressionError(f"the graph does not say of what type {lacking[0]!r} is; export with --no-stream")
         types = [
             onnx.helper.make_tensor_value_info(name, given[name].type.tensor_type.elem_type, None) for name in inputs

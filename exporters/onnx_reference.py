@@ -4,7 +4,10 @@ It is asked first, and what it said is kept, so that model and graph need not be
 """
 
 import inspect
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 pl
 PADDED_LENGTH = 12
 PROMPT = 8
 TOKENS = 64
+NUDGED = 4  # of the questions: 2 x 33, enough tokens to meet an unlucky one
+NUDGED_NAME = "nudged"
+NUDGE_SEED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class Reference:
     greedy: Tensor  # [N]
     greedy_logits: Tensor  # [N, V]: what each greedy token was chosen from
     given: Tensor | None = None  # [N] the tokens that followed the prompt, where those are not the greedy ones
+    sensitivity: float = 0.0  # how far a logit moves if every layer's input does by one unit in its last place
 
     @property
     def largest(self) -> float:
@@ -153,8 +160,52 @@ def _longest(config: Any) -> int:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
 
 
-def observe(model: Any, past: bool, tokens: int = TOKENS) -> Reference:
-    """Everything that a graph of this model is compared with."""
-    cases = tuple(_case(model, asked) for asked in questions(model.config, past))
+def nudged(question: Question) -> Question:
+    """The same question, whose values are to be nudged before every layer."""
+    return replace(question, name=NUDGED_NAME)
+
+
+def nudge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's arguments with each value of its input moved to a neighbouring float32, up or down by a fixed draw."""
+    first, *others = args or (None,)
+    key = next(iter(kwargs), "")
+    value = first if args else kwargs.get(key)
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return args, kwargs
+    up = torch.rand(value.shape, generator=torch.Generator().manual_seed(NUDGE_SEED)) < 0.5
+    moved = value.nextafter(torch.where(up, torch.inf, -torch.inf))
+    return ((moved, *others), kwargs) if args else (args, kwargs | {key: moved})
+
+
+@contextmanager
+def _nudging(model: Any, units: Sequence[str]) -> Iterator[None]:
+    """Have the input of every one of these layers nudged."""
+    layers = [model.get_submodule(unit) for unit in units]
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: nudge(args, kwargs), with_kwargs=True)
+        for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def sensitivity_of(plain: Tensor, moved: Tensor) -> float:
+    """The largest difference of logits [B, S, V] from those with nudged layers; 0 where it is no number."""
+    found = float((plain - moved).abs().max())
+    return found if math.isfinite(found) else 0.0
+
+
+def observe(model: Any, past: bool, tokens: int = TOKENS, units: Sequence[str] = ()) -> Reference:
+    """Everything that a graph of this model is compared with; its sensitivity by nudging these decoder layers."""
+    asked = questions(model.config, past)
+    cases = tuple(_case(model, each) for each in asked)
+    with _nudging(model, units):
+        moved = _case(model, nudged(asked[NUDGED])).logits if units else cases[NUDGED].logits
     prompt = prompt_of(model.config)
-    return Reference(type(model).__name__, cases, prompt, *_greedy(model, prompt, continued(model, tokens), past))
+    return Reference(
+        type(model).__name__, cases, prompt, *_greedy(model, prompt, continued(model, tokens), past),
+        sensitivity=sensitivity_of(cases[NUDGED].logits, moved),
+    )  # fmt: skip

@@ -24,6 +24,10 @@ LAYERS = "layer by layer, the likeliest token after each of a given text"
 class Tolerance:
     """How far logits may be off: this much, and this much of the largest logit if that is more.
 
+    A model that blows up roundings is as far from itself in another order of adding: where one unit in the last place
+    of its layers' inputs moves its own logits, a graph may be off by `units` times as much, up to a thousandth of the
+    largest logit. A fault of a graph moves them by far more.
+
     In rounded arithmetic a router's near tie may be broken differently, and the token gets another expert: such tokens
     may lie beyond, up to a `share` of those compared.
     """
@@ -31,16 +35,19 @@ class Tolerance:
     absolute: float
     relative: float
     share: float = 0.0
+    units: float = 8.0  # graphs that are right, of models that blow up roundings, came to 2 to 3
 
     def ties(self, tokens: int) -> int:
         """How many of so many tokens may lie beyond."""
         return int(self.share * tokens + 0.5)
 
-    def of(self, largest: float) -> float:
-        """The bound for logits whose largest absolute value is this."""
-        return max(self.absolute, self.relative * largest)
+    def of(self, reference: Reference) -> float:
+        """The bound for the logits of a model that answered so."""
+        largest = reference.largest
+        return max(self.absolute, self.relative * largest, min(self.units * reference.sensitivity, MOST * largest))
 
 
+MOST = 1e-3  # of the largest logit, however much a model blows up roundings
 EXACT = Tolerance(1e-4, 1e-5)
 HALF = Tolerance(1e-2, 1e-2, share=0.02)
 
@@ -60,6 +67,7 @@ class Verification:
     how: str = WHOLE  # in one piece, or layer by layer
     ties: int = 0  # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
     tokens: int = 0  # whose logits were compared
+    sensitivity: float = 0.0  # how far one unit in the last place of its layers' inputs moves the stock logits
 
 
 def runtime_reason(error: Exception) -> str:
@@ -136,7 +144,7 @@ class _Agreement:
 
 def _agreement(name: str, gaps: Tensor, tolerance: Tolerance, reference: Reference) -> _Agreement:
     """What the gaps [T] of one case come to; raises `CompressionError` if too many are too large."""
-    bound = tolerance.of(reference.largest)
+    bound = tolerance.of(reference)
     beyond = ~(gaps <= bound)
     count = int(beyond.sum())
     if count > tolerance.ties(len(gaps)) or bool(gaps.isinf().any()):
@@ -198,7 +206,7 @@ def compare(answers: Answers, reference: Reference, tolerance: Tolerance, label:
     A greedy token that differs is a fault unless the stock model itself was undecided by less than the tolerance.
     For a graph with rounded weights, `reference` is made with the same rounded weights; `label` says so.
     """
-    bound, equal = tolerance.of(reference.largest), 0
+    bound, equal = tolerance.of(reference), 0
     found: list[_Agreement] = []
     for case in reference.cases:
         real = case.mask.bool()
@@ -223,6 +231,7 @@ def compare(answers: Answers, reference: Reference, tolerance: Tolerance, label:
         how=answers.how,
         ties=sum(entry.ties for entry in found),
         tokens=sum(entry.tokens for entry in found),
+        sensitivity=reference.sensitivity,
     )
 
 

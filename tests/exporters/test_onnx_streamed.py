@@ -1,5 +1,9 @@
-"""Exports whose weights are never in memory together: the same files as an export of the model in memory."""
+"""Exports whose weights are never in memory together: the same files as an export of the model in memory.
 
+The source is quantised (MXFP4), its weights tied and with biases, and its experts are rounded anew for the graph.
+"""
+
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +16,6 @@ import onnx_ir
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
@@ -27,43 +30,46 @@ from exporters.onnx import ExportOptions, ExportSummary, export
 from exporters.onnx_absent import Absent, Recipe
 from exporters.onnx_experts import use_nodes
 from exporters.onnx_graph import export_graph, trace_inputs
-from exporters.onnx_layers import observe_streamed
-from exporters.onnx_making import write_graph
+from exporters.onnx_layers import forget_scales, observe_streamed, round_layer
 from exporters.onnx_parts import LayeredGraph, Parts
 from exporters.onnx_quantized_experts import FORMATS
-from exporters.onnx_reference import observe
+from exporters.onnx_reference import Reference, observe
 from exporters.onnx_verify import EXACT, LAYERS, WHOLE, compare
 from exporters.onnx_weights import INLINE_BYTES
-from tests import small
+from tests import quantized, small
 
-WIDTH = 96  # a square of it is more than the optimiser after the trace computes with
-STREAMED = ExportOptions(external_bytes=0, tokens=8)
-
-
-def save(folder: Path, name: str, layers: int, **more: Any) -> Path:
-    """A checkpoint whose matrices are large enough to be absent from the trace."""
-    widths = {"hidden_size": WIDTH, "intermediate_size": 64, "max_position_embeddings": 64}
-    return small.save(folder, name, num_hidden_layers=layers, **widths, **more)
+SIZES = {"hidden_size": 96, "head_dim": 32}  # matrices with more than the optimiser after the trace computes with
+STREAMED = ExportOptions(external_bytes=0, tokens=8, quantize="int4")
+ROUNDED = FORMATS[STREAMED.quantize]
 
 
-def in_memory(source: Path, folder: Path, options: ExportOptions) -> Path:
-    """The export of the stock model as transformers loads it, written by onnx_ir alone."""
-    weights, half = FORMATS[options.quantize], options.dtype == "fp16"
-    dtype = torch.float16 if half else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+def save(folder: Path) -> Path:
+    """A quantised checkpoint of two layers whose embedding is its head."""
+    quantized.save_mxfp4(folder, sizes=SIZES)
+    small.edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    small.edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    return folder
+
+
+def in_memory(source: Path) -> Any:
+    """The stock model of the weights worked out by hand, rounded."""
+    model = quantized.plain_model(source)
+    assert ROUNDED.rounded is not None
+    for parameter in model.parameters():  # of two equally good scales, the order of adding decides
+        parameter.data = parameter.data.contiguous()
+    for _, experts in experts_modules(model):
+        ROUNDED.rounded(experts)
+    return model
+
+
+def written_whole(model: Any, folder: Path, options: ExportOptions) -> Path:
+    """The export of a model in memory, written by onnx_ir alone."""
     inputs = trace_inputs(model, options.past)
-    for _, experts in experts_modules(model) if weights.rounded is not None else ():
-        weights.rounded(experts)
-    use_nodes(model, options.fallback, half, weights)
+    use_nodes(model, options.fallback, False, ROUNDED)
     program = export_graph(model, inputs, options.opset)
     folder.mkdir()
     onnx_ir.save(program, folder / exporter.GRAPH, external_data=exporter.WEIGHTS, size_threshold_bytes=INLINE_BYTES)
     return folder
-
-
-def same_files(one: Path, other: Path) -> bool:
-    """Whether graph and weights are the same, byte for byte."""
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in (exporter.GRAPH, exporter.WEIGHTS))
 
 
 class Held:
@@ -99,7 +105,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("streamed")
-    source = save(folder / "source", "mixtral", 2)
+    source = save(folder / "source")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "available", lambda: 1000)
         held = Held(patch)
@@ -108,14 +114,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     shutil.rmtree(folder)
 
 
-def test_files_are_those_of_the_model_in_memory(made: Made, tmp_path: Path) -> None:
-    assert same_files(made.out, in_memory(made.source, tmp_path / "whole", STREAMED))
+def test_files_and_logits_are_those_of_the_hand_dequantised_model(made: Made, tmp_path: Path) -> None:
+    model = in_memory(made.source)
+    whole = compare(exporter.WholeGraph(made.out / exporter.GRAPH), observe(model, past=True, tokens=8), EXACT)
+    assert whole.how == WHOLE and whole.tokens_equal == 8
+    other = written_whole(model, tmp_path / "whole", STREAMED)
+    for name in (exporter.GRAPH, exporter.WEIGHTS):
+        assert (made.out / name).read_bytes() == (other / name).read_bytes()
     onnx.checker.check_model(str(made.out / exporter.GRAPH), full_check=True)
     assert sorted(path.name for path in made.out.glob("*onnx*")) == [exporter.GRAPH, exporter.WEIGHTS, exporter.RECORD]
+    assert "quantization_config" not in json.loads((made.out / "config.json").read_text())
+    part = {"text_config": {"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}, "vision_config": None}
+    assert exporter.plain_config(part) == {"text_config": {"hidden_size": 8}, "vision_config": None}
 
 
 def test_one_layer_is_held_at_a_time(made: Made) -> None:
-    model = AutoModelForCausalLM.from_pretrained(made.source)
+    model = quantized.plain_model(made.source)
     layer = sum(value.numel() for value in model.model.layers[0].parameters())
     assert 0 < made.held <= sum(value.numel() for value in model.parameters()) - layer
 
@@ -123,24 +137,32 @@ def test_one_layer_is_held_at_a_time(made: Made) -> None:
 def test_it_says_how_it_was_verified(made: Made) -> None:
     found = exporter.read_summary(made.out).verification
     assert found == made.summary.verification and found.how == LAYERS
-    assert found.tokens_equal == found.tokens_compared == 8
+    assert found.tokens_equal == found.tokens_compared == 8 and 0 < found.sensitivity < found.tolerance
     assert "chunked prefill" in dict(found.cases) and "left padding, cached decode" in dict(found.cases)
 
 
-def test_the_whole_graph_gives_the_logits_of_its_parts(made: Made) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(made.source).eval()
-    whole = compare(exporter.WholeGraph(made.out / exporter.GRAPH), observe(stock, past=True, tokens=8), EXACT)
-    assert whole.how == WHOLE and whole.tokens_equal == 8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_stock_model_says_the_same_in_memory_and_by_layers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A source in blocks of FP8; rounded to float16, it still computes in float32."""
+    quantized.save_fp8(tmp_path)
+    opened = open_model(locate(str(tmp_path)), str(dtype).removeprefix("torch."), "cpu")
+    model = quantized.plain_model(tmp_path, dtype).float()
+    shown: list[tuple[str, torch.dtype]] = []
 
+    def show(partial: PartialModel, unit: str) -> None:
+        shown.append((unit, partial.model.get_submodule(unit).mlp.experts.down_proj.dtype))
 
-def test_tied_rounded_half_weights_with_biases_are_written_alike(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", "gpt_oss", 1, tie_word_embeddings=True)
-    asked = replace(STREAMED, dtype="fp16", quantize="int4")
-    opened, out = open_model(locate(str(source)), "float16", "cpu"), tmp_path / "out"
-    out.mkdir()
-    made = write_graph(opened, out, asked, True, Silent())
-    assert same_files(out, in_memory(source, tmp_path / "whole", asked))
-    assert made.original is not None and made.owners["lm_head.weight"] == "lm_head.weight"
+    units = opened.architecture.units
+    found = observe_streamed(opened, True, 4, Silent(), show)
+    wanted = observe(model, True, 0, units)
+    assert shown == [(unit, dtype) for unit in units] and len(units) == 2
+    for one, two in zip(found.cases, wanted.cases, strict=True):
+        assert (one.name, one.chunks) == (two.name, two.chunks) and torch.equal(one.tokens, two.tokens)
+        real_tokens = one.mask.bool()
+        assert torch.allclose(one.logits[real_tokens], two.logits[real_tokens], atol=2e-5)
+    assert found.sensitivity == pytest.approx(wanted.sensitivity, rel=0.5) and found.sensitivity > 1e-7
+    after = model(found.text).logits[0, found.prompt.shape[1] - 1 : -1]
+    assert torch.allclose(found.greedy_logits, after, atol=2e-5)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -148,27 +170,36 @@ def test_tied_rounded_half_weights_with_biases_are_written_alike(tmp_path: Path)
 
 def test_a_wrong_weight_of_any_layer_is_found(made: Made, tmp_path: Path) -> None:
     opened = open_model(locate(str(made.source)), "float32", "cpu")
-    reference = observe_streamed(opened, True, 4, Silent(), lambda partial, unit: None)
+    reference = observe_streamed(opened, True, 4, Silent(), rounded)
     graph, owners = shutil.copytree(made.out, tmp_path / "copy") / exporter.GRAPH, owners_of(made)
-
-    def answers() -> LayeredGraph:
-        return LayeredGraph(Parts(graph, owners, opened.architecture.units), reference, True, Silent())
-
-    assert len(Parts(graph, owners, opened.architecture.units).parts) == 4  # before, two layers, behind
-    assert compare(answers(), reference, EXACT).how == LAYERS
+    assert compare(answers(graph, owners, reference), reference, EXACT).how == LAYERS
     stored = (made.out / exporter.WEIGHTS).read_bytes()
     for name in ("model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.experts.gate_up_proj"):
         begin, length = place_of(graph, name)
         changed = stored[begin : begin + length // 2] + bytes(length - length // 2)
         graph.with_name(exporter.WEIGHTS).write_bytes(stored[:begin] + changed + stored[begin + length :])
         with pytest.raises(CompressionError, match=r"is wrong in the case .*; nothing was written"):
-            compare(answers(), reference, EXACT)
+            compare(answers(graph, owners, reference), reference, EXACT)
+
+
+def rounded(partial: PartialModel, unit: str) -> None:
+    """Round a loaded layer's experts."""
+    round_layer(partial, unit, ROUNDED)
+    forget_scales(partial, unit)
+
+
+def answers(graph: Path, owners: dict[str, str], reference: Reference) -> LayeredGraph:
+    """What the parts of a graph of two layers say."""
+    parts = Parts(graph, owners, ["model.layers.0", "model.layers.1"])
+    assert len(parts.parts) == 4  # before, two layers, behind
+    return LayeredGraph(parts, reference, True, Silent())
 
 
 def owners_of(made: Made) -> dict[str, str]:
     """Of what tensor each large one of the graph is made, for which only the layer counts: one that it is used in."""
     graph = onnx.load(str(made.out / exporter.GRAPH), load_external_data=False).graph
-    return {value.name: value.name for value in graph.initializer if value.name.startswith(("model.layers", "val"))}
+    own = ("model.layers", "model.embed", "lm_head", "val")
+    return {value.name: value.name for value in graph.initializer if value.name.startswith(own)}
 
 
 def place_of(graph: Path, name: str) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The verification itself: what it asks, and that it notices every way in which a graph can be wrong."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from exporters import onnx_verify
-from exporters.onnx_reference import Case, Reference, observe
+from exporters.onnx_reference import Case, Reference, model_inputs, observe
 from exporters.onnx_verify import EXACT, HALF, Tolerance, runtime_reason
 from tests import zoo
 
@@ -123,9 +124,47 @@ def test_a_tie_may_be_broken_either_way(reference: Reference) -> None:
         onnx_verify._equal_tokens(logits, close, 1e-5)
 
 
-def test_tolerance_grows_with_the_logits() -> None:
-    assert Tolerance(1e-4, 1e-5).of(3.0) == 1e-4
-    assert Tolerance(1e-4, 1e-5).of(40.0) == pytest.approx(4e-4)
+def test_tolerance_grows_with_the_logits_and_with_what_roundings_do_to_them(reference: Reference) -> None:
+    def bound(largest: float, sensitivity: float) -> float:
+        case = replace(reference.cases[0], logits=torch.full_like(reference.cases[0].logits, largest))
+        none = {"greedy": torch.zeros(0), "greedy_logits": torch.zeros(0, 1)}
+        return EXACT.of(replace(reference, cases=(case,), sensitivity=sensitivity, **none))
+
+    assert bound(3.0, 0) == bound(3.0, 1e-5) == 1e-4
+    assert bound(40.0, 0) == pytest.approx(4e-4)
+    assert bound(3.0, 1e-4) == pytest.approx(8e-4)
+    assert bound(3.0, 1.0) == pytest.approx(3e-3)  # however much a model blows them up
+
+
+class Given:
+    """Answers that were worked out before."""
+
+    how = onnx_verify.WHOLE
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def case(self, case: Case) -> Tensor:
+        inputs = model_inputs(self.model, case.tokens, 0, case.mask)
+        return self.model(**inputs, use_cache=False).logits.float().detach()
+
+    def greedy(self, reference: Reference) -> Tensor:
+        return reference.greedy_logits
+
+
+def test_a_model_that_blows_up_roundings_passes_in_float64_and_without_a_bias_fails() -> None:
+    """Double precision is a right answer of other roundings; which the fixed bound refused."""
+    model = zoo.build("gpt_oss", hidden_size=256, intermediate_size=128)
+    units = [f"model.layers.{number}" for number in range(2)]
+    reference = observe(model, past=False, tokens=0, units=units)
+    model.set_experts_implementation("eager")
+    exact = onnx_verify.compare(Given(copy.deepcopy(model).double()), reference, EXACT)
+    assert 1e-4 < exact.largest_difference < exact.tolerance == 8 * exact.sensitivity < 1e-2
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj_bias[3] = 0
+    with pytest.raises(CompressionError, match=r"is wrong in the case .*; nothing was written"):
+        onnx_verify.compare(Given(model), reference, EXACT)
+    assert observe(zoo.build("mixtral"), past=False, tokens=0, units=units).sensitivity < 1e-5
 
 
 def test_lengths_that_a_trace_has_fixed_are_told_as_such(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
