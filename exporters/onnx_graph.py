@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import quiet_transformers
 from exporters.onnx_absent import standing_in
+from exporters.onnx_matching import quick_matching
 from exporters.onnx_reference import model_inputs
 
 CACHE = "past_key_values"
@@ -189,7 +190,7 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
         shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
     settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset)
     try:
-        with _quiet(), _symbolic_minimum(model), standing_in():
+        with _quiet(), _symbolic_minimum(model), standing_in(), quick_matching():
             program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
     except Exception as error:  # torch and onnxscript raise many classes
         raise CompressionError(
