@@ -137,7 +137,7 @@ def start_up() -> Step:
 
 
 def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], cold: bool) -> Measured:
-    """Make a checkpoint, copy it, carry out the steps, and remove everything."""
+    """Make a checkpoint, copy it, carry out the steps, each printed when it is done, and remove everything."""
     from compressor import inspect
 
     folder, text = scratch / "model", scratch / "text.txt"
@@ -151,7 +151,9 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
     calibrated = ["--calibration", str(text), "--samples", str(samples), "--sequence-length", str(min(LENGTH, tokens))]
     ready(folder)
     copy, bare = copy_seconds(folder, scratch), start_up()
-    found: dict[str, Step] = {}
+    measured = Measured(report.bytes, report.largest_layer_bytes, copy, {})
+    told = f"# copy {copy:.1f} s, largest layer {measured.largest / 1e6:.0f} MB"
+    print(told, file=sys.stderr, flush=True)
     out = scratch / "out"
     for name in (name for name in STEPS if name in steps):
         if name == "export":
@@ -161,14 +163,15 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
             command = [*compress_command(folder, out, name), "--correct", "none", "--device", "cpu"]
             command += calibrated if name == "reap" else []
         ready(folder)
-        found[name] = watched(command, bare)
+        measured.steps[name] = watched(command, bare)
+        print(row(name, measured), flush=True)
         if name == "model-centric" and "export" in steps:
             out.rename(scratch / "kept")
         else:
             shutil.rmtree(out)
     for made in (folder, scratch / "kept"):
         shutil.rmtree(made, ignore_errors=True)
-    return Measured(report.bytes, report.largest_layer_bytes, copy, found)
+    return measured
 
 
 def row(name: str, found: Measured) -> str:
@@ -220,11 +223,6 @@ def main() -> None:
         measured = list[Measured]()
         for gigabytes in args.gigabytes:
             measured.append(measure(gigabytes, args.tokens, Path(temporary), steps, args.cache == "cold"))
-            print(*(row(name, measured[-1]) for name in measured[-1].steps), sep="\n", flush=True)
-            print(
-                f"# copy {measured[-1].copy:.1f} s, largest layer {measured[-1].largest / 1e6:.0f} MB",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
         print(slopes(measured))
 
 
