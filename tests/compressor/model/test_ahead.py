@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -268,12 +269,18 @@ def test_whether_files_are_cached_is_asked_of_the_system(tmp_path: Path) -> None
     file.read_bytes()
     if not checkpoint.cached(checkpoint):
         pytest.skip("this file system does not tell")
+    if os.statvfs(file).f_blocks and not _in_memory(tmp_path):
+        assert any(_dropped(file) and not checkpoint.cached(checkpoint) for _ in range(100))  # it is but advice
+    assert checkpoint.cached([])
+
+
+def _dropped(file: Path) -> bool:
+    """Ask the system to drop a file's pages, which it does unless something else holds them at that moment."""
+    time.sleep(0.02)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if os.statvfs(file).f_blocks and not _in_memory(tmp_path):
-        assert not checkpoint.cached(checkpoint)
-    assert checkpoint.cached([])
+    return True
 
 
 def _in_memory(folder: Path) -> bool:
