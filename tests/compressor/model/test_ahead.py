@@ -2,8 +2,8 @@
 
 import gc
 import os
-import time
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
