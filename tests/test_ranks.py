@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.ranks.present import here, owners
+from compressor.ranks.present import GROUPS, here, owners
 from compressor.ranks.together import together
 from tests import small
 from tests.command_line import CHILDREN, Result, Run, ended, names, refused, work
@@ -220,3 +220,6 @@ def test_a_process_alone_is_the_first_of_one() -> None:
         assert ranks.told(lambda: {"a": [1]}) == {"a": [1]} and ranks.listed(3) == [3]
         pieces = torch.randn(5, 3, dtype=torch.float64)
         assert torch.equal(ranks.ordered_sum(pieces[0], [0] * 5, lambda n: pieces[n]), pieces.cumsum(0)[-1])
+        many = torch.randn(21, 3, dtype=torch.float64)
+        groups = torch.stack([many[first::GROUPS].cumsum(0)[-1] for first in range(GROUPS)])
+        assert torch.equal(ranks.grouped_sum(many[0], [0] * 21, lambda n: many[n].clone()), groups.cumsum(0)[-1])

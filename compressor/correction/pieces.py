@@ -65,5 +65,5 @@ class Pieces:
         return found
 
     def sum(self, like: Tensor, make: Callable[[int], Tensor]) -> Tensor:
-        """The sum of what the owners make of each piece, in the order of the pieces; `like` has its shape and dtype."""
-        return here().ordered_sum(like, self.owners, make)
+        """The sum of what the owners make of each piece, in a fixed order; `like` has its shape and dtype."""
+        return here().grouped_sum(like, self.owners, make)

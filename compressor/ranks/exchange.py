@@ -87,17 +87,16 @@ def reduce(value: Tensor) -> None:
         dist.all_reduce(value)
 
 
-def add_pieces(total: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], rank: int) -> Tensor:
-    """Add pieces to `total` in their order: of a round of distinct owners, each makes its own and shows it to all."""
+def pieces(like: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], rank: int) -> Iterator[Tensor]:
+    """Pieces in their order: of a round of distinct owners, each makes its own and shows it to all."""
     for begin, end in _rounds(owners):
         mine = next((number for number in range(begin, end) if owners[number] == rank), None)
-        made = None if mine is None else make(mine).to(total.device, total.dtype).contiguous()
+        made = None if mine is None else make(mine).to(like.device, like.dtype).contiguous()
         for number in range(begin, end):
-            piece = made if made is not None and number == mine else torch.empty_like(total)
+            piece = made if made is not None and number == mine else torch.empty_like(like)
             with _others():
                 dist.broadcast(piece, owners[number])
-            total += piece
-    return total
+            yield piece
 
 
 def _rounds(owners: Sequence[int]) -> Iterator[tuple[int, int]]:
