@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from compressor.api.placing import refuse_ranks
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.calibration.batches import evaluation_sets, load_tokenizer
@@ -78,8 +79,7 @@ def compare(
     asked = Request.of(request, wanted)
     if per_source:
         refuse_per_source(asked)
-    if asked.constants:
-        refuse_several("--format mone", "leave it out, or start the command without torchrun")
+    refuse_ranks(asked.constants, None, False)
     if bool(experts) == bool(ratios) or (experts and len(splits) > 1):
         raise CompressionError(
             "say how many experts to keep by --experts or --ratio; with several --split by --ratio, for --experts "

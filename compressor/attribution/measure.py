@@ -24,7 +24,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number, layers_by_unit
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.progress import Progress
-from compressor.ranks.present import here, owners
+from compressor.ranks.present import here
 from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
@@ -131,11 +131,11 @@ def _receivers(
         own = [float(logits[:, number].var(-1, correction=0).sum()) for number in range(count)]
         return torch.tensor(own, dtype=torch.float64)
 
-    sizes, ends = [batch.numel() for batch in calibration.batches], torch.zeros(2, count, dtype=torch.float64)
+    ends = torch.zeros(2, count, dtype=torch.float64)
     if projection.remainder is not None:  # at the one rank that has run the first batch
         both = routers.logits[0], projection.remainder
         ends = torch.stack([each.abs().amax((0, 2)) for each in both]).double().cpu()
-    sums = here().ordered_sum(ends[0], owners(sizes, here().size), variances).tolist()
+    sums = here().ordered_sum(ends[0], here().owners(calibration.batches), variances).tolist()
     found = []
     for layer, total, largest, left in zip(routers.layers, sums, *here().reduced(ends).tolist(), strict=True):
         variance, missed = total / calibration.tokens, left / max(largest, torch.finfo(torch.float32).tiny)

@@ -104,13 +104,8 @@ def run_traced(
     units = model.architecture.units
     progress.start(phase, len(units))
     wanted = layers_by_unit(model.architecture.layers)
-    stream = LayerStream(model.partial, batches, units, wanted, own=own_share(batches))
+    stream = LayerStream(model.partial, batches, units, wanted, own=here().share(batches))
     stream.run(_Tracing(model, visit, done, progress))
-
-
-def own_share(batches: Sequence[Tensor]) -> frozenset[int]:
-    """The numbers of the batches that this rank runs."""
-    return here().share(batches)
 
 
 def agree_on_chains(model: OpenModel, unit: str, found: Mapping[str, tuple[Chain, ...]]) -> None:
@@ -186,7 +181,7 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
     found = ObservedRouters(architecture.layers, {unit: number for number, unit in enumerate(architecture.units)})
     numbers = {layer.name: number for number, layer in enumerate(found.layers)}
     device, budget = model.partial.device, BUDGET // len(batches)
-    for batch in sorted(own_share(batches)):
+    for batch in sorted(here().share(batches)):
         shape = batches[batch].numel(), len(found.layers)
         found.logits[batch] = allocate((*shape, experts), torch.float32, device, budget)
         found.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ from compressor.correction.tuning import Schedule, tune
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.constant_experts import Substitutes, substitute
-from compressor.model.experts import apply_expert, parameter_names
+from compressor.model.experts import parameter_names
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.streaming import LayerStream, LayerVisitor, Replay
@@ -71,9 +71,7 @@ class SubstitutedLayer(CutLayer):
     def put_out(self, slot: int, x: Tensor) -> Tensor:
         """What a kept expert makes of its inputs, or a constant of any: [m, H] or [H]."""
         kept = len(self.parameters)
-        if slot >= kept:
-            return self.values[slot - kept]
-        return apply_expert(self.experts, self.parameters[slot], x)
+        return self.values[slot - kept] if slot >= kept else CutLayer.put_out(self, slot, x)
 
     def gates(self, rows: Tensor) -> Tensor:
         """[n, D]: the gate weights of the replaced experts at the tokens at `rows` [n]."""

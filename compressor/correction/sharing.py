@@ -7,7 +7,7 @@ ranks comes to the same bits. One process has all experts.
 n tokens of a step, K top-k, H hidden.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,10 +137,8 @@ def _sum(
         first, second = (_sum(layer, half, chosen, inputs, weights) for half in branch.halves)
         return first + second
     total = torch.zeros_like(inputs)
-    for expert, tokens, places in _reached(branch, chosen):
-        total.index_add_(0, tokens, layer.put_out(expert, inputs[tokens]) * weights[tokens, places, None])
+    for expert in branch.experts:
+        if expert in chosen:
+            tokens, places = chosen[expert]
+            total.index_add_(0, tokens, layer.put_out(expert, inputs[tokens]) * weights[tokens, places, None])
     return total
-
-
-def _reached(branch: Branch, chosen: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    yield from ((expert, *chosen[expert]) for expert in branch.experts if expert in chosen)

@@ -146,5 +146,4 @@ def attribute(
         hubs, supers, written = find_hubs(found, threshold), super_experts(found), list[Path]()
         if output is not None and here().is_first:
             written = write_attribution(found, hubs, supers, output, running.overwrite, threshold, top)
-    if here().is_first:
-        show_attribution(found, hubs, supers, threshold, top, running.as_json, written)
+    show_attribution(found, hubs, supers, threshold, top, running.as_json, written)
