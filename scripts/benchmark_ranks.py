@@ -1,13 +1,14 @@
 """Measure what several ranks on this machine bring; every figure is a ratio within one run.
 
     python -m scripts.benchmark_ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--correct tune] [--steps N]
-    python -m scripts.benchmark_ranks --gigabytes 4.7 TEXT ...
+    python -m scripts.benchmark_ranks --gigabytes 4.7 TEXT [--rounds 3] ...
 
 Plans and applies the plan by 1, 2 and more ranks of one thread each, and prints for each number the seconds of the
 pass that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds
 of the busiest rank and the peak of anonymous memory of the largest over those of one, and whether plan and weights are
-the same. On a machine that others use, the processor's seconds tell how the work is shared. --steps shortens `tune`.
-With --gigabytes the model is a synthetic checkpoint of that size, removed in the end.
+the same. As many processes that share nothing and work at the same time, each as one rank, show what the machine itself
+gives. --rounds takes all in turn so many times and keeps the least seconds, for a machine that others use, too.
+--steps shortens `tune`. With --gigabytes the model is a synthetic checkpoint of that size, removed in the end.
 """
 
 import argparse
@@ -57,28 +58,53 @@ def work(given: argparse.Namespace, out: Path) -> None:
         out.with_suffix(f".{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def launched(size: int, model: str, scratch: Path) -> dict[str, Any]:
-    """The figures of a run by so many ranks, with the bytes of its plan."""
+def start(size: int, model: str, scratch: Path, name: str) -> list[subprocess.Popen[bytes]]:
+    """So many ranks of one run, each a process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
-    out = scratch / f"by-{size}"
-    more = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / f"cache-{size}"), **place}
-    started = [
+    more = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / f"cache-{name}"), **place}
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", "scripts.benchmark_ranks", model, *sys.argv[1:], "--out", str(out)],
+            [sys.executable, "-m", "scripts.benchmark_ranks", model, *sys.argv[1:], "--out", str(scratch / name)],
             env={**os.environ, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
     ]
-    if any(process.wait() for process in started):
-        raise SystemExit(f"{size} ranks did not come to an end")
-    found = [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(size)]
-    plan = json.loads((out / "compression.json").read_text())["plan"]
+
+
+def ended(started: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for them all."""
+    statuses = [process.wait() for process in started]
+    if any(statuses):
+        raise SystemExit(f"{len(started)} ranks did not come to an end")
+
+
+def launched(size: int, model: str, scratch: Path) -> dict[str, Any]:
+    """The figures of a run by so many ranks, with its plan and the digests of its weights."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        ended(start(size, model, Path(folder), "out"))
+        out = Path(folder) / "out"
+        found = [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(size)]
+        plan = json.loads((out / "compression.json").read_text())["plan"]
+        weights = {path.name: file_digest(path) for path in sorted(out.glob("*.safetensors"))}
     kept = [[layer["module"], layer["groups"]] for layer in plan["layers"]]
     most = {name: max(each[name] for each in found) for name in ("memory", "work")}
-    weights = {path.name: file_digest(path) for path in sorted(out.glob("*.safetensors"))}
-    return {**found[0], **most, "plan": json.dumps(kept), "weights": weights}
+    return {**found[0], **most, "size": size, "plan": json.dumps(kept), "weights": weights}
+
+
+def apart(size: int, model: str, scratch: Path) -> dict[str, float]:
+    """Seconds of each phase where so many processes do the whole of it at the same time and share nothing."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        ended([process for number in range(size) for process in start(1, model, Path(folder), f"out-{number}")])
+        found = [json.loads((Path(folder) / f"out-{number}.0.json").read_text()) for number in range(size)]
+    return {name: sum(each["seconds"].get(name, 0) for each in found) / size for name in PHASES}
+
+
+def quicker(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two runs of the same as one, with the fewer seconds of each phase."""
+    seconds = {name: min(first["seconds"][name], second["seconds"].get(name, 0)) for name in first["seconds"]}
+    return {**first, "work": min(first["work"], second["work"]), "seconds": seconds}
 
 
 def main() -> None:
@@ -90,10 +116,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     for name, default in (("experts", 4), ("samples", 64), ("length", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=1, help="of all runs, of which the least seconds count")
     parser.add_argument("--strategy", default="reap")
     parser.add_argument("--correct", default="tune")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if given.out is not None:
         given.model, given.text = given.given[0], given.given[-1]
         work(given, given.out)
@@ -108,17 +135,32 @@ def main() -> None:
             write_synthetic(folder, given.gigabytes)
             save_tokenizer(folder)
             model = str(folder)
-        runs = {size: launched(size, model, Path(scratch)) for size in sorted({1, *given.ranks})}
+        runs, limits = dict[int, dict[str, Any]](), dict[int, dict[str, float]]()
+        for _ in range(given.rounds):
+            for size in sorted({1, *given.ranks}):
+                run = launched(size, model, Path(scratch))
+                runs[size] = quicker(run, runs[size]) if size in runs else run
+                if size > 1:
+                    alone = apart(size, model, Path(scratch))
+                    limits[size] = {name: min(alone[name], limits.get(size, alone)[name]) for name in PHASES}
     one = runs[1]
     for size, run in runs.items():
-        times = ", ".join(
-            f"{name} {run['seconds'].get(name, 0):.1f} s, faster by {one['seconds'][name] / run['seconds'][name]:.2f}"
-            for name in PHASES
-            if run["seconds"].get(name)
-        )
-        same = ", ".join(f"{'the same' if run[name] == one[name] else 'OTHER'} {name}" for name in ("plan", "weights"))
-        shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]
-        print(f"{size} ranks: {times}; of one rank's, each has at most {' and '.join(shares)}; {same}", flush=True)
+        print(f"{size} ranks: {told(one, run, limits.get(size))}", flush=True)
+
+
+def told(one: dict[str, Any], run: dict[str, Any], limit: dict[str, float] | None) -> str:
+    """A run's line: seconds over those of one rank, the same of processes that share nothing, work and memory."""
+
+    def phase(name: str) -> str:
+        alone, seconds = one["seconds"][name], run["seconds"][name]
+        machine = f" (the machine {size * alone / limit[name]:.2f})" if limit else ""
+        return f"{name} {seconds:.1f} s, faster by {alone / seconds:.2f}{machine}"
+
+    size = run["size"]
+    times = ", ".join(phase(name) for name in PHASES if run["seconds"].get(name))
+    same = ", ".join(f"{'the same' if run[name] == one[name] else 'OTHER'} {name}" for name in ("plan", "weights"))
+    shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]
+    return f"{times}; of one rank's, each has at most {' and '.join(shares)}; {same}"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,15 @@ class Steps:
         self.advanced += 1
 
 
+def no_stock_tasks(patch: pytest.MonkeyPatch) -> None:
+    """From now on lm-eval knows the demo's tasks and a user's own; its thousands take ten seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    every = TaskManager.__init__
+    few = lambda self, *given, **named: every(self, *given, **named | {"include_defaults": False})  # noqa: E731
+    patch.setattr(TaskManager, "__init__", few)
+
+
 def no_network(patch: pytest.MonkeyPatch) -> list[Any]:
     """From now on any attempt to reach another machine fails, and is noted in the list."""
     asked: list[Any] = []

@@ -16,6 +16,7 @@ from compressor.evaluation import evaluate as evaluating
 from compressor.gates.report import read_gate
 from compressor.run_record import cache_folder
 from tests.command_line import Result, Run, captured, names, refused
+from tests.evaluations import no_stock_tasks
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "own_cache")
@@ -167,7 +168,10 @@ def test_the_job_summary_gets_the_report(
         (("--include-path", "nowhere"), "nowhere is not a folder"),
     ],
 )
-def test_bad_options_are_refused(run: Run, base: Path, good: Path, more: tuple[Any, ...], message: str) -> None:
+def test_bad_options_are_refused(
+    run: Run, base: Path, good: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[Any, ...], message: str
+) -> None:
+    no_stock_tasks(monkeypatch)
     tasks = () if "--tasks" in more else ("--tasks", EASY)
     refused(run("gate", base, good, *tasks, *more, "--json"), message)
 
@@ -346,7 +350,8 @@ def test_bisection_agrees_with_trying_all(counts: list[int]) -> None:
     ],
 )
 def test_bad_gated_requests_leave_nothing(
-    run: Run, base: Path, tmp_path: Path, more: tuple[Any, ...], message: str
+    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[Any, ...], message: str
 ) -> None:
+    no_stock_tasks(monkeypatch)
     refused(run("compress", base, "-o", tmp_path / "out", *CALIBRATION, "--json", *more), message)
     assert names(tmp_path) == []

@@ -15,6 +15,7 @@ import torch
 
 from compressor.correction.cut_layer import CHUNK, CutLayer
 from compressor.model.experts import intermediate, routed
+from compressor.ranks.present import here
 
 LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
 MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
@@ -92,13 +93,12 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     places = tokens.starts[chunk] + reached.cpu()
     x, weights = layer.inputs(tokens.rows[places]), weights[reached]
     phi = x.new_zeros(len(reached), block[-1].columns.stop)
-    for expert, rows, slots in routed(weights, index[reached]):
-        if expert in wanted:
-            shares = weights[rows, slots] * tokens.scales[places][rows]
-            active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
-            for span in block:
-                if span.expert == expert:
-                    phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
+    for expert, rows, slots in routed(weights, index[reached], wanted):
+        shares = weights[rows, slots] * tokens.scales[places][rows]
+        active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
+        for span in block:
+            if span.expert == expert:
+                phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
     return places, phi
 
 
@@ -142,15 +142,18 @@ def _change(
 
         return float(layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
 
+    def solved(number: int) -> torch.Tensor:
+        """The change [D, H] with a penalty; not a number where rounding, or float32's range, leaves none."""
+        regular = normal.clone()
+        regular.diagonal().add_(penalties[number] * scale)
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        change = torch.cholesky_solve(right, factor).float()
+        return change.fill_(math.nan) if failed else change
+
     best: tuple[torch.Tensor, float] | None = None
     least = missed(None)
-    for penalty in penalties:
-        regular = normal.clone()
-        regular.diagonal().add_(penalty * scale)
-        factor, failed = torch.linalg.cholesky_ex(regular)
-        if failed:
-            continue  # rounding, or activations past float32's range
-        change = torch.cholesky_solve(right, factor).float()
+    turns = [number % here().size for number in range(len(penalties))]  # factoring is most of the work
+    for penalty, change in zip(penalties, here().pieces(right.float(), turns, solved), strict=True):
         off = missed(change)
         if off < least:
             best, least = (change, penalty), off

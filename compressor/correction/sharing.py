@@ -7,7 +7,7 @@ ranks comes to the same bits. One process has all experts.
 n tokens of a step, K top-k, H hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,33 +112,49 @@ def descend(layer: CutLayer, share: Share, rows: Tensor) -> None:
     weights, index = layer.route(rows)
     if not bool((weights != 0).any()):
         return
-    given = weights.detach().requires_grad_(weights.requires_grad)
-    inputs, targets = layer.inputs(rows), layer.targets(rows)
-    own = {expert: (tokens, places) for expert, tokens, places in routed(given, index)}
-    sums = [
-        _sum(layer, branch, own, inputs, given) if owner == here().rank else torch.empty_like(targets)
-        for branch, owner in zip(share.branches, share.owners, strict=True)
+    inputs, targets, given = layer.inputs(rows), layer.targets(rows), weights.detach()
+    own = [
+        _Reached(expert, tokens, places, given[tokens, places, None], layer.put_out(expert, inputs[tokens]))
+        for expert, tokens, places in routed(given, index, share.of_rank(here().rank))
     ]
-    shown = [each.detach() for each in sums]
-    here().spread(shown, share.owners)
-    gap = share.total(shown) - targets
+    gap = share.total(_exchanged(share, own, targets)) - targets
     gradient = gap * (layer.token_weights(targets) * (2 / len(rows)))[:, None]
-    if dependent := [each for each in sums if each.requires_grad]:
-        torch.autograd.backward(dependent, [gradient] * len(dependent))
-    if weights.requires_grad:  # of a choice its expert's rank alone knows the gradient
-        weights.backward(here().reduced(torch.zeros_like(given) if given.grad is None else given.grad))
+    slopes = torch.zeros_like(given)  # of a choice its expert's rank alone knows it
+    for each in own:
+        slopes[each.tokens, each.places] = (gradient[each.tokens] * each.output.detach()).sum(-1)
+    of_all = here().reducing(slopes) if weights.requires_grad else None
+    for each in own:
+        if each.output.requires_grad:
+            each.output.backward(gradient[each.tokens] * each.weights)
+    if of_all is not None:
+        weights.backward(of_all())
 
 
-def _sum(
-    layer: CutLayer, branch: Branch, chosen: Mapping[int, tuple[Tensor, Tensor]], inputs: Tensor, weights: Tensor
-) -> Tensor:
-    """[n, H]: the gate-weighted outputs of a branch's experts, summed."""
-    if branch.halves is not None:
-        first, second = (_sum(layer, half, chosen, inputs, weights) for half in branch.halves)
-        return first + second
-    total = torch.zeros_like(inputs)
-    for expert in branch.experts:
-        if expert in chosen:
-            tokens, places = chosen[expert]
-            total.index_add_(0, tokens, layer.put_out(expert, inputs[tokens]) * weights[tokens, places, None])
-    return total
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """An expert at the m tokens and choices that reach it: their gate weights [m, 1], and its outputs before these."""
+
+    expert: int
+    tokens: Tensor
+    places: Tensor
+    weights: Tensor
+    output: Tensor  # [m, H], or [H] of one that says the same to all
+
+
+@torch.no_grad()
+def _exchanged(share: Share, own: Sequence[_Reached], like: Tensor) -> list[Tensor]:
+    """Of all branches the gate-weighted outputs [n, H], summed; this rank computes its own."""
+    reached = {each.expert: each for each in own}
+
+    def summed(branch: Branch) -> Tensor:
+        if branch.halves is not None:
+            return summed(branch.halves[0]) + summed(branch.halves[1])
+        found = torch.zeros_like(like)
+        for each in (reached[expert] for expert in branch.experts if expert in reached):
+            found.index_add_(0, each.tokens, each.output * each.weights)
+        return found
+
+    pairs = zip(share.branches, share.owners, strict=True)
+    sums = [summed(branch) if owner == here().rank else torch.empty_like(like) for branch, owner in pairs]
+    here().spread(sums, share.owners)
+    return sums

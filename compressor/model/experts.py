@@ -1,6 +1,6 @@
 """What one expert computes, for every stock experts module: fused parameters and flags instead of architectures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,10 +89,17 @@ def projections(experts: Any, expert: int) -> Projections:
     return Projections(gate, up, down)
 
 
-def routed(weights: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each expert that got a token, by gate weights and choices [n, K]: its number, and the choices' places [m]."""
+def routed(
+    weights: torch.Tensor, index: torch.Tensor, among: Collection[int] | None = None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each expert that got a token, by gate weights and choices [n, K]: its number, and the choices' places [m].
+
+    Experts that are not `among` those given are left out.
+    """
     used = weights.detach() != 0  # a skip expert is handed on as index 0 with weight 0
     for expert in index[used].unique().tolist():
+        if among is not None and expert not in among:
+            continue
         rows, slots = ((index == expert) & used).nonzero(as_tuple=True)
         yield expert, rows, slots
 

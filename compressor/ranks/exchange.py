@@ -83,8 +83,20 @@ def spread(values: Sequence[Tensor], owners: Sequence[int]) -> None:
 
 def reduce(value: Tensor) -> None:
     """Sum a tensor over all ranks, in place."""
+    reducing(value)()
+
+
+def reducing(value: Tensor) -> Callable[[], Tensor]:
+    """Start to sum a tensor over all ranks, in place; what is returned waits for its end and gives the sum."""
     with _others():
-        dist.all_reduce(value)
+        work = dist.all_reduce(value, async_op=True)
+
+    def end() -> Tensor:
+        with _others():
+            work.wait()
+        return value
+
+    return end
 
 
 def pieces(like: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], rank: int) -> Iterator[Tensor]:

@@ -127,6 +127,14 @@ class Ranks:
             exchange.reduce(value)
         return value
 
+    def reducing(self, value: "Tensor") -> "Callable[[], Tensor]":
+        """Start what `reduced` does; what is returned waits for its end and gives the sum."""
+        if self.is_alone:
+            return lambda: value
+        from compressor.ranks import exchange
+
+        return exchange.reducing(value)
+
     def spread(self, values: "Sequence[Tensor]", owners: Sequence[int]) -> None:
         """Put what its owner has in each of these contiguous tensors into that of all other ranks."""
         if not self.is_alone:
@@ -146,7 +154,7 @@ class Ranks:
         import torch
 
         total = torch.zeros_like(like)
-        for piece in self._exchanged(like, owners, make):
+        for piece in self.pieces(like, owners, make):
             total += piece
         return total
 
@@ -172,7 +180,7 @@ class Ranks:
 
         total, part = torch.zeros_like(like), torch.zeros_like(like)
         made_by = [owners[pieces[0]] for _, pieces in jobs]
-        for job, piece in enumerate(self._exchanged(like, made_by, summed)):
+        for job, piece in enumerate(self.pieces(like, made_by, summed)):
             if job and jobs[job][0] == jobs[job - 1][0]:
                 part += piece
             else:
@@ -180,10 +188,11 @@ class Ranks:
                 part = piece
         return total + part
 
-    def _exchanged(
-        self, like: "Tensor", owners: Sequence[int], make: Callable[[int], "Tensor"]
-    ) -> Iterator["Tensor"]:
-        """Pieces in their order, each made by its owner and shown to all; of a round of distinct owners at once."""
+    def pieces(self, like: "Tensor", owners: Sequence[int], make: Callable[[int], "Tensor"]) -> Iterator["Tensor"]:
+        """Pieces in their order, each made by its owner and shown to all; of a round of distinct owners at once.
+
+        `like` has the pieces' shape, dtype and device. All ranks must take all of them.
+        """
         if self.is_alone:
             yield from map(make, range(len(owners)))
             return

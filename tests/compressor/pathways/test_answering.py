@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval import tasks
 
 import compressor
 from compressor.errors import CompressionError
@@ -16,7 +15,7 @@ from compressor.pathways import lm_eval_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.options import PathwayOptions
 from tests import small
-from tests.evaluations import own_tasks
+from tests.evaluations import no_stock_tasks, own_tasks
 
 PROMPT, CHOICES = "What is blue", (" sky", " sea!", " grass")
 
@@ -99,9 +98,7 @@ def evaluated(place: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *more:
     """What lm-eval's own command line writes; its thousands of tasks are not read."""
     words = ("--model", "moe-c3po", "--model_args", arguments(place, *more), "--tasks", "sums", "--limit", "3",
              "--device", "cpu", "--include_path", str(own_tasks(folder)), "--output_path", str(folder / "results.json"))  # fmt: skip # noqa: E501
-    every = tasks.TaskManager.__init__
-    few = lambda self, *given, **named: every(self, *given, **named | {"include_defaults": False})  # noqa: E731
-    monkeypatch.setattr(tasks.TaskManager, "__init__", few)
+    no_stock_tasks(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
     lm_eval_model.main()
     (written,) = folder.glob("results*.json")
