@@ -14,9 +14,9 @@ test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell \
-		$(VENV)/bin/python -m pytest -n 2 $(DECIDING)
+		$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(DECIDING)
 	scripts/check_wheel.sh $(VENV)/bin/python
 
 lint: $(VENV)/installed

@@ -1,17 +1,14 @@
 """Compare what is forecast of a compression with what it takes, on a synthetic checkpoint and on folders named.
 
-    python scripts/benchmark_forecast.py [--model DIR --calibration FILE] [--gigabytes 0.8] [--samples 16]
+    python -m scripts.benchmark_forecast [--model DIR --calibration FILE] [--gigabytes 0.8] [--samples 16]
 
 Prints for each strategy and correction the seconds forecast and measured, by phase, and their ratio.
 """
 
 import argparse
 import shutil
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 RUNS = (("count-guided", "none"), ("reap", "none"), ("model-centric", "none"), ("reap", "ridge"), ("reap", "tune"))
 

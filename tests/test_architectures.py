@@ -30,6 +30,9 @@ from tests.reference import cut, forced_logits, realign, stored_bytes
 
 NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
+# one of every layout, and of every way to route; that each family learns is seen in tests/compressor/grouping
+LAYOUTS = ["mixtral", "mixtral-16experts", "qwen3_moe-collide", "gpt_oss", "deepseek_v3-n_group4", "zaya", "gemma4",
+           "ernie4_5_vl_moe", "nemotron_h", "qwen4_exp", "inkling", "kimi_linear", "diffusion_gemma"]  # fmt: skip
 NO_SAMPLES = {"diffusion_gemma"}  # its experts see a canvas, not the calibration tokens: nothing to learn from
 WEIGHTS = 2e-6  # float32 sums against float64 ones
 LOGITS = 1e-4
@@ -197,12 +200,14 @@ def test_dropping_experts_equals_the_reference(case: Case, tmp_path: Path) -> No
     torch.testing.assert_close(zoo.logits(found, case.ids), forced, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", LAYOUTS, indirect=True)
 def test_uniform_merge_equals_the_reference(case: Case, tmp_path: Path) -> None:
     half = case.experts // 2
     summary = compressor.compress(str(case.folder), tmp_path / "out", strategy="model-centric", experts=half)
     check_output(case, summary.plan.to_dict(), summary, exact=False)
 
 
+@pytest.mark.parametrize("case", LAYOUTS, indirect=True)
 def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (True, 6)  # enough to leave the uniform merge behind
     monkeypatch.setattr(learned.learn_coefficients, "__defaults__", steps)

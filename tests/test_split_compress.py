@@ -66,7 +66,7 @@ def test_splitting_on_the_way_gives_what_splitting_first_gives(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("correct", ["none", "ridge", "tune"])
-def test_plan_and_source_rebuild_the_output(correct: str, model: Path, tmp_path: Path) -> None:
+def test_plan_and_source_rebuild_the_output(correct: str, model: Path, tmp_path: Path, hasty: None) -> None:
     asked = {"experts": 11, "split": 2, "strategy": "gated-mass", "correct": correct, **data(tmp_path)}
     compressor.compress(str(model), tmp_path / "first", **asked)
     made = compressor.plan(str(model), **asked)

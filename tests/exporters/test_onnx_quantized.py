@@ -111,7 +111,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cut_demo(source)
     else:
         sizes = WIDE if name.endswith("wide") else {}
-        zoo.build(name.split("-")[0], num_hidden_layers=2, **sizes).save_pretrained(source)
+        layers = 2 if name in ("deepseek_v3", "gpt_oss") else 1  # one of each kind
+        zoo.build(name.split("-")[0], num_hidden_layers=layers, **sizes).save_pretrained(source)
     return made(source, quantize)
 
 
@@ -194,7 +195,7 @@ def test_a_graph_with_the_scales_of_one_expert_changed_is_caught(case: Exported,
     reference = observe(case.stock, past=False, tokens=0)
     compare(WholeGraph(case.folder / "model.onnx"), reference, EXACT)
     changed = onnx.load(str(case.folder / "model.onnx"))
-    (scales,) = [entry for entry in changed.graph.initializer if entry.name.endswith(".1.mlp.experts.down_proj_scales")]
+    *_, scales = [entry for entry in changed.graph.initializer if entry.name.endswith(".mlp.experts.down_proj_scales")]
     values = numpy_helper.to_array(scales).copy()
     values[0] *= 1.5
     scales.CopyFrom(numpy_helper.from_array(values, scales.name))
