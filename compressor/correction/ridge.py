@@ -152,8 +152,9 @@ def _change(
 
     best: tuple[torch.Tensor, float] | None = None
     least = missed(None)
+    like = torch.empty_like(right, dtype=torch.float32)
     turns = [number % here().size for number in range(len(penalties))]  # factoring is most of the work
-    for penalty, change in zip(penalties, here().pieces(right.float(), turns, solved), strict=True):
+    for penalty, change in zip(penalties, here().pieces(like, turns, solved), strict=True):
         off = missed(change)
         if off < least:
             best, least = (change, penalty), off

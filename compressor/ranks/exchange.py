@@ -81,11 +81,6 @@ def spread(values: Sequence[Tensor], owners: Sequence[int]) -> None:
             work.wait()
 
 
-def reduce(value: Tensor) -> None:
-    """Sum a tensor over all ranks, in place."""
-    reducing(value)()
-
-
 def reducing(value: Tensor) -> Callable[[], Tensor]:
     """Start to sum a tensor over all ranks, in place; what is returned waits for its end and gives the sum."""
     with _others():

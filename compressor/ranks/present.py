@@ -121,11 +121,7 @@ class Ranks:
 
     def reduced(self, value: "Tensor") -> "Tensor":
         """The sum over all ranks of a tensor, added up in place in whatever order is fastest; alike at all."""
-        if not self.is_alone:
-            from compressor.ranks import exchange
-
-            exchange.reduce(value)
-        return value
+        return self.reducing(value)()
 
     def reducing(self, value: "Tensor") -> "Callable[[], Tensor]":
         """Start what `reduced` does; what is returned waits for its end and gives the sum."""

@@ -195,7 +195,8 @@ def test_a_graph_with_the_scales_of_one_expert_changed_is_caught(case: Exported,
     reference = observe(case.stock, past=False, tokens=0)
     compare(WholeGraph(case.folder / "model.onnx"), reference, EXACT)
     changed = onnx.load(str(case.folder / "model.onnx"))
-    *_, scales = [entry for entry in changed.graph.initializer if entry.name.endswith(".mlp.experts.down_proj_scales")]
+    *_, (layer, _) = experts_modules(case.stock)
+    (scales,) = [entry for entry in changed.graph.initializer if entry.name == f"{layer}.down_proj_scales"]
     values = numpy_helper.to_array(scales).copy()
     values[0] *= 1.5
     scales.CopyFrom(numpy_helper.from_array(values, scales.name))
