@@ -1,8 +1,11 @@
 """Finding and loading what other packages offer through entry points: on equal terms with what is built in."""
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
@@ -13,10 +16,28 @@ EXPORTERS = "moe_compressor.exporters"
 KINDS = {STRATEGIES: "strategy", EXPORTERS: "exporter"}
 
 
+def _changed(folder: str) -> int:
+    """When a folder changed last, in nanoseconds; 0 for what is none."""
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=len(KINDS))
+def _scanned(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    return entry_points(group=group)
+
+
+def _installed(group: str) -> EntryPoints:
+    """What all installed packages offer in a group; it is read again when a folder of packages has changed."""
+    return _scanned(group, tuple((folder, _changed(folder)) for folder in sys.path))
+
+
 def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
     """Entry points by name and by what they stand for: two packages may offer one name."""
     found: dict[str, dict[str, EntryPoint]] = {}
-    for entry in entry_points(group=group):
+    for entry in _installed(group):
         found.setdefault(entry.name, {})[entry.value] = entry
     return found
 
@@ -28,7 +49,7 @@ def names(group: str) -> list[str]:
 
 def packages() -> list[str]:
     """Top-level packages of all installed plugins, the built-in ones included."""
-    entries = [entry for group in KINDS for entry in entry_points(group=group)]
+    entries = [entry for group in KINDS for entry in _installed(group)]
     return sorted({entry.module.partition(".")[0] for entry in entries})
 
 

@@ -1,6 +1,8 @@
 """A strategy from another package: found by its entry point, measured, planned and refused like the built-in ones."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,5 +298,12 @@ def test_every_option_of_a_built_in_strategy_has_a_help_text(run: Run) -> None:
 
 
 def test_the_packages_of_plugins_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is installed, or uninstalled, while the process runs is, too."""
     install(tmp_path, monkeypatch, "their-reap", REAP)
     assert packages() == ["exporters", "strategies", "their_reap_plugin"]
+    folders = list(sys.path)
+    install(tmp_path, monkeypatch, "later", REAP)
+    monkeypatch.setattr(sys, "path", folders)
+    assert packages() == ["exporters", "later_plugin", "strategies", "their_reap_plugin"]
+    shutil.rmtree(tmp_path / "their_reap_plugin-1.0.dist-info")
+    assert packages() == ["exporters", "later_plugin", "strategies"]
