@@ -9,7 +9,7 @@ where that penalty does not help it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,17 +44,22 @@ def block_width(layer_bytes: int) -> int:
     return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
 
 
+def features_room(layer_bytes: int) -> float:
+    """Bytes that a block's features may be kept in: an eighth of the layer."""
+    return layer_bytes / 8
+
+
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
-    """All neurons of all experts, in order, in blocks of at most `width`."""
-    found: list[list[Span]] = []
-    for start in range(0, experts * neurons, width):
-        stop, block = min(start + width, experts * neurons), list[Span]()
-        for expert in range(start // neurons, -(-stop // neurons)):
-            first = expert * neurons
-            begin, end = max(start - first, 0), min(stop - first, neurons)
-            block.append(Span(expert, begin, end, first + begin - start))
-        found.append(block)
-    return found
+    """All neurons of all experts, in order, in blocks of at most `width`.
+
+    A block is of whole experts, or a part of one that is wider: activations are computed anew for each block.
+    """
+    if neurons > width:
+        parts = [(begin, min(begin + width, neurons)) for begin in range(0, neurons, width)]
+        return [[Span(expert, begin, end, 0)] for expert in range(experts) for begin, end in parts]
+    count = width // neurons
+    groups = [range(first, min(first + count, experts)) for first in range(0, experts, count)]
+    return [[Span(expert, 0, neurons, place * neurons) for place, expert in enumerate(group)] for group in groups]
 
 
 @dataclass(slots=True)
@@ -102,16 +107,44 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     return places, phi
 
 
-def _normal(layer: CutLayer, fit: _Tokens, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(slots=True)
+class _Block:
+    """A block's features of some tokens, chunk by chunk: those that there is room for are kept, others made anew."""
+
+    layer: CutLayer
+    tokens: _Tokens
+    spans: list[Span]
+    room: float = math.inf  # bytes
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def features(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
+        if chunk in self.kept:
+            return self.kept[chunk]
+        found = _features(self.layer, self.tokens, chunk, self.spans)
+        if found[1].nbytes <= self.room:
+            self.room -= found[1].nbytes
+            self.kept[chunk] = found
+        return found
+
+    def take(self, change: torch.Tensor) -> None:
+        """Subtract what the change brings back from the tokens' residual."""
+        for chunk in range(len(self.tokens.routes)):
+            places, phi = self.features(chunk)
+            self.tokens.residual[places] -= phi @ change
+
+
+def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
     """phi^T phi [D, D] and phi^T r [D, H] in float64, over the fitted tokens of all ranks."""
-    width, down = block[-1].columns.stop, layer.parameters[0]["down_proj"]
+    layer, fit = block.layer, block.tokens
+    width, down = block.spans[-1].columns.stop, layer.parameters[0]["down_proj"]
     hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
     like = torch.zeros(width, width + hidden, dtype=torch.float64, device=fit.residual.device)
 
     def products(piece: int) -> torch.Tensor:
         found = torch.zeros_like(like)
         for chunk in fit.chunks[piece]:
-            places, phi = _features(layer, fit, chunk, block)
+            places, phi = block.features(chunk)
             found[:, :width] += phi.T @ phi
             found[:, width:] += phi.T @ fit.residual[places]
         return found
@@ -120,27 +153,24 @@ def _normal(layer: CutLayer, fit: _Tokens, block: list[Span]) -> tuple[torch.Ten
     return both[:, :width].contiguous(), both[:, width:].contiguous()
 
 
-def _change(
-    layer: CutLayer, fit: _Tokens, judge: _Tokens, block: list[Span], penalties: Sequence[float]
-) -> tuple[torch.Tensor, float] | None:
+def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[torch.Tensor, float] | None:
     """The block's change of the down projections [D, H], and its penalty; None if none lowers the held-out error."""
-    normal, right = _normal(layer, fit, block)
+    normal, right = _normal(fit)
     scale = float(normal.diagonal().mean())
     if scale == 0:
         return None
-    shown = {chunk: _features(layer, judge, chunk, block) for chunk in range(len(judge.routes))}
 
     def missed(change: torch.Tensor | None) -> float:
         """The squares of what the judged tokens miss, in all."""
 
         def off(piece: int) -> torch.Tensor:
             found = torch.zeros(1, dtype=torch.float64)
-            for places, phi in (shown[chunk] for chunk in judge.chunks[piece]):
-                left = judge.residual[places]
+            for places, phi in (judge.features(chunk) for chunk in judge.tokens.chunks[piece]):
+                left = judge.tokens.residual[places]
                 found += float((left if change is None else left - phi @ change).square().sum())
             return found
 
-        return float(layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
+        return float(judge.layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
 
     def solved(number: int) -> torch.Tensor:
         """The change [D, H] with a penalty; not a number where rounding, or float32's range, leaves none."""
@@ -161,13 +191,6 @@ def _change(
     return best
 
 
-def _take(layer: CutLayer, tokens: _Tokens, block: list[Span], change: torch.Tensor) -> None:
-    """Subtract what the change brings back from the tokens' residual."""
-    for chunk in range(len(tokens.routes)):
-        places, phi = _features(layer, tokens, chunk, block)
-        tokens.residual[places] -= phi @ change
-
-
 @torch.no_grad()
 def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor) -> None:
     """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, judged by those at `judge_rows`.
@@ -182,19 +205,21 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     first = layer.parameters[0]["down_proj"]
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
-    spans = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
+    blocks = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
+    turns = blocks * (SWEEPS if len(blocks) > 1 else 1)
     penalties: Sequence[float] = PENALTIES
-    for _ in range(SWEEPS if len(spans) > 1 else 1):
-        for block in spans:
-            found = _change(layer, fit, judge, block, penalties)
-            if found is None:
-                continue
-            change, penalties = found[0], found[1:]
-            for tokens in (fit, judge):
-                _take(layer, tokens, block, change)
-            for span in block:
-                down, part = layer.parameters[span.expert]["down_proj"], change[span.columns]
-                if layer.experts.is_transposed:
-                    down[span.begin : span.end] += part
-                else:
-                    down[:, span.begin : span.end] += part.T
+    for number, spans in enumerate(turns, start=1):
+        fitted, judged = _Block(layer, fit, spans, features_room(nbytes)), _Block(layer, judge, spans)
+        found = _change(fitted, judged, penalties)
+        if found is None:
+            continue
+        change, penalties = found[0], found[1:]
+        if number < len(turns):  # no other block asks what is left after the last
+            fitted.take(change)
+            judged.take(change)
+        for span in spans:
+            down, part = layer.parameters[span.expert]["down_proj"], change[span.columns]
+            if layer.experts.is_transposed:
+                down[span.begin : span.end] += part
+            else:
+                down[:, span.begin : span.end] += part.T

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compressor.correction.refit import Correction
-from compressor.correction.ridge import PENALTIES, SWEEPS, TOKENS, block_width
+from compressor.correction.ridge import PENALTIES, SWEEPS, TOKENS, block_width, features_room, neuron_blocks
 from compressor.forecasting.machine import Product
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import projections
@@ -113,23 +113,22 @@ def dense(shape: ExpertShape, tokens: int, dtype: torch.dtype) -> list[Product]:
 def ridge(shape: ExpertShape, kept: int, fit: int, judged: int, layer_bytes: int) -> Iterator[Product]:
     """A layer's ridge refit: features, normal matrices and their factors, on all blocks of neurons, and the judging."""
     fit = min(fit, TOKENS)
-    neurons = kept * shape.inner
-    width = min(neurons, block_width(layer_bytes))
-    blocks = math.ceil(neurons / width)
-    passes = blocks * (SWEEPS if blocks > 1 else 1)
-    tries = float(len(PENALTIES))
+    blocks = neuron_blocks(kept, shape.inner, block_width(layer_bytes))
+    sweeps, leave = (SWEEPS, 2.0) if len(blocks) > 1 else (1, 1.0)  # what a block takes away, others are to see
     yield from shape.applied(fit + 3 * judged, 1.0, torch.float32, kept)  # residuals, and errors before and after
-    reach = min(1.0, shape.top_k / kept * math.ceil(width / shape.inner))  # of the tokens reach a block's experts
-    for _ in range(2 if blocks > 1 else 1):  # features are made to fit, and to take what was found away
-        yield Product(fit * shape.top_k / kept, shape.hidden, shape.into, kept * passes / blocks)
-    yield Product(width, math.ceil(fit * reach), width, passes)
-    yield Product(width, math.ceil(fit * reach), shape.hidden, 2.0 * passes)
-    yield Product(judged * reach, width, shape.hidden, tries * passes)
-    yield Product(width / 6, width, width, tries * passes, torch.float64)  # a Cholesky factor is a sixth of a product
-    yield Product(width, width, shape.hidden, tries * passes, torch.float64)
+    for number, block in enumerate(blocks):
+        width, reach = block[-1].columns.stop, min(1.0, shape.top_k / kept * len(block))  # of tokens: to its experts
+        again = leave > 1 and 4 * fit * reach * width > features_room(layer_bytes)
+        tries = sweeps + (len(PENALTIES) - 1.0 if number == 0 else 0.0)  # later blocks take the first one's penalty
+        yield Product(fit * shape.top_k / kept, shape.hidden, shape.into, len(block) * sweeps * (1.0 + again))
+        yield Product(width, math.ceil(fit * reach), width, sweeps)
+        yield Product(width, math.ceil(fit * reach), shape.hidden, sweeps * leave)
+        yield Product(judged * reach, width, shape.hidden, tries)
+        yield Product(width / 6, width, width, tries, torch.float64)  # a Cholesky factor is a sixth of a product
+        yield Product(width, width, shape.hidden, tries, torch.float64)
 
 
 def tune(shape: ExpertShape, kept: int, fit: int, correction: Correction) -> list[Product]:
     """A layer's tuning steps, forward and back; the optimiser's updates are not among them."""
-    tokens = min(correction.tokens, fit)
-    return shape.applied(tokens, 3.0 * correction.steps, torch.float32, kept)
+    once = shape.applied(min(correction.tokens, fit), float(correction.steps), torch.float32, kept)
+    return [*once, *once, once[1]]  # gradients of both matrices, and of what the down projection is given

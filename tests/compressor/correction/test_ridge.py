@@ -210,7 +210,11 @@ def test_blocks_hold_every_neuron_once_in_order(experts: int, neurons: int, widt
     named = [(span.expert, neuron) for block in blocks for span in block for neuron in range(span.begin, span.end)]
     assert named == [(expert, neuron) for expert in range(experts) for neuron in range(neurons)]
     sizes = [sum(span.end - span.begin for span in block) for block in blocks]
-    assert all(size == width for size in sizes[:-1]) and 0 < sizes[-1] <= width
+    assert max(sizes) <= width and min(sizes) > 0
+    holders = [sum(any(span.expert == expert for span in block) for block in blocks) for expert in range(experts)]
+    assert set(holders) == {-(-neurons // width)}  # no more blocks than an expert fills
+    if neurons <= width:
+        assert len(blocks) == -(-experts // (width // neurons))
     for block in blocks:
         places = [place for span in block for place in range(span.columns.start, span.columns.stop)]
         assert places == list(range(len(places)))
