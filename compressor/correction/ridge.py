@@ -10,6 +10,7 @@ where that penalty does not help it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -21,6 +22,7 @@ LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
 MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
 TOKENS = 32_768  # fitted on at most
 SWEEPS = 2  # over the blocks, where there are several
+PARTS = 8  # of the columns that a block is solved for, however many ranks take turns in solving them
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
 
 
@@ -172,19 +174,32 @@ def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[tor
 
         return float(judge.layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
 
-    def solved(number: int) -> torch.Tensor:
-        """The change [D, H] with a penalty; not a number where rounding, or float32's range, leaves none."""
+    parts = math.gcd(right.shape[1], PARTS)
+    columns = right.chunk(parts, dim=1)
+
+    @lru_cache(maxsize=1)
+    def factored(penalty: float) -> torch.Tensor | None:
+        """The Cholesky factor with a penalty; None where rounding, or float32's range, leaves none."""
         regular = normal.clone()
-        regular.diagonal().add_(penalties[number] * scale)
+        regular.diagonal().add_(penalty * scale)
         factor, failed = torch.linalg.cholesky_ex(regular)
-        change = torch.cholesky_solve(right, factor).float()
-        return change.fill_(math.nan) if failed else change
+        return None if failed else factor
+
+    def solved(job: int) -> torch.Tensor:
+        """Some columns of the change [D, H] with a penalty; not a number where there is no factor."""
+        number, part = divmod(job, parts)
+        factor, wanted = factored(penalties[number]), columns[part]
+        if factor is None:
+            return torch.full_like(wanted, math.nan, dtype=torch.float32)
+        return torch.cholesky_solve(wanted, factor).float()
 
     best: tuple[torch.Tensor, float] | None = None
     least = missed(None)
-    like = torch.empty_like(right, dtype=torch.float32)
-    turns = [number % here().size for number in range(len(penalties))]  # factoring is most of the work
-    for penalty, change in zip(penalties, here().pieces(like, turns, solved), strict=True):
+    like = torch.empty_like(columns[0], dtype=torch.float32)
+    turns = [job % here().size for job in range(len(penalties) * parts)]
+    found = here().pieces(like, turns, solved)
+    for penalty in penalties:
+        change = torch.cat([next(found) for _ in range(parts)], dim=1)
         off = missed(change)
         if off < least:
             best, least = (change, penalty), off

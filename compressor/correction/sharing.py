@@ -18,6 +18,7 @@ from compressor.model.experts import routed
 from compressor.ranks.present import here
 
 DEPTH = 4  # of the tree: 16 leaves, so that as many ranks have work
+UPDATE = 100  # tokens that take an expert as long as a step of its optimiser
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Branch:
     """Experts whose outputs are summed: of a leaf in their order, otherwise of both halves, and then of these two."""
 
     experts: tuple[int, ...]
+    load: float
     halves: tuple["Branch", "Branch"] | None = None
 
     @property
@@ -34,18 +36,18 @@ class Branch:
 
 
 def grown(loads: Sequence[float], depth: int = DEPTH) -> Branch:
-    """A tree of experts of these loads, each of its branches cut into halves that have about as much to do."""
+    """A tree of experts of these loads above 0, each of its branches cut into halves that have about as much to do."""
 
     def cut(experts: tuple[int, ...], depth: int) -> Branch:
         if depth == 0 or len(experts) == 1:
-            return Branch(experts)
+            return Branch(experts, sum(loads[expert] for expert in experts))
         halves, sums = (list[int](), list[int]()), [0.0, 0.0]
         for expert in sorted(experts, key=lambda expert: -loads[expert]):
             lighter = int((sums[1], len(halves[1])) < (sums[0], len(halves[0])))
             halves[lighter].append(expert)
             sums[lighter] += loads[expert]
         first, second = (cut(tuple(sorted(half)), depth - 1) for half in halves)
-        return Branch(experts, (first, second))
+        return Branch(experts, first.load + second.load, (first, second))
 
     return cut(tuple(range(len(loads))), depth)
 
@@ -60,9 +62,14 @@ class Share:
 
     @classmethod
     def of(cls, tree: Branch, size: int) -> "Share":
-        """Deal the leaves out in order to so many ranks, each of which sums a branch by itself if it has all of it."""
-        leaves = tree.leaves
-        owner = {leaf.experts: number * size // len(leaves) for number, leaf in enumerate(leaves)}
+        """Deal the leaves out in order, to each of so many ranks about as much to do.
+
+        A rank sums a branch by itself if it has all of it.
+        """
+        owner, before = dict[tuple[int, ...], int](), 0.0
+        for leaf in tree.leaves:
+            owner[leaf.experts] = min(int((before + leaf.load / 2) / tree.load * size), size - 1)
+            before += leaf.load
         found = list[tuple[Branch, int]]()
 
         def visit(branch: Branch) -> None:
@@ -95,12 +102,16 @@ class Share:
 
 
 @torch.no_grad()
-def shared(layer: CutLayer, rows: Tensor) -> Share:
-    """How ranks share the layer's experts, by what the smaller router gives them at `rows` [n], the same at all."""
-    loads = torch.zeros(layer.choices, dtype=torch.int64)
-    for expert, tokens, _ in routed(*layer.route(rows)):
-        loads[expert] = len(tokens)
-    return Share.of(grown(loads.tolist()), here().size)
+def shared(layer: CutLayer, steps: Sequence[Tensor]) -> Share:
+    """How ranks share the layer's experts, by what the smaller router gives them at the tokens [n] of some steps.
+
+    The tokens are the same at all ranks.
+    """
+    loads = [UPDATE * len(steps)] * layer.choices
+    for rows in steps:
+        for expert, tokens, _ in routed(*layer.route(rows)):
+            loads[expert] += len(tokens)
+    return Share.of(grown(loads), here().size)
 
 
 def descend(layer: CutLayer, share: Share, rows: Tensor) -> None:

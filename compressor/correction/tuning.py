@@ -17,6 +17,7 @@ from compressor.correction.sharing import descend, shared
 from compressor.ranks.present import here
 
 STEPS, TOKENS = 300, 2048
+WEIGHED = 16  # steps whose tokens tell how much each expert has to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def tune(
     if not here().is_alone:
         layer, rows = layer.everywhere(rows)
     drawn = _steps(rows, schedule)
-    share = shared(layer, drawn[0])
+    share = shared(layer, drawn[:WEIGHED])
     leaves = [*_values(layer, share.of_rank(here().rank)), *router]
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
 

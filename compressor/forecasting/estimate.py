@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 class Estimate:
     """Counts work on one opened model, and measures what it needs to know of the machine for it.
 
-    Several ranks share the passes over text, the projections of an attribution, and tuning; all else is one's.
+    Several ranks share the passes over text, the projections of an attribution, and correcting; all else is one's.
     """
 
     def __init__(self, model: OpenModel, machine: Machine | None = None) -> None:
@@ -129,7 +129,7 @@ class Estimate:
         fit, found = text.tokens - judged, 2 * self.passing(text) + self.reading
         found += WAYS * HELDOUT * self.passing(text, head=True) + self.reading
         for shape in self.shapes:
-            found += FORWARD * self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights))
+            found += FORWARD * self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights)) / self.ranks
             if correction.method == "tune":
                 found += FORWARD * self.seconds(tune(shape, kept, fit, correction)) / self.ranks
                 found += correction.steps * self._updating(shape, kept) / self.ranks

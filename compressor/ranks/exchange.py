@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compressor.ranks.faults import EndedError, LostRankError
 
+AHEAD, ROOM = 2, 2**27  # rounds of pieces, or bytes of a rank's own, that are made before they are exchanged
 heard: list[Callable[[], str | None]] = []  # what the watch knows of a fault, once another rank may have told it
 
 
@@ -95,18 +96,25 @@ def reducing(value: Tensor) -> Callable[[], Tensor]:
 
 
 def pieces(like: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], rank: int) -> Iterator[Tensor]:
-    """Pieces in their order: of a round of distinct owners, each makes its own and shows it to all."""
-    for begin, end in _rounds(owners):
-        mine = next((number for number in range(begin, end) if owners[number] == rank), None)
-        made = None if mine is None else make(mine).to(like.device, like.dtype).contiguous()
-        for number in range(begin, end):
-            piece = made if made is not None and number == mine else torch.empty_like(like)
+    """Pieces in their order, each made by its owner and shown to all.
+
+    Each rank makes its own of some rounds before any of them is exchanged: ranks wait less for each other so, where
+    pieces take longer or shorter.
+    """
+    rounds = [*_rounds(owners)]
+    ahead = max(AHEAD, ROOM // max(1, like.nbytes))
+    for first in range(0, len(rounds), ahead):
+        now = range(rounds[first][0], rounds[first : first + ahead][-1][1])
+        made = {piece: make(piece).to(like.device, like.dtype).contiguous() for piece in now if owners[piece] == rank}
+        for number in now:
+            piece = made.pop(number) if owners[number] == rank else torch.empty_like(like)
             with _others():
                 dist.broadcast(piece, owners[number])
             yield piece
 
 
 def _rounds(owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Spans [begin, end) of distinct owners."""
     begin = 0
     for end in range(1, len(owners) + 1):
         if end == len(owners) or owners[end] in owners[begin:end]:

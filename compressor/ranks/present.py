@@ -145,7 +145,7 @@ class Ranks:
     def ordered_sum(self, like: "Tensor", owners: Sequence[int], make: Callable[[int], "Tensor"]) -> "Tensor":
         """The sum of pieces [...] in their order, each made by its owner: the same bits at all ranks, however many.
 
-        `like` has the pieces' shape, dtype and device. At most one piece of each rank is in memory at a time.
+        `like` has the pieces' shape, dtype and device. A few pieces of each rank are in memory at a time.
         """
         import torch
 
@@ -185,7 +185,7 @@ class Ranks:
         return total + part
 
     def pieces(self, like: "Tensor", owners: Sequence[int], make: Callable[[int], "Tensor"]) -> Iterator["Tensor"]:
-        """Pieces in their order, each made by its owner and shown to all; of a round of distinct owners at once.
+        """Pieces in their order, each made by its owner, a few ahead, and shown to all.
 
         `like` has the pieces' shape, dtype and device. All ranks must take all of them.
         """
