@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compressor.ranks import exchange
 from compressor.ranks.present import GROUPS, here, owners
 from compressor.ranks.together import together
 from tests import small
@@ -212,6 +213,33 @@ def test_batches_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
         assert len(set(turn)) == len(turn) and set(turn) <= set(range(count))
     loads = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(count)]
     assert max(loads) - min(loads) <= max(sizes)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(0, 3), st.integers(1, 4), st.sampled_from([0, 100]))
+def test_a_rank_makes_its_own_pieces_few_ahead(owned: list[int], rank: int, ahead: int, room: int) -> None:
+    """With what the others would send put in by hand."""
+    values = torch.randn(len(owned), 3)  # 12 bytes a piece: room for 8 rounds, or none
+    made, sent, taken = list[int](), list[int](), list[torch.Tensor]()
+
+    def make(number: int) -> torch.Tensor:
+        made.append(number)
+        return values[number]
+
+    def broadcast(piece: torch.Tensor, owner: int) -> None:
+        number = len(sent)
+        sent.append(owner)
+        assert owner != rank or torch.equal(piece, values[number])
+        piece.copy_(values[number])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "AHEAD", ahead)
+        patch.setattr(exchange, "ROOM", room)
+        patch.setattr(exchange.dist, "broadcast", broadcast)
+        for piece in exchange.pieces(torch.empty(3), owned, make, rank):
+            taken.append(piece)
+            assert sum(number >= len(taken) for number in made) <= max(ahead, room // 12)
+    assert sent == owned and made == [number for number, owner in enumerate(owned) if owner == rank]
+    assert not taken or torch.equal(torch.stack(taken), values)
 
 
 def test_a_process_alone_is_the_first_of_one() -> None:
