@@ -30,6 +30,7 @@ LEAST = 20.0  # seconds of a run of which nothing is said
 LONG = 3600.0  # seconds of tuning on a processor before which it is asked
 SUBSETS = 5000  # kept subsets that a strategy tries which reconstructs the layer's output
 FORWARD = 1.3  # a streamed pass over its matrix products: norms, activations, gathering tokens by expert
+COMPARING = 2.0  # comparing and merging weights over the products of their surrogates
 BACKWARD = 3.0  # forward and back over forward
 
 
@@ -112,7 +113,7 @@ class Estimate:
             if needs & DENSE:
                 found += FORWARD * self.seconds(dense(shape, SAMPLE_TOKENS, dtype))
             if needs & WEIGHTS and not needs_data(needs):
-                found += FORWARD * self.seconds([Product(shape.hidden, shape.inner, shape.hidden, shape.experts)])
+                found += COMPARING * self.seconds([Product(shape.hidden, shape.inner, shape.hidden, shape.experts)])
             if needs >= RECONSTRUCTION:
                 tried = min(SUBSETS, math.comb(shape.experts, wish.experts))
                 found += self.seconds([Product(SAMPLE_TOKENS, shape.top_k, shape.hidden, tried)])
@@ -132,8 +133,17 @@ class Estimate:
             found += FORWARD * self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights)) / self.ranks
             if correction.method == "tune":
                 found += FORWARD * self.seconds(tune(shape, kept, fit, correction)) / self.ranks
-                found += correction.steps * self._updating(shape, kept) / self.ranks
+                beside = self._updating(shape, kept) + self._around(shape, min(correction.tokens, fit))
+                found += correction.steps * beside / self.ranks
         return found
+
+    def _around(self, shape: ExpertShape, tokens: int) -> float:
+        """Seconds of what lies around a tuning step's products: gathering tokens, activations, comparing outputs.
+
+        It is about what the optimiser's step takes on as many elements.
+        """
+        elements = tokens * (shape.hidden + shape.top_k * shape.into)
+        return self.machine.update_seconds(shape.into, shape.hidden) * elements / (shape.into * shape.hidden)
 
     def _updating(self, shape: ExpertShape, kept: int) -> float:
         """Seconds of a step of the optimiser on a layer's experts."""
