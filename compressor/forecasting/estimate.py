@@ -130,7 +130,7 @@ class Estimate:
         fit, found = text.tokens - judged, 2 * self.passing(text) + self.reading
         found += WAYS * HELDOUT * self.passing(text, head=True) + self.reading
         for shape in self.shapes:
-            found += FORWARD * self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights)) / self.ranks
+            found += self.seconds(ridge(shape, kept, fit, judged, 4 * kept * shape.weights)) / self.ranks
             if correction.method == "tune":
                 found += FORWARD * self.seconds(tune(shape, kept, fit, correction)) / self.ranks
                 beside = self._updating(shape, kept) + self._around(shape, min(correction.tokens, fit))
