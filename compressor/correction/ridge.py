@@ -64,6 +64,11 @@ def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
     return [[Span(expert, 0, neurons, place * neurons) for place, expert in enumerate(group)] for group in groups]
 
 
+def sweeps(blocks: int) -> int:
+    """How often so many blocks are solved: one alone has nothing to see of others."""
+    return SWEEPS if blocks > 1 else 1
+
+
 @dataclass(slots=True)
 class _Tokens:
     """Tokens to fit on or to judge by: positions [T], routing by chunk, and what the layer still misses [T, H]."""
@@ -94,7 +99,7 @@ class _Tokens:
 def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
     weights, index = tokens.routes[chunk]
-    wanted = {span.expert for span in block}
+    wanted = {span.expert: span for span in block}
     inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
     reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
     places = tokens.starts[chunk] + reached.cpu()
@@ -103,9 +108,8 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     for expert, rows, slots in routed(weights, index[reached], wanted):
         shares = weights[rows, slots] * tokens.scales[places][rows]
         active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
-        for span in block:
-            if span.expert == expert:
-                phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
+        span = wanted[expert]
+        phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
     return places, phi
 
 
@@ -221,7 +225,7 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
     blocks = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
-    turns = blocks * (SWEEPS if len(blocks) > 1 else 1)
+    turns = blocks * sweeps(len(blocks))
     penalties: Sequence[float] = PENALTIES
     for number, spans in enumerate(turns, start=1):
         fitted, judged = _Block(layer, fit, spans, features_room(nbytes)), _Block(layer, judge, spans)

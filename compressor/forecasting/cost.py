@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compressor.correction.refit import Correction
-from compressor.correction.ridge import PENALTIES, SWEEPS, TOKENS, block_width, features_room, neuron_blocks
+from compressor.correction.ridge import PENALTIES, TOKENS, block_width, features_room, neuron_blocks, sweeps
 from compressor.forecasting.machine import Product
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import projections
@@ -114,15 +114,15 @@ def ridge(shape: ExpertShape, kept: int, fit: int, judged: int, layer_bytes: int
     """A layer's ridge refit: features, normal matrices and their factors, on all blocks of neurons, and the judging."""
     fit = min(fit, TOKENS)
     blocks = neuron_blocks(kept, shape.inner, block_width(layer_bytes))
-    sweeps, leave = (SWEEPS, 2.0) if len(blocks) > 1 else (1, 1.0)  # what a block takes away, others are to see
+    turns, others = sweeps(len(blocks)), len(blocks) > 1  # which are to see what a block takes away
     yield from shape.applied(fit + 3 * judged, 1.0, torch.float32, kept)  # residuals, and errors before and after
     for number, block in enumerate(blocks):
         width, reach = block[-1].columns.stop, min(1.0, shape.top_k / kept * len(block))  # of tokens: to its experts
-        again = leave > 1 and 4 * fit * reach * width > features_room(layer_bytes)
-        tries = sweeps + (len(PENALTIES) - 1.0 if number == 0 else 0.0)  # later blocks take the first one's penalty
-        yield Product(fit * shape.top_k / kept, shape.hidden, shape.into, len(block) * sweeps * (1.0 + again))
-        yield Product(width, math.ceil(fit * reach), width, sweeps)
-        yield Product(width, math.ceil(fit * reach), shape.hidden, sweeps * leave)
+        again = others and 4 * fit * reach * width > features_room(layer_bytes)
+        tries = turns + (len(PENALTIES) - 1.0 if number == 0 else 0.0)  # later blocks take the first one's penalty
+        yield Product(fit * shape.top_k / kept, shape.hidden, shape.into, len(block) * turns * (1.0 + again))
+        yield Product(width, math.ceil(fit * reach), width, turns)
+        yield Product(width, math.ceil(fit * reach), shape.hidden, turns * (1.0 + others))
         yield Product(judged * reach, width, shape.hidden, tries)
         yield Product(width / 6, width, width, tries, torch.float64)  # a Cholesky factor is a sixth of a product
         yield Product(width, width, shape.hidden, tries, torch.float64)

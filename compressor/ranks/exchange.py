@@ -105,9 +105,10 @@ def pieces(like: Tensor, owners: Sequence[int], make: Callable[[int], Tensor], r
     ahead = max(AHEAD, ROOM // max(1, like.nbytes))
     for first in range(0, len(rounds), ahead):
         now = range(rounds[first][0], rounds[first : first + ahead][-1][1])
-        made = {piece: make(piece).to(like.device, like.dtype).contiguous() for piece in now if owners[piece] == rank}
+        own = [number for number in now if owners[number] == rank]
+        made = {number: make(number).to(like.device, like.dtype).contiguous() for number in own}
         for number in now:
-            piece = made.pop(number) if owners[number] == rank else torch.empty_like(like)
+            piece = made.pop(number) if number in made else torch.empty_like(like)
             with _others():
                 dist.broadcast(piece, owners[number])
             yield piece
