@@ -16,6 +16,8 @@ RUNS = (("count-guided", "none"), ("reap", "none"), ("model-centric", "none"), (
 def main() -> None:
     """Make the checkpoint, forecast and run."""
     import compressor
+    from compressor.calibration.batches import BATCH_SIZE
+    from compressor.forecasting.cost import Text
     from compressor.forecasting.estimate import Forecast, forecast_attribution
     from compressor.planning.run import open_run
     from scripts.benchmark import save_tokenizer, timed, write_synthetic
@@ -51,7 +53,8 @@ def main() -> None:
             show(f"{strategy}+{correction}", told[0], seconds, phases)
         if arguments.only in (None, "attribute"):
             with open_run(str(folder)) as run:
-                forecast = forecast_attribution(run.model, compressor.Request(**data))
+                read = Text(arguments.samples, arguments.sequence_length, BATCH_SIZE)
+                forecast = forecast_attribution(run.model, read)
             show("attribute", forecast, timed(lambda: compressor.attribute(str(folder), **data))[0], "")
 
 

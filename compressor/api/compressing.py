@@ -17,7 +17,7 @@ from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
 from compressor.pathways.finished import bake_finished, refuse_references
-from compressor.planning.answering import plan_or_resume, settle
+from compressor.planning.answering import keep_plan, kept_plan, needed_calibration, plan_request, settle
 from compressor.planning.constants import settle_constants
 from compressor.planning.finer import prepared
 from compressor.planning.further import refuse_part
@@ -138,16 +138,34 @@ def compress(
             if (found := _in_place(run, place)) is not None:  # another run of it has just ended
                 return found
             check_place(run.model, place, wish.experts, wish.correction.wanted)
-            if isinstance(wish, Wish) and run.folder is not None and not (run.folder / "plan.json").is_file():
-                told = partial(forecast_compression, run.model, asked, wish, run.folder.parent)
-                announce_long(announce, told, run.model)
-            with run.clock.phase("plan"):
-                if isinstance(wish, Wish) and not asked.sequential:  # which sees other inputs than the source's own
-                    wish = replace(wish, strategy=noted.planning(wish.strategy))
-                made, calibration = plan_or_resume(run, asked, wish if isinstance(wish, Wish) else None)
+            made, calibration = _planned(run, asked, wish if isinstance(wish, Wish) else None, noted, announce)
             done = _carry_out(run, made, place, noted, calibration)
     _record(run.model, done, place, noted)
     return done
+
+
+def _planned(
+    run: Run, asked: Request, wish: Wish | None, noted: Noted, announce: Announce | None
+) -> tuple[CompressionPlan, Calibration | None]:
+    """The plan that an interrupted run kept, or a new one, then kept too, with the calibration it was made on.
+
+    What it will take is announced once the calibration is read: a text may be bad, or short.
+    """
+    calibration = None
+    with run.clock.phase("plan"):
+        if (made := kept_plan(run)) is not None:
+            return made, None
+        if wish is not None:
+            calibration = needed_calibration(run.model, asked, wish)
+    if wish is not None and run.folder is not None:
+        told = partial(forecast_compression, run.model, asked, wish, run.folder.parent, calibration=calibration)
+        announce_long(announce, told, run.model)
+        if not asked.sequential:  # which sees other inputs than the source's own
+            wish = replace(wish, strategy=noted.planning(wish.strategy))
+    with run.clock.phase("plan"):
+        made, calibration = plan_request(run, asked, wish, calibration)
+        keep_plan(run, made)
+    return made, calibration
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from compressor.comparison.rows import Comparison
 from compressor.correction.refit import CONSTANTS, Correction
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import resolve_tasks
+from compressor.forecasting.cost import Text
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_attribution
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
@@ -191,8 +192,8 @@ def attribute(
     """
     asked = Request.of(request, wanted)
     with open_run(model, revision, asked.dtype, asked.device, progress) as run:
-        announce_long(announce, partial(forecast_attribution, run.model, asked), run.model)
         calibration = read_calibration(run.model, asked, heldout=False)
+        announce_long(announce, partial(forecast_attribution, run.model, Text.of(calibration)), run.model)
         return measure.attribute(run.model, calibration, run.progress, asked.seed, keys, top, edges_kept)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_plan
-from compressor.planning.answering import plan_request, plan_sources, refuse_per_source, settle
+from compressor.planning.answering import needed_calibration, plan_request, plan_sources, refuse_per_source, settle
 from compressor.planning.finer import prepared
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
@@ -32,8 +32,9 @@ def plan(
             return plan_request(run, asked)[0]
         asked = prepared(run, asked)
         wish = settle(run.model, asked)
-        announce_long(announce, partial(forecast_plan, run.model, asked, wish), run.model)
-        return plan_request(run, asked, wish)[0]
+        calibration = needed_calibration(run.model, asked, wish)
+        announce_long(announce, partial(forecast_plan, run.model, asked, wish, calibration=calibration), run.model)
+        return plan_request(run, asked, wish, calibration)[0]
 
 
 def plan_per_source(

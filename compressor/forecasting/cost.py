@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compressor.calibration.batches import Calibration
 from compressor.correction.refit import Correction
 from compressor.correction.ridge import PENALTIES, TOKENS, block_width, features_room, neuron_blocks, sweeps
 from compressor.forecasting.machine import Product
@@ -27,6 +28,13 @@ class Text:
     sequences: int
     length: int
     batch: int
+
+    @classmethod
+    def of(cls, calibration: Calibration) -> "Text":
+        """Calibration as it was read, which a short text does not fill, in sequences of their mean length."""
+        sequences = sum(len(batch) for batch in calibration.batches)
+        length = max(1, round(calibration.tokens / max(1, sequences)))
+        return cls(sequences, length, max((len(batch) for batch in calibration.batches), default=1))
 
     @property
     def tokens(self) -> int:

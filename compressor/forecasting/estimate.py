@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.calibration.batches import BATCH_SIZE
+from compressor.calibration.batches import BATCH_SIZE, Calibration
 from compressor.calibration.statistics import (
     DENSE,
     RECONSTRUCTION,
@@ -182,10 +182,9 @@ def announce_long(
         announce(made(None))
 
 
-def forecast_attribution(model: OpenModel, request: Request, machine: Machine | None = None) -> Forecast:
-    """What `attribute` takes on the text of a request."""
+def forecast_attribution(model: OpenModel, text: Text, machine: Machine | None = None) -> Forecast:
+    """What `attribute` takes on a text."""
     estimate = Estimate(model, machine)
-    text = Text(request.samples, request.sequence_length, BATCH_SIZE)
     return Forecast((Part("attribution", estimate.attributing(text)),), model.partial.device.type)
 
 
@@ -195,18 +194,32 @@ def forecast_recovery(model: OpenModel, options: Recovery, machine: Machine | No
     return Forecast((Part("training", seconds),), model.partial.device.type)
 
 
-def forecast_plan(model: OpenModel, request: Request, wish: Wish, machine: Machine | None = None) -> Forecast:
+def forecast_plan(
+    model: OpenModel,
+    request: Request,
+    wish: Wish,
+    machine: Machine | None = None,
+    calibration: Calibration | None = None,
+) -> Forecast:
     """What `plan` takes: statistics and choice, and the correction too where it is planned in order."""
-    return Forecast(_planning(Estimate(model, machine), request, wish, request.sequential), model.partial.device.type)
+    estimate, text = Estimate(model, machine), _text(request, calibration)
+    return Forecast(_planning(estimate, request, wish, text, request.sequential), model.partial.device.type)
 
 
 def forecast_compression(
-    model: OpenModel, request: Request, wish: Wish, folder: Path, machine: Machine | None = None
+    model: OpenModel,
+    request: Request,
+    wish: Wish,
+    folder: Path,
+    machine: Machine | None = None,
+    calibration: Calibration | None = None,
 ) -> Forecast:
-    """What `compress` takes, writing into a folder of this file system included."""
-    estimate = Estimate(model, machine)
-    text = Text(request.samples, request.sequence_length, BATCH_SIZE)
-    parts = list(_planning(estimate, request, wish, False))
+    """What `compress` takes, writing into a folder of this file system included.
+
+    Without the `calibration` that it reads the text counts as long as the request allows.
+    """
+    estimate, text = Estimate(model, machine), _text(request, calibration)
+    parts = list(_planning(estimate, request, wish, text, False))
     written = output_size(model, wish.experts).bytes
     rest = [Part("write", estimate.reading + written / estimate.machine.writing_rate(folder))]
     if request.recovers:
@@ -227,8 +240,14 @@ def forecast_compression(
     return Forecast(tuple(parts), device, tuple(quicker))
 
 
-def _planning(estimate: Estimate, request: Request, wish: Wish, in_order: bool) -> tuple[Part, ...]:
-    text = Text(request.samples, request.sequence_length, BATCH_SIZE)
+def _text(request: Request, calibration: Calibration | None) -> Text:
+    """The text that was read, or the most that a request reads."""
+    if calibration is None:
+        return Text(request.samples, request.sequence_length, BATCH_SIZE)
+    return Text.of(calibration)
+
+
+def _planning(estimate: Estimate, request: Request, wish: Wish, text: Text, in_order: bool) -> tuple[Part, ...]:
     found = []
     if needs_attribution(wish.strategy.needs) or request.protects_what_data_shows:
         found.append(Part("attribution", estimate.attributing(text)))

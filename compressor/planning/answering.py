@@ -32,6 +32,7 @@ from compressor.splitting.opening import seen_as
 
 logger = logging.getLogger(__name__)
 
+PLAN = "plan.json"  # in a run's hidden folder
 HELDOUT = 0.125  # share of the calibration sequences that judge a plan or a correction and make none
 
 
@@ -99,19 +100,28 @@ def _told(found: Callable[[], Protected]) -> Protected:
     return {name: frozenset(experts) for name, experts in said.items()}
 
 
-def plan_request(run: Run, request: Request, wish: Wish | None = None) -> tuple[CompressionPlan, Calibration | None]:
-    """The plan that is asked for, and the calibration that was read for it; `wish` is the request, if settled before.
+def needed_calibration(model: OpenModel, request: Request, wish: Wish) -> Calibration | None:
+    """The calibration that is asked for, where anything of the wish reads it."""
+    if wish.reads or request.protects_what_data_shows:
+        return read_calibration(model, request, wish.holds_out)
+    return None
 
-    The run's folder keeps the layers that a plan in order has cut.
+
+def plan_request(
+    run: Run, request: Request, wish: Wish | None = None, calibration: Calibration | None = None
+) -> tuple[CompressionPlan, Calibration | None]:
+    """The plan that is asked for, and the calibration that was read for it.
+
+    `wish` is the request, if settled before, and `calibration` what it needs, if read before. The run's folder keeps
+    the layers that a plan in order has cut.
     """
     if request.constants:
         from compressor.planning.constants import plan_constants  # which stands on this module
 
         return plan_constants(run, request)[:2]
     wish = wish or settle(run.model, request)
-    calibration = None
-    if wish.reads or request.protects_what_data_shows:
-        calibration = read_calibration(run.model, request, wish.holds_out)
+    if calibration is None:
+        calibration = needed_calibration(run.model, request, wish)
     model = _dealt(run, request, wish, calibration)
     steering = Steering(model, calibration, run.progress, request.seed)
     protected = protected_experts(request, wish.experts, steering)
@@ -138,19 +148,22 @@ def _dealt(run: Run, request: Request, wish: Wish, calibration: Calibration | No
     return run.model
 
 
-def plan_or_resume(run: Run, request: Request, wish: Wish | None = None) -> tuple[CompressionPlan, Calibration | None]:
-    """The plan that an interrupted run of this request kept, or a new one, then kept too, with its calibration."""
+def kept_plan(run: Run) -> CompressionPlan | None:
+    """The plan that an interrupted run of the same request kept, if there is one."""
     assert run.folder is not None
-    kept = run.folder / "plan.json"
+    kept = run.folder / PLAN
     resumed = here().told(lambda: _resumed(kept, run.digest))
-    if resumed is not None:
-        return CompressionPlan.from_dict(resumed, str(kept)), None
-    made, calibration = plan_request(run, request, wish)
+    return None if resumed is None else CompressionPlan.from_dict(resumed, str(kept))
+
+
+def keep_plan(run: Run, made: CompressionPlan) -> None:
+    """Keep a plan for a run that goes on with this one."""
+    assert run.folder is not None
     run.folder.mkdir(exist_ok=True)
     if here().is_first:
+        kept = run.folder / PLAN
         with replacing(kept, kept.with_suffix(".new")) as fresh:
             fresh.write_text(json.dumps({"request": run.digest, "plan": made.to_dict()}), encoding="utf-8")
-    return made, calibration
 
 
 def _resumed(kept: Path, digest: str) -> dict[str, Any] | None:

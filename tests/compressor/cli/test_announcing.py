@@ -12,8 +12,9 @@ from compressor.cli.terminal import Bars
 from compressor.errors import CompressionError
 from compressor.forecasting import estimate
 from compressor.forecasting.estimate import Forecast, Part
+from compressor.forecasting.machine import Slowest
 from tests import small
-from tests.command_line import Run
+from tests.command_line import Run, refused
 
 QUICKER = (("with --correct ridge", 700.0), ("with --correct none", 60.0))
 LONG = Forecast((Part("calibration", 100.0), Part("tune", 20_000.0)), "cpu", QUICKER)
@@ -76,6 +77,22 @@ def test_every_command_says_it_before_its_long_part(tmp_path: Path, run: Run, mo
         "--tokens-per-step", 32, "--sequence-length", 32,
     )  # fmt: skip
     assert again.status == 0 and "about 1 s: training" in again.err
+
+
+def test_it_is_said_of_the_text_that_was_read(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "LEAST", 1e-9)
+    model, bad, told = small.save(tmp_path / "model"), tmp_path / "bad.txt", list[Forecast]()
+    bad.write_text("\n")
+    for command in ("compress", "plan"):
+        made = run(command, model, "-o", tmp_path / "out", "--experts", 4, "--calibration", bad)
+        refused(made, "bad.txt is empty")
+    refused(run("attribute", model, "--calibration", bad), "bad.txt is empty")
+    monkeypatch.setattr(estimate, "Machine", Slowest)
+    for samples in (4, 8, 10_000):  # of which the text fills no more than it has
+        wanted = {"samples": samples, "sequence_length": 32, "calibration": str(small.text_file(tmp_path))}
+        compressor.plan(str(model), experts=6, strategy="reap", correct="none", announce=told.append, **wanted)
+    few, twice, filled = (forecast.parts[0].seconds for forecast in told)
+    assert few < twice < filled < 1000 * few
 
 
 def test_the_function_gives_it_as_data(tmp_path: Path) -> None:
