@@ -107,6 +107,7 @@ def watch(command: list[str], limit: int | None = None) -> dict[str, float]:
         _, errors = process.communicate()
     finally:  # also where this process is told to stop
         process.kill()
+        process.wait()
         done.set()
         thread.join()
     if process.returncode:
