@@ -4,7 +4,7 @@ An expert's weights, gradients and optimiser stay with one rank, so what ranks e
 times H. These are added up along a fixed tree of experts, whatever part of it a rank computes, so that every number of
 ranks comes to the same bits. One process has all experts.
 
-n tokens of a step, K top-k, H hidden.
+n tokens of a step, K top-k, H hidden, N experts.
 """
 
 from collections.abc import Sequence
@@ -83,10 +83,14 @@ class Share:
         visit(tree)
         return cls(tree, tuple(branch for branch, _ in found), tuple(each for _, each in found))
 
-    def of_rank(self, rank: int) -> list[int]:
-        """The experts of a rank."""
+    def owner(self) -> dict[int, int]:
+        """The rank of each expert, in the experts' order."""
         pairs = zip(self.branches, self.owners, strict=True)
-        return sorted(expert for branch, owner in pairs if owner == rank for expert in branch.experts)
+        return dict(sorted((expert, owner) for branch, owner in pairs for expert in branch.experts))
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The experts of a rank, in order."""
+        return [expert for expert, owner in self.owner().items() if owner == rank]
 
     def total(self, sums: Sequence[Tensor]) -> Tensor:
         """The sum over all experts of the branches' `sums` [n, H]."""
@@ -101,28 +105,32 @@ class Share:
         return add(self.tree)
 
 
+def shared(visits: Tensor, steps: int) -> Share:
+    """How ranks share experts that so many tokens [N] have reached in so many steps, the same at all ranks."""
+    return Share.of(grown((visits + UPDATE * steps).tolist()), here().size)
+
+
 @torch.no_grad()
-def shared(layer: CutLayer, steps: Sequence[Tensor]) -> Share:
-    """How ranks share the layer's experts, by what the smaller router gives them at the tokens [n] of some steps.
-
-    The tokens are the same at all ranks.
-    """
-    loads = [UPDATE * len(steps)] * layer.choices
-    for rows in steps:
-        for expert, tokens, _ in routed(*layer.route(rows)):
-            loads[expert] += len(tokens)
-    return Share.of(grown(loads), here().size)
+def foreseen(layer: CutLayer, steps: Sequence[Tensor]) -> Tensor:
+    """[N] how many tokens the smaller router sends to each expert at the tokens [n] of some steps."""
+    none = torch.zeros(layer.choices, dtype=torch.int64)
+    return sum((_visits(layer, *layer.route(rows)) for rows in steps), start=none)
 
 
-def descend(layer: CutLayer, share: Share, rows: Tensor) -> None:
+def _visits(layer: CutLayer, weights: Tensor, index: Tensor) -> Tensor:
+    return torch.bincount(index[weights != 0], minlength=layer.choices).cpu()
+
+
+def descend(layer: CutLayer, share: Share, rows: Tensor) -> Tensor:
     """Leave in every leaf the gradient of the tokens' weighted mean of ||y - y'||^2, of this rank's experts alone.
 
     The tokens at `rows` [n] are the same at all ranks. The router's leaves get theirs at all. A leaf that no token
-    reaches gets none.
+    reaches gets none. Returns how many tokens [N] reach each expert.
     """
     weights, index = layer.route(rows)
-    if not bool((weights != 0).any()):
-        return
+    visits = _visits(layer, weights, index)
+    if not bool(visits.any()):
+        return visits
     inputs, targets, given = layer.inputs(rows), layer.targets(rows), weights.detach()
     own = [
         _Reached(expert, tokens, places, given[tokens, places, None], layer.put_out(expert, inputs[tokens]))
@@ -139,6 +147,7 @@ def descend(layer: CutLayer, share: Share, rows: Tensor) -> None:
             each.output.backward(gradient[each.tokens] * each.weights)
     if of_all is not None:
         weights.backward(of_all())
+    return visits
 
 
 @dataclass(frozen=True, slots=True)

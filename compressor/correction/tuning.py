@@ -7,17 +7,21 @@ Several ranks share the experts: see `compressor.correction.sharing`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from compressor.correction.cut_layer import CutLayer
-from compressor.correction.sharing import descend, shared
+from compressor.correction.sharing import Share, descend, foreseen, shared
 from compressor.ranks.present import here
 
 STEPS, TOKENS = 300, 2048
-WEIGHED = 16  # steps whose tokens tell how much each expert has to do
+WEIGHED = 16  # steps whose tokens tell beforehand how much each expert has to do
+AGAIN = 40  # steps after which ranks share the experts anew, by what these had to do in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,43 @@ def _steps(rows: torch.Tensor, schedule: Schedule) -> "list[torch.Tensor]":
     return found[: schedule.steps]
 
 
+class _Leaves:
+    """This rank's leaves; the optimiser of each steps as soon as its gradient is there, and frees it."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        self._hooks: dict[torch.Tensor, Any] = {}
+
+    def take(self, leaf: torch.Tensor, state: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Tune this one from now on; `state` is what another rank's optimiser knew of it."""
+        optimizer = torch.optim.Adafactor([leaf.requires_grad_()])
+        if state:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: dict(state)}})
+
+        def update(leaf: torch.Tensor) -> None:
+            optimizer.step()
+            leaf.grad = None  # no two gradients need be in memory at once
+
+        self._optimizers[leaf], self._hooks[leaf] = optimizer, leaf.register_post_accumulate_grad_hook(update)
+
+    def give(self, leaf: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Tune this one no more; returns what its optimiser knows of it."""
+        self._hooks.pop(leaf).remove()
+        leaf.requires_grad_(False)
+        leaf.grad = None
+        return dict(self._optimizers.pop(leaf).state[leaf])
+
+    def set_rate(self, rate: float) -> None:
+        """Take steps of this rate."""
+        for optimizer in self._optimizers.values():
+            optimizer.param_groups[0]["lr"] = rate
+
+    def give_all(self) -> None:
+        """Tune none of them any more."""
+        for leaf in [*self._optimizers]:
+            self.give(leaf)
+
+
 @torch.enable_grad()
 def tune(
     layer: CutLayer,
@@ -54,34 +95,36 @@ def tune(
     """
     if not here().is_alone:
         layer, rows = layer.everywhere(rows)
-    drawn = _steps(rows, schedule)
-    share = shared(layer, drawn[:WEIGHED])
-    leaves = [*_values(layer, share.of_rank(here().rank)), *router]
-    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
-
-    def update(leaf: torch.Tensor) -> None:
-        optimizers[leaf].step()
-        leaf.grad = None  # no two gradients need be in memory at once
-
-    hooks = []
-    for leaf in leaves:
-        leaf.requires_grad_()
-        optimizers[leaf] = torch.optim.Adafactor([leaf], lr=schedule.rate)
-        hooks.append(leaf.register_post_accumulate_grad_hook(update))
+    drawn, leaves = _steps(rows, schedule), _Leaves()
+    weighed = drawn[:WEIGHED]
+    share, visits = shared(foreseen(layer, weighed), len(weighed)), torch.zeros(layer.choices, dtype=torch.int64)
+    for leaf in (*_values(layer, share.of_rank(here().rank)), *router):
+        leaves.take(leaf)
     for step, chosen in enumerate(drawn):
-        rate = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
-        for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = rate
-        descend(layer, share, chosen)
+        if step and step % AGAIN == 0:
+            share = _dealt_anew(layer, leaves, share, shared(visits, AGAIN))
+            visits = torch.zeros_like(visits)
+        leaves.set_rate(schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps)))
+        visits += descend(layer, share, chosen)
         after(step)
-    for leaf in leaves:
-        leaf.requires_grad_(False)
-        leaf.grad = None
-    for hook in hooks:
-        hook.remove()
+    leaves.give_all()
     for branch, owner in zip(share.branches, share.owners, strict=True):
         tuned = _values(layer, branch.experts)
         here().spread(tuned, [owner] * len(tuned))
+
+
+def _dealt_anew(layer: CutLayer, leaves: _Leaves, old: Share, new: Share) -> Share:
+    """Hand experts that have another owner now to it, with what the optimiser knows of them; returns the new share."""
+    before = old.owner()
+    for expert, owner in new.owner().items():
+        if owner != before[expert]:
+            values = _values(layer, [expert])
+            here().spread(values, [before[expert]] * len(values))
+            for leaf in values:
+                state = here().shown(partial(leaves.give, leaf), before[expert])
+                if owner == here().rank:
+                    leaves.take(leaf, state)
+    return new
 
 
 def _values(layer: CutLayer, experts: Iterable[int]) -> list[torch.Tensor]:

@@ -32,23 +32,24 @@ def told(value: Any, first: bool) -> Any:
     return value if first else json.loads(content)
 
 
-def shown(tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-    """The first rank's tensors; None at the others."""
+def shown(tensors: Mapping[str, Tensor] | None, owner: int = 0) -> Mapping[str, Tensor]:
+    """The owner's tensors; None at the others."""
     if tensors is None:
-        found: Mapping[str, Tensor] = safetensors.torch.load(_spread(None))
+        found: Mapping[str, Tensor] = safetensors.torch.load(_spread(None, owner))
         return found
-    _spread(safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}))
+    copies = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    _spread(safetensors.torch.save(copies), owner)
     return tensors
 
 
-def _spread(content: bytes | None) -> bytes:
-    """The first rank's bytes; None at the others."""
+def _spread(content: bytes | None, owner: int = 0) -> bytes:
+    """The owner's bytes; None at the others."""
     made = torch.empty(0, dtype=torch.uint8) if content is None else _tensor(content)
     size = torch.tensor([made.numel()])
     with _others():
-        dist.broadcast(size, 0)
+        dist.broadcast(size, owner)
         made = torch.empty(int(size), dtype=torch.uint8) if content is None else made
-        dist.broadcast(made, 0)
+        dist.broadcast(made, owner)
     return made.numpy().tobytes() if content is None else content
 
 

@@ -73,13 +73,13 @@ class Ranks:
 
         return exchange.told(make() if self.is_first else None, self.is_first)
 
-    def shown(self, make: Callable[[], "Mapping[str, Tensor]"]) -> "Mapping[str, Tensor]":
-        """Tensors that the first rank makes; the others get copies, on the CPU, without making them."""
+    def shown(self, make: Callable[[], "Mapping[str, Tensor]"], owner: int = 0) -> "Mapping[str, Tensor]":
+        """Tensors that a rank makes, the first one unless said; the others get copies, on the CPU."""
         if self.is_alone:
             return make()
         from compressor.ranks import exchange
 
-        return exchange.shown(make() if self.is_first else None)
+        return exchange.shown(make() if self.rank == owner else None, owner)
 
     def agreed(self, value: Any, what: str) -> None:
         """Refuse ranks that have come to different JSON values for `what`."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.correction.sharing import Branch, Share, descend, grown, shared
+from compressor.correction.sharing import Branch, Share, descend, foreseen, grown, shared
 from tests.cut_cases import cut_case
 
 LOADS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_loss(name: str) -> None:
     with torch.enable_grad():
         loss = cut.token_weights(target) @ cut.gap(rows, target).square().sum(-1) / len(rows)
         expected = torch.autograd.grad(loss, leaves, allow_unused=True)
-        descend(cut, shared(cut, [rows]), rows)
+        descend(cut, shared(foreseen(cut, [rows]), 1), rows)
     assert sum(value is not None for value in expected) > len(leaves) / 2
     for leaf, value in zip(leaves, expected, strict=True):
         assert (leaf.grad is None) == (value is None)

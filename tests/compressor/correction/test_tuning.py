@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.correction.cut_layer import CutLayer
-from compressor.correction.tuning import Schedule, _steps, tune
+from compressor.correction.tuning import Schedule, _Leaves, _steps, tune
 from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 FEW = Schedule(steps=8, tokens=64, rate=0.03)
@@ -91,6 +91,29 @@ def test_the_seed_decides_and_nothing_else() -> None:
     first, again, other = run(FEW), run(FEW), run(Schedule(steps=8, tokens=64, rate=0.03, seed=1))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (7,)])
+def test_a_leaf_goes_on_elsewhere_as_if_it_had_stayed(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start, pulls = torch.randn(shape, generator=generator), torch.randn(9, *shape, generator=generator)
+
+    def tuned(moves: dict[int, int]) -> Tensor:
+        places, leaf = [_Leaves(), _Leaves()], start.clone()
+        at = places[0]
+        at.take(leaf)
+        for step, pull in enumerate(pulls):
+            if step in moves:
+                state, leaf = at.give(leaf), leaf.clone()
+                assert not leaf.requires_grad and bool(state) == (step > 0)
+                at = places[moves[step]]
+                at.take(leaf, state)
+            at.set_rate(0.1 / (step + 1))
+            (leaf * pull).square().sum().backward()  # type: ignore[no-untyped-call]
+        at.give_all()
+        return leaf
+
+    assert torch.equal(tuned({}), tuned({0: 1, 4: 0, 7: 1})) and not torch.equal(tuned({}), start)
 
 
 def test_every_finished_step_is_told() -> None:
