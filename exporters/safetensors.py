@@ -127,8 +127,9 @@ def write(
         _fill(job, work, progress)
         here().wait()
         job.finish(work.content)
-        if first:
-            job.verify(work.content)
+        here().first_alone(lambda: job.verify(work.content))
+        job.accept(work.content)
+        here().wait()
     here().wait()
 
 

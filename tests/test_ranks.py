@@ -136,6 +136,27 @@ def test_a_gate_gives_each_item_the_same_result(run: Run, tmp_path: Path) -> Non
     assert "leave out --no-stream" in "".join(result.err for result in not_streamed)
 
 
+def test_a_search_under_a_gate_finds_the_same(
+    run: Run, model: Path, text: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("compress", model, "--strategy", "reap", "--correct", "none", *text, "--gate", "both", "--include-path")
+    ask = (*ask, own_tasks(tmp_path), "--limit", 12, "--stream")
+    search = (*ask, "--search", "--max-drop", 0.8)
+    fine(launched(2, tmp_path, *search, "-o", tmp_path / "together"))
+    with monkeypatch.context() as patch:
+        patch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "empty"))  # so that nothing that ranks found is known
+        fine([run(*search, "-o", tmp_path / "alone")])
+    trees = [small.tree(tmp_path / name) for name in ("alone", "together")]
+    assert trees[0].pop("gate.json") and trees[1].pop("gate.json") and trees[0] == trees[1]
+    judged = [told(tmp_path / name, "gate.json") for name in ("alone", "together")]
+    assert [judged[0][name] == judged[1][name] for name in ("verdict", "tasks", "streamed")] == [True] * 3
+    again = launched(2, tmp_path, *search, "-o", tmp_path / "together")
+    assert [result.status for result in again] == [0, 0] and "is in place already" in again[0].err
+    strict = launched(2, tmp_path, *ask, "--experts", 4, "--max-drop", 0, "-o", tmp_path / "strict")
+    assert strict[0].status in (1, 3) and not strict[1].status, strict
+    assert not (tmp_path / "strict").exists() and (tmp_path / "strict.gate" / "gate.json").is_file()
+
+
 def test_a_bake_moves_the_routers_alike(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
     ask = ("compress", model, "--experts", 4, "--strategy", "reap", "--correct", "none", "--bake", "router", *text)
     ask = (*ask, "--bake-rounds", 2, "--bake-sequences", 24)

@@ -115,7 +115,8 @@ def compress(
 ) -> Summary:
     """Plan and apply in one go; keywords are those of `Request`. An interrupted run goes on when called again.
 
-    `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that.
+    `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that; all
+    ranks ask it and must hear the same.
     Where the output of this very request is in place already, nothing is written or accepted; with `accept` that
     needs `terms`, which tell what it does.
     `command` is the command line that asked for it, for the record of the run. `announce` is told beforehand what a run
@@ -231,14 +232,17 @@ def _carry_out(
         nonlocal accepted
         made.verify(folder)
         accepted = acceptance_of(plan, heads, folder, model, calibration)
+
+    def accept(folder: Path) -> None:
         if place.accept is not None:
             place.accept(folder)
-        here = replace(place, out=folder)  # a run that is killed once the output is in place has its record, too
-        _record(model, _summary(run, here, plan, Size.of(made.outputs), zeroed, accepted), here, noted)
-        if place.key is not None:
+        there = replace(place, out=folder)  # a run that is killed once the output is in place has its record, too
+        _record(model, _summary(run, there, plan, Size.of(made.outputs), zeroed, accepted), there, noted)
+        if place.key is not None and here().is_first:
             note_request(folder, place.key)
 
-    job = replace(made, finish=finish, verify=verify, files={**made.files, RECIPE: recipe})
+    files = {**made.files, RECIPE: recipe}
+    job = replace(made, finish=finish, verify=verify, accept=accept, files=files)
     with clock.phase("write"):
         run.progress.start("write", len(job.units))
         load_exporter("safetensors").write(

@@ -12,6 +12,7 @@ from compressor.files import full_disk_told, replace_folder
 from compressor.locking import REPLACED, alone, clear
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
+from compressor.ranks.present import here
 from compressor.run_record import PACKAGES, versions
 from compressor.words import did_you_mean
 
@@ -93,11 +94,14 @@ def read_formats(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], None] | None:
-    """What brings an output that is about to be put in place into the formats; None where it is in it already.
+    """What has the first rank bring an output that is about to be put in place into the formats; None for no other.
 
     Beside safetensors, exports lie in subfolders; without it, the export takes the place of what it was made of.
     """
     others = [name for name in formats if name != WRITER]
+
+    def first_adds(folder: Path) -> None:
+        here().first_alone(lambda: (add if WRITER in formats else become)(folder))
 
     def add(folder: Path) -> None:
         for name in others:
@@ -109,4 +113,4 @@ def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], No
         export_checkpoint(others[0], folder, other, {}, False, progress)
         load_exporter(WRITER).become(folder, other)
 
-    return None if not others else add if WRITER in formats else become
+    return first_adds if others else None

@@ -11,20 +11,22 @@ from typing import Any
 from compressor.api.compressing import Summary, compress
 from compressor.api.repeating import answers, note_request, request_key
 from compressor.api.trials import gate_facts, keep_trial, kept_trial, trial_key
-from compressor.checkpoint.source import ModelSource, locate
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict
-from compressor.locking import alone
 from compressor.model.opened import open_model
 from compressor.model.served import counts_below, unwarned
 from compressor.planning.answering import seen
 from compressor.planning.finer import with_parts
 from compressor.planning.request import Request, request_digest
+from compressor.planning.run import find_model
 from compressor.progress import Progress, Silent
+from compressor.ranks.places import held
+from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
@@ -83,7 +85,8 @@ def compress_gated(
             "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
         )
     listener = progress or Silent()
-    source, target, tasks = locate(model, revision, listener), Path(out), resolve_tasks(gate.options)
+    source, target = find_model(model, revision, listener), Path(out)
+    tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
     known = after is None or terms is not None
     plan_base(source, tasks, gate)  # which refuses what the original cannot answer, before anything is made
     of_tasks = [(task.name, task.version) for task in tasks]
@@ -100,21 +103,23 @@ def compress_gated(
     def judge(folder: Path) -> None:
         made = ModelSource(str(folder), None, folder)
         result = run_gate(source, made, tasks, gate, listener, label=target.name)
-        accepted = accepts(result)
-        attempts.append(Attempt(int(read_object(folder / COMPRESSION)["plan"]["experts"]), result, accepted))
-        (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        experts = int(read_object(folder / COMPRESSION)["plan"]["experts"])
+        accepted = here().told(lambda: accepts(result))  # from now on a rank that hears no may clear the folder
+        attempts.append(Attempt(experts, result, accepted))
+        if here().is_first:
+            (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if search:
             keep_trial(trial, result)
         if not (keep_failed or accepted):
             raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
         if after is not None:
             after(folder)
-        if whole is not None:
+        if whole is not None and here().is_first:
             note_request(folder, whole)
             note_request(folder, trial)
 
     def passes(tried: Request) -> bool:
-        before, again = len(attempts), begun and answers(target, trial)
+        before, again = len(attempts), begun and here().told(lambda: answers(target, trial))
         with suppress(RejectedError):
             made = compress(
                 model, out, tried, revision=source.revision,
@@ -129,13 +134,13 @@ def compress_gated(
                 attempts.append(Attempt(made.experts_after, result, accepts(result)))
         return attempts[-1].accepted
 
-    with alone(target):
+    with held(target):
         if search:
             opened = open_model(source, asked.dtype, asked.device)
             asked = with_parts(opened, asked)
             counts = possible_counts(source, asked)
             whole = request_key(request_digest(opened, asked), judged)
-            begun = known and answers(target, whole)
+            begun = known and here().told(lambda: answers(target, str(whole)))
             steps = math.ceil(math.log2(len(counts) + 1))
             gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
 

@@ -16,6 +16,7 @@ from compressor.gates.run import GateRequest
 from compressor.gates.verdict import GateResult, gate_content, gate_from_content
 from compressor.model.opened import OpenModel
 from compressor.planning.request import Request, request_digest
+from compressor.ranks.present import here
 from compressor.run_record import cache_folder, read_cached, versions, write_cached
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,13 @@ def trial_key(model: OpenModel, tried: Request, gate: GateRequest, *terms: Any) 
 
 def keep_trial(key: str, result: GateResult) -> None:
     """Keep a result; where nothing can be kept, a killed search merely tries it again."""
-    write_cached(_path(key), gate_content(result))
+    if here().is_first:
+        write_cached(_path(key), gate_content(result))
 
 
 def kept_trial(key: str) -> GateResult | None:
-    """What was kept; None if nothing was, or nothing that can be read."""
-    content = read_cached(_path(key))
+    """What was kept, by the first rank for all; None if nothing was, or nothing that can be read."""
+    content = here().told(lambda: read_cached(_path(key)))
     try:
         return None if content is None else gate_from_content(content)
     except CompressionError as error:

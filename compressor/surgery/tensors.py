@@ -75,9 +75,10 @@ class OutputJob:
     units: tuple[str, ...]  # in order; "" is the rest of the model
     produce: Callable[[str], Iterable[tuple[str, Iterator[Piece]]]]
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
-    verify: Callable[[Path], None]  # raises CompressionError when the written folder is not good
+    verify: Callable[[Path], None]  # by the first rank; raises CompressionError when the written folder is not good
     max_shard_bytes: int = MAX_SHARD_BYTES
     finish: Callable[[Path], None] = lambda folder: None  # done to the folder by all ranks before it is verified
+    accept: Callable[[Path], None] = lambda folder: None  # asked of all ranks once it is; raises what speaks against it
 
     @property
     def nbytes(self) -> int:

@@ -100,7 +100,7 @@ def compress_under_gate(
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
-    check_folder(reports, NAMES, overwrite=True)
+    here().first_alone(lambda: check_folder(reports, NAMES, overwrite=True))
     with progress_bars(running.as_json) as progress:
         found = compress_gated(
             model, output, wanted, inconclusive=decided, keep_failed=under_gate.keep_failed, search=under_gate.search,
@@ -108,9 +108,11 @@ def compress_under_gate(
             terms=",".join(formats), **task,
         )  # fmt: skip
         result = found.decisive.result
-        written = write_gate(result, reports, overwrite=True)
+        written = write_gate(result, reports, overwrite=True) if here().is_first else []
+    status, pushed = here().told(lambda: _status(result, decided)), None
+    if not here().is_first:
+        raise typer.Exit(status)
     summarise(result)
-    status, pushed = _status(result, decided), None
     if found.summary is not None and status == EXIT_STATUS["pass"]:
         report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
         pushed = push_made(output, publishing, report, running.as_json)

@@ -184,7 +184,6 @@ def compress(
         check_access(publishing.push_to_hub, publishing.private)
     task: dict[str, Any] = {"request": request, "revision": revision, "command": command_line()}
     if under_gate.gate is not None:
-        refuse_several("--gate", "compress first, and run `moe-compress gate` on the output")
         compress_under_gate(name, output, task, formats, under_gate, gate_options, publishing, running)
     with progress_bars(running.as_json) as progress:
         summary = compressor.compress(
