@@ -88,7 +88,7 @@ def test_a_correction_comes_to_the_same_bits(run: Run, model: Path, text: tuple[
     plan = tmp_path / "plan.json"
     ask = ("--experts", 4, "--strategy", "reap", "--correct", "tune", *text, "--samples", 100)
     assert run("plan", model, *ask, "-o", plan).status == 0
-    small.edit_json(plan, lambda content: content["correction"].update(steps=AGAIN + 2))
+    small.edit_json(plan, lambda content: content["correction"].update(steps=2 * AGAIN + 2))
     assert run("apply", plan, "-o", tmp_path / "alone").status == 0
     fine(launched(3, tmp_path, "apply", plan, "-o", tmp_path / "together"))
     assert small.tree(tmp_path / "together") == small.tree(tmp_path / "alone")

@@ -181,7 +181,7 @@ class Recording:
                 return getattr(*parent_and_name(block, argument.key))
             if argument.dim is None:
                 return argument.plain
-            taken = (self.inputs if argument.rows is None else argument.rows.value)[rows]
+            taken = (self.inputs if argument.rows is None else argument.rows.value).index_select(0, rows)
             taken = taken.float() if taken.is_floating_point() else taken
             return taken[None] if argument.dim == 1 else taken
 
@@ -231,11 +231,11 @@ class CutLayer:
 
     def inputs(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] what the experts are given there, in float32."""
-        return self.recording.inputs[rows].float()
+        return self.recording.inputs.index_select(0, rows).float()
 
     def targets(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] what the original layer's experts put out there, in float32."""
-        return self.recording.outputs[rows].float()
+        return self.recording.outputs.index_select(0, rows).float()
 
     def token_weights(self, targets: torch.Tensor) -> torch.Tensor:
         """[n]: 1 / (||y||^2 + its median), so that a few tokens of huge output do not drown all others."""
@@ -258,7 +258,7 @@ class CutLayer:
         """[n, H]: the gate-weighted sum of the chosen experts' outputs."""
         total = torch.zeros_like(x)
         for slot, rows, places in routed(weights, index):
-            total.index_add_(0, rows, self.put_out(slot, x[rows]) * weights[rows, places, None])
+            total.index_add_(0, rows, self.put_out(slot, x.index_select(0, rows)) * weights[rows, places, None])
         return total
 
     @torch.no_grad()

@@ -107,7 +107,7 @@ def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -
     phi = x.new_zeros(len(reached), block[-1].columns.stop)
     for expert, rows, slots in routed(weights, index[reached], wanted):
         shares = weights[rows, slots] * tokens.scales[places][rows]
-        active = intermediate(layer.experts, layer.parameters[expert], x[rows]) * shares[:, None]
+        active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
         span = wanted[expert]
         phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
     return places, phi

@@ -18,7 +18,7 @@ from compressor.model.experts import routed
 from compressor.ranks.present import here
 
 DEPTH = 4  # of the tree: 16 leaves, so that as many ranks have work
-UPDATE = 100  # tokens that take an expert as long as a step of its optimiser
+UPDATE = 130  # tokens that take an expert as long as a step of its optimiser
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +133,19 @@ def descend(layer: CutLayer, share: Share, rows: Tensor) -> Tensor:
         return visits
     inputs, targets, given = layer.inputs(rows), layer.targets(rows), weights.detach()
     own = [
-        _Reached(expert, tokens, places, given[tokens, places, None], layer.put_out(expert, inputs[tokens]))
-        for expert, tokens, places in routed(given, index, share.of_rank(here().rank))
+        _Reached(expert, at, places, given[at, places, None], layer.put_out(expert, inputs.index_select(0, at)))
+        for expert, at, places in routed(given, index, share.of_rank(here().rank))
     ]
     gap = share.total(_exchanged(share, own, targets)) - targets
     gradient = gap * (layer.token_weights(targets) * (2 / len(rows)))[:, None]
+    pulls = [gradient.index_select(0, each.tokens) for each in own]
     slopes = torch.zeros_like(given)  # of a choice its expert's rank alone knows it
-    for each in own:
-        slopes[each.tokens, each.places] = (gradient[each.tokens] * each.output.detach()).sum(-1)
+    for each, pull in zip(own, pulls, strict=True):
+        slopes[each.tokens, each.places] = (pull * each.output.detach()).sum(-1)
     of_all = here().reducing(slopes) if weights.requires_grad else None
-    for each in own:
+    for each, pull in zip(own, pulls, strict=True):
         if each.output.requires_grad:
-            each.output.backward(gradient[each.tokens] * each.weights)
+            each.output.backward(pull * each.weights)
     if of_all is not None:
         weights.backward(of_all())
     return visits

@@ -20,8 +20,7 @@ from compressor.correction.sharing import Share, descend, foreseen, shared
 from compressor.ranks.present import here
 
 STEPS, TOKENS = 300, 2048
-WEIGHED = 16  # steps whose tokens tell beforehand how much each expert has to do
-AGAIN = 40  # steps after which ranks share the experts anew, by what these had to do in them
+AGAIN = 4  # steps after which ranks share the experts anew, and then after twice as many each time: routers settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +95,14 @@ def tune(
     if not here().is_alone:
         layer, rows = layer.everywhere(rows)
     drawn, leaves = _steps(rows, schedule), _Leaves()
-    weighed = drawn[:WEIGHED]
-    share, visits = shared(foreseen(layer, weighed), len(weighed)), torch.zeros(layer.choices, dtype=torch.int64)
+    first = drawn[:AGAIN]
+    share, visits, since = shared(foreseen(layer, first), len(first)), torch.zeros(layer.choices, dtype=torch.int64), 0
     for leaf in (*_values(layer, share.of_rank(here().rank)), *router):
         leaves.take(leaf)
     for step, chosen in enumerate(drawn):
-        if step and step % AGAIN == 0:
-            share = _dealt_anew(layer, leaves, share, shared(visits, AGAIN))
-            visits = torch.zeros_like(visits)
+        if step == max(AGAIN, 2 * since):
+            share = _dealt_anew(layer, leaves, share, shared(visits, step - since))
+            visits, since = torch.zeros_like(visits), step
         leaves.set_rate(schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps)))
         visits += descend(layer, share, chosen)
         after(step)

@@ -118,7 +118,7 @@ def observed_forward(
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert in index.unique().tolist():
         rows, slots = (index == expert).nonzero(as_tuple=True)
-        output = apply_expert(experts, expert_parameters(experts, expert), hidden[rows])
+        output = apply_expert(experts, expert_parameters(experts, expert), hidden.index_select(0, rows))
         observe(expert, rows, weights[rows, slots], output)
         result.index_add_(0, rows, (output * weights[rows, slots, None]).float())
     return result.to(hidden.dtype)
