@@ -1,8 +1,8 @@
 """A step of tuning shared among ranks: each has some of the experts, and all have the step's tokens.
 
-An expert's weights, gradients and optimiser stay with one rank, so what ranks exchange in a step are outputs: n tokens
-times H. These are added up along a fixed tree of experts, whatever part of it a rank computes, so that every number of
-ranks comes to the same bits. One process has all experts.
+An expert's weights, gradients and optimiser are with one rank, so what ranks exchange in a step are outputs: n tokens
+times H. These are added up along a tree of experts that is the same for any number of ranks, whatever part of it a rank
+computes, and so are the bits that come out. One process has all experts.
 
 n tokens of a step, K top-k, H hidden, N experts.
 """
