@@ -14,7 +14,7 @@ import torch
 from compressor.correction.pieces import Pieces
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import allocate, as_arguments, as_call, token_dim
+from compressor.model.buffers import allocate, as_arguments, as_call, picked, token_dim
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
 from compressor.ranks.present import here
@@ -181,7 +181,7 @@ class Recording:
                 return getattr(*parent_and_name(block, argument.key))
             if argument.dim is None:
                 return argument.plain
-            taken = (self.inputs if argument.rows is None else argument.rows.value).index_select(0, rows)
+            taken = picked(self.inputs if argument.rows is None else argument.rows.value, rows)
             taken = taken.float() if taken.is_floating_point() else taken
             return taken[None] if argument.dim == 1 else taken
 
@@ -231,11 +231,11 @@ class CutLayer:
 
     def inputs(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] what the experts are given there, in float32."""
-        return self.recording.inputs.index_select(0, rows).float()
+        return picked(self.recording.inputs, rows).float()
 
     def targets(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] what the original layer's experts put out there, in float32."""
-        return self.recording.outputs.index_select(0, rows).float()
+        return picked(self.recording.outputs, rows).float()
 
     def token_weights(self, targets: torch.Tensor) -> torch.Tensor:
         """[n]: 1 / (||y||^2 + its median), so that a few tokens of huge output do not drown all others."""

@@ -65,3 +65,8 @@ def as_call(arguments: Iterable[tuple[str | None, Any]]) -> tuple[tuple[Any, ...
     """Positional arguments and those by keyword: what `as_arguments` listed."""
     listed = list(arguments)
     return tuple(value for name, value in listed if name is None), {name: value for name, value in listed if name}
+
+
+def picked(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[n, ...] rows by their places, which may be of another device; indexing gives the same in five times as long."""
+    return value.index_select(0, rows.to(value.device))
