@@ -82,8 +82,14 @@ def make_job(
     carried = carried_files(model.source.folder)
     record = compression_record(model, plan, outputs, zeroed, carried)
     shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
-    facts = [plan.to_dict(), checkpoint.stamp(), shard_bytes, [[o.name, o.dtype, o.shape] for o in outputs],
-             hashlib.sha256(config_bytes).hexdigest(), _digest(values)]  # fmt: skip
+    facts = [
+        plan.to_dict(),
+        checkpoint.stamp(),
+        shard_bytes,
+        [[o.name, o.dtype, o.shape] for o in outputs],
+        hashlib.sha256(config_bytes).hexdigest(),
+        _digest(values),
+    ]
     job = OutputJob(
         digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         outputs=tuple(outputs),
@@ -179,7 +185,10 @@ def _verify(
     if more := sorted(written.tensors.keys() - {output.name for output in outputs}):
         raise CompressionError(f"the written tensor {more[0]!r} was not planned; please report this model")
     check_carried(folder, model.source.folder)
-    if any(torch.is_floating_point(written.read(name)) and not torch.isfinite(written.read(name)).all()
-           for name in written.tensors if name.endswith(SUFFIX)):  # fmt: skip
+    if any(
+        torch.is_floating_point(written.read(name)) and not torch.isfinite(written.read(name)).all()
+        for name in written.tensors
+        if name.endswith(SUFFIX)
+    ):
         raise CompressionError("a written constant is not finite; calibrate with --dtype float32")
     check(folder)

@@ -117,9 +117,13 @@ def node_fault(kind: Activation, has_bias: bool, half: bool) -> str | None:
     generator = torch.Generator().manual_seed(0)
     count, hidden, inner, rows = 3, 8, 8, (16 if kind.is_gated else 8)
     shapes = {
-        "x": (5, hidden), "logits": (5, count), "fc1": (count, rows, hidden), "fc1_bias": (count, rows),
-        "fc2": (count, hidden, inner), "fc2_bias": (count, hidden),
-    }  # fmt: skip
+        "x": (5, hidden),
+        "logits": (5, count),
+        "fc1": (count, rows, hidden),
+        "fc1_bias": (count, rows),
+        "fc2": (count, hidden, inner),
+        "fc2_bias": (count, hidden),
+    }
     names, attributes = [name if has_bias or "bias" not in name else "" for name in shapes], kind.attributes()
     drawn = {name: torch.randn(shapes[name], generator=generator) for name in names if name}
     stored = {name: (value / 3 if name in ("fc1", "fc2") else value).to(dtype) for name, value in drawn.items()}

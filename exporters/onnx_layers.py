@@ -125,9 +125,14 @@ def observe_streamed(
     moved = cases[len(kept)].logits
     chosen = cases[-1].logits[0, prompt.shape[1] - 1 :] if count else torch.zeros(0, 1)
     return Reference(
-        type(model).__name__, tuple(kept), prompt, chosen.argmax(-1) if count else given[0], chosen, given[0],
+        type(model).__name__,
+        tuple(kept),
+        prompt,
+        chosen.argmax(-1) if count else given[0],
+        chosen,
+        given[0],
         sensitivity_of(kept[NUDGED].logits, moved),
-    )  # fmt: skip
+    )
 
 
 def round_layer(partial: PartialModel, unit: str, weights: WeightFormat) -> None:

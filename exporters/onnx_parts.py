@@ -96,9 +96,12 @@ def cut(model: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Par
             onnx.helper.make_tensor_value_info(name, given[name].type.tensor_type.elem_type, None) for name in inputs
         ]
         piece = onnx.helper.make_graph(
-            [node for node, _ in nodes], f"part {level}", types, [onnx.ValueInfoProto(name=name) for name in outputs],
+            [node for node, _ in nodes],
+            f"part {level}",
+            types,
+            [onnx.ValueInfoProto(name=name) for name in outputs],
             [weights[name] for name in read if name in weights],
-        )  # fmt: skip
+        )
         whole = onnx.helper.make_model(
             piece, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
         )

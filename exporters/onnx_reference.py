@@ -206,6 +206,9 @@ def observe(model: Any, past: bool, tokens: int = TOKENS, units: Sequence[str] =
         moved = _case(model, nudged(asked[NUDGED])).logits if units else cases[NUDGED].logits
     prompt = prompt_of(model.config)
     return Reference(
-        type(model).__name__, cases, prompt, *_greedy(model, prompt, continued(model, tokens), past),
+        type(model).__name__,
+        cases,
+        prompt,
+        *_greedy(model, prompt, continued(model, tokens), past),
         sensitivity=sensitivity_of(cases[NUDGED].logits, moved),
-    )  # fmt: skip
+    )

@@ -90,9 +90,15 @@ def calibrate_router(
         result = done["result"]
         taken = result.get("taken", bake if result["after"] < result["before"] else "none")
         return BakeSummary(
-            str(out), original.source.label, result["before"], result["after"], tuple(result["steps"]), taken,
-            tuple(result.get("layers", ())), dict(run.clock.seconds),
-        )  # fmt: skip
+            str(out),
+            original.source.label,
+            result["before"],
+            result["after"],
+            tuple(result["steps"]),
+            taken,
+            tuple(result.get("layers", ())),
+            dict(run.clock.seconds),
+        )
 
 
 def _reference(bake: str, folder: str | Path | None) -> ReferenceSet | None:

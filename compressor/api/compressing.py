@@ -281,9 +281,14 @@ def _record(model: OpenModel, summary: Summary, place: Place, noted: Noted) -> N
     source, calibration = model.source, summary.plan.calibration
     words = None if place.command is None else tuple(place.command)
     known = RunRecord(
-        source.name, source.revision, calibration, summary.seconds, summary.peak_memory, words,
+        source.name,
+        source.revision,
+        calibration,
+        summary.seconds,
+        summary.peak_memory,
+        words,
         acceptance=summary.acceptance,
-    )  # fmt: skip
+    )
     out = Path(summary.out)
     record_run(out, known)
     keep_measures(out, noted.measured(calibration), "run")

@@ -60,9 +60,13 @@ def constants_job(
     by_name = {layer.name: layer for layer in model.architecture.layers}
     values = {name: kept_tensors(kept_at(folder, by_name[name]))[VALUES] for name in planned}
     made, zeroed = _job(
-        run, plan := replace(plan, layers=layers), values, None if correction.method == CONSTANTS else folder,
-        in_order(Silent()), max_shard_bytes,
-    )  # fmt: skip
+        run,
+        plan := replace(plan, layers=layers),
+        values,
+        None if correction.method == CONSTANTS else folder,
+        in_order(Silent()),
+        max_shard_bytes,
+    )
     return plan, made, zeroed
 
 

@@ -108,10 +108,18 @@ def compare(
         if methods:
             refuse_model(opened)
         reserve = 0 if evaluate else evaluation_samples
-        given = evaluation_sets(
-            evaluate, load_tokenizer(opened.source.folder), length=asked.sequence_length, seed=asked.seed,
-            vocab=opened.vocabulary, most=evaluation_samples,
-        ) if evaluate else ()  # fmt: skip
+        given = (
+            evaluation_sets(
+                evaluate,
+                load_tokenizer(opened.source.folder),
+                length=asked.sequence_length,
+                seed=asked.seed,
+                vocab=opened.vocabulary,
+                most=evaluation_samples,
+            )
+            if evaluate
+            else ()
+        )
         calibration = read_calibration(opened, asked, heldout=True, reserve=reserve)
         if per_source:
             refuse_unjudged_sources(calibration)

@@ -93,9 +93,14 @@ def recover(
             done = found or read_object(place / COMPRESSION)["plan"]["recover"]["result"]
         told = {name: done[name] for name in ("changed", "before", "after", "loss_before", "loss_after", "best")}
         return RecoverySummary(
-            str(out), original.source.label, wish.method, **told, ended=done["ended"], curve=tuple(done["curve"]),
+            str(out),
+            original.source.label,
+            wish.method,
+            **told,
+            ended=done["ended"],
+            curve=tuple(done["curve"]),
             seconds=dict(run.clock.seconds),
-        )  # fmt: skip
+        )
 
 
 def _warn_of_another_source(smaller: OpenModel, original: OpenModel) -> None:
@@ -104,5 +109,7 @@ def _warn_of_another_source(smaller: OpenModel, original: OpenModel) -> None:
     if source.fingerprint not in (original.fingerprint, smaller.fingerprint):
         logger.warning(
             "%s was made of %s, whose fingerprint is not that of %s: it is taught by another model",
-            smaller.source.label, Path(source.model).name, original.source.label,
-        )  # fmt: skip
+            smaller.source.label,
+            Path(source.model).name,
+            original.source.label,
+        )

@@ -55,4 +55,3 @@ def reference(
         made, asked = build_reference(opened, items, embedding, progress or Silent())
         files = write_reference(made, folder, overwrite)
     return ReferenceSummary(made.facts, len(made.items), asked, tuple(files))
-

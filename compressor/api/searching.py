@@ -122,10 +122,16 @@ def compress_gated(
         before, again = len(attempts), begun and here().told(lambda: answers(target, trial))
         with suppress(RejectedError):
             made = compress(
-                model, out, tried, revision=source.revision,
-                overwrite=overwrite or (not again and (begun or bool(summaries))), progress=listener, accept=judge,
-                terms=request_key(judged) if known else None, command=command,
-            )  # fmt: skip
+                model,
+                out,
+                tried,
+                revision=source.revision,
+                overwrite=overwrite or (not again and (begun or bool(summaries))),
+                progress=listener,
+                accept=judge,
+                terms=request_key(judged) if known else None,
+                command=command,
+            )
             summaries.append(made)
             if len(attempts) == before:  # it is in place since an earlier run of this command, and was judged then
                 result = read_gate(target / REPORT)

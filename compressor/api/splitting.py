@@ -136,6 +136,14 @@ def _summary(run: Run, out: str) -> SplitSummary:
     parts, width = after.layers[0].parts, part_width(run.model)
     said = read_object(Path(out) / COMPRESSION)["plan"]["split"]
     return SplitSummary(
-        out, parts, said["by"], before.experts, after.experts, before.layers[0].top_k, after.layers[0].top_k,
-        width * parts, width, dict(run.clock.seconds),
-    )  # fmt: skip
+        out,
+        parts,
+        said["by"],
+        before.experts,
+        after.experts,
+        before.layers[0].top_k,
+        after.layers[0].top_k,
+        width * parts,
+        width,
+        dict(run.clock.seconds),
+    )

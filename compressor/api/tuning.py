@@ -55,10 +55,18 @@ def train_comoe(
     source = locate(model, revision, progress)
     tokenizer, loaded = _loaded(source, dtype)
     return train(
-        loaded, tokenizer, items, config, options, folder, label=source.label,
-        identity={**identity(source), "dtype": str(loaded.dtype)}, overwrite=overwrite,
-        use_cpu=pick_device(device).type == "cpu", progress=progress,
-    )  # fmt: skip
+        loaded,
+        tokenizer,
+        items,
+        config,
+        options,
+        folder,
+        label=source.label,
+        identity={**identity(source), "dtype": str(loaded.dtype)},
+        overwrite=overwrite,
+        use_cpu=pick_device(device).type == "cpu",
+        progress=progress,
+    )
 
 
 def evaluate_comoe(

@@ -33,9 +33,13 @@ def percent(value: float | None) -> str:
 
 
 def whole_blocks(
-    attribution: Attribution, hubs: Sequence[Hub], supers: Sequence[SuperExpert], threshold: float, top: int,
+    attribution: Attribution,
+    hubs: Sequence[Hub],
+    supers: Sequence[SuperExpert],
+    threshold: float,
+    top: int,
     graph: Measured,
-) -> Blocks:  # fmt: skip
+) -> Blocks:
     """What was measured, hubs, kinds, the strongest senders, super experts, key tokens and the graph."""
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
     made_with = ", ".join(f"{name} {version}" for name, version in attribution.versions.items())
@@ -170,11 +174,15 @@ def _key_blocks(attribution: Attribution) -> Blocks:
     """Where the strongest heads read what they carry to the routers, for the sequences that were split by key."""
     rows = tuple(
         (
-            f"L{each.layer} head {each.head}", str(each.sequence), percent(each.first), percent(each.own),
-            percent(each.previous), ", ".join(_strongest_keys(each)),
+            f"L{each.layer} head {each.head}",
+            str(each.sequence),
+            percent(each.first),
+            percent(each.own),
+            percent(each.previous),
+            ", ".join(_strongest_keys(each)),
         )
         for each in attribution.per_key
-    )  # fmt: skip
+    )
     note = "Shares of a head's influence on one sequence; a key may be the first token and the query's own."
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"

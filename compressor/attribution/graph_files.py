@@ -121,9 +121,13 @@ def graph_figure(made: Measured) -> Figure:
 
 
 def _draw(
-    figure: "FigureBase", nodes: Any, edges: Sequence[Any], at: Mapping[str, tuple[float, float]],
-    named: Sequence[str], layers: Sequence[int],
-) -> None:  # fmt: skip
+    figure: "FigureBase",
+    nodes: Any,
+    edges: Sequence[Any],
+    at: Mapping[str, tuple[float, float]],
+    named: Sequence[str],
+    layers: Sequence[int],
+) -> None:
     axes = figure.subplots()
     for start, end, weight in reversed(edges):
         strength = (weight / edges[0][2]) ** 0.5

@@ -94,10 +94,16 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
                 assert sender.layer is not None and sender.number is not None
                 found.append(
                     Hub(
-                        sender.module, sender.layer, sender.number, sender.total_influence, sender.total_rank_change,
-                        first, second, sender.share,
+                        sender.module,
+                        sender.layer,
+                        sender.number,
+                        sender.total_influence,
+                        sender.total_rank_change,
+                        first,
+                        second,
+                        sender.share,
                     )
-                )  # fmt: skip
+                )
     strength = _equal_where_tied([hub.influence for hub in found])
     order = sorted(zip(strength, found, strict=True), key=lambda pair: (-pair[0], *_place(pair[1])))
     return tuple(hub for _, hub in order)

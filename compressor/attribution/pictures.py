@@ -67,9 +67,14 @@ def _layer_labels(senders: Sequence[Sender]) -> list[str]:
 
 
 def _heat(
-    name: str, title: str, alt: str, attribution: Attribution, columns: Sequence[Sequence[Panel]],
-    scales: Sequence[Scale], roomy: bool = False,
-) -> Figure:  # fmt: skip
+    name: str,
+    title: str,
+    alt: str,
+    attribution: Attribution,
+    columns: Sequence[Sequence[Panel]],
+    scales: Sequence[Scale],
+    roomy: bool = False,
+) -> Figure:
     """A figure of panels over the receivers; without any, one that says so."""
     columns = [column for column in columns if column]
     numbers = [str(receiver.layer) for receiver in attribution.receivers]
@@ -95,8 +100,9 @@ def influence_figure(attribution: Attribution) -> Figure:
     shares = [f"{TITLES[each.kind]} {100 * each.share:.1f}%" for each in kind_shares(attribution) if each.share]
     alt = f"Shares of all influence: {', '.join(shares) or 'none'}."
     scale = log_scale("variance of sub-scores", values)
-    return _heat("influence", "influence on routing, by the layer of the sender (rows)", alt, attribution, columns,
-                 [scale])  # fmt: skip
+    return _heat(
+        "influence", "influence on routing, by the layer of the sender (rows)", alt, attribution, columns, [scale]
+    )
 
 
 def _size(values: Rows) -> Rows:
@@ -151,8 +157,9 @@ def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:
         if members := list(pairs(attribution, kind)):
             components.append((title, members, _style(place)))
     clouds = {
-        "components on each router": components, "routed experts on each router": _expert_groups(attribution, hubs)
-    }  # fmt: skip
+        "components on each router": components,
+        "routed experts on each router": _expert_groups(attribution, hubs),
+    }
     drawings = tuple(
         Drawing(title, f"{_correlated(groups)}.", (5.3, 4.2), partial(_scatter, title=title, groups=groups))
         for title, groups in clouds.items()

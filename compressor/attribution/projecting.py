@@ -246,10 +246,15 @@ class Projection:
             share = routers.valid[span] / routers.valid[span].sum(-1, keepdim=True)
             found.append(
                 rank_change(
-                    logits, scores, routers.chosen[batch][rows, span], routers.before[batch][rows, span], share,
-                    routers.selection, span,
+                    logits,
+                    scores,
+                    routers.chosen[batch][rows, span],
+                    routers.before[batch][rows, span],
+                    share,
+                    routers.selection,
+                    span,
                 )
-            )  # fmt: skip
+            )
         tally.sums[: len(found), span] += torch.stack(found).cpu()
         tally.reaches[span] = True
         if self.edges_kept:

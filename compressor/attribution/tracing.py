@@ -128,11 +128,38 @@ def untraced(values: Any) -> Any:
 
 _Terms = tuple[Term, ...] | None
 _KEEPING = {  # dropout, too: models are never in training mode
-    "to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "dropout",
-    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as",
-}  # fmt: skip
-_ADDING = {"add": 1.0, "__add__": 1.0, "__radd__": 1.0, "add_": 1.0, "__iadd__": 1.0,
-           "sub": -1.0, "__sub__": -1.0, "subtract": -1.0, "sub_": -1.0, "__isub__": -1.0}  # fmt: skip
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type",
+    "type_as",
+    "contiguous",
+    "clone",
+    "detach",
+    "dropout",
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "view_as",
+    "reshape_as",
+}
+_ADDING = {
+    "add": 1.0,
+    "__add__": 1.0,
+    "__radd__": 1.0,
+    "add_": 1.0,
+    "__iadd__": 1.0,
+    "sub": -1.0,
+    "__sub__": -1.0,
+    "subtract": -1.0,
+    "sub_": -1.0,
+    "__isub__": -1.0,
+}
 _MULTIPLYING = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
 _DIVIDING = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
 _PRODUCTS = {"matmul", "__matmul__", "mm"}

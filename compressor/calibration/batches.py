@@ -123,8 +123,12 @@ def _share_out(source: str, rows: Tensor, samples: int, reserve: int, length: in
     parts = _split_last(source, rows, divide(len(rows), (samples, reserve))[1] if len(rows) > 1 else 1)
     logger.warning(
         "calibration data %s is short: %d of %d tokens asked for go to calibration, %d of %d are reserved",
-        source, parts[0].numel(), samples * length, parts[1].numel(), reserve * length,
-    )  # fmt: skip
+        source,
+        parts[0].numel(),
+        samples * length,
+        parts[1].numel(),
+        reserve * length,
+    )
     return parts
 
 
@@ -264,9 +268,16 @@ def recalibrate(identity: Mapping[str, Any], tokenizer: Any, vocab: int, batch_s
     sources = [WeightedSource(_stored(entry, "source", str), _stored(entry, "weight", float)) for entry in entries]
     samples, length, reserve = (_stored(asked, name, int) for name in ("samples", "sequence_length", "reserve"))
     made = calibrate(
-        sources, tokenizer, samples=samples, length=length, seed=_stored(identity, "seed", int), vocab=vocab,
-        batch_size=batch_size, heldout=_stored(identity, "heldout", float), reserve=reserve,
-    )  # fmt: skip
+        sources,
+        tokenizer,
+        samples=samples,
+        length=length,
+        seed=_stored(identity, "seed", int),
+        vocab=vocab,
+        batch_size=batch_size,
+        heldout=_stored(identity, "heldout", float),
+        reserve=reserve,
+    )
     for entry, old, digest in zip(made.identity["sources"], entries, digests, strict=True):
         if entry["sha256"] != digest:
             raise CompressionError(

@@ -148,11 +148,27 @@ class RankChange(Meter):
 METERS: Mapping[str, type[Meter]] = {
     meter.name: meter
     for meter in (
-        RoutedCount, GateWeightSum, ProbabilitySum, NormSum, SquaredNormSum, GatedNormSum, SquaredGateSum,
-        SquaredGateOutputSum, SquaredGatedNormSum, Inputs, RouterLogits, TopKIndex, TopKWeights,
-        RouterArgumentsThere, ExpertOutputs, MixedOutputs, Weights, Heldout, RankChange,
+        RoutedCount,
+        GateWeightSum,
+        ProbabilitySum,
+        NormSum,
+        SquaredNormSum,
+        GatedNormSum,
+        SquaredGateSum,
+        SquaredGateOutputSum,
+        SquaredGatedNormSum,
+        Inputs,
+        RouterLogits,
+        TopKIndex,
+        TopKWeights,
+        RouterArgumentsThere,
+        ExpertOutputs,
+        MixedOutputs,
+        Weights,
+        Heldout,
+        RankChange,
     )
-}  # fmt: skip
+}
 
 
 def statistics_table() -> list[tuple[str, str, str]]:

@@ -112,9 +112,9 @@ class RouterArgumentsThere(_Sample):
         width = sum(dim is not None for _, dim, _ in self.last)
         device = self.observed.experts.down_proj.device
         for _ in range(len(tensors) // width if width else 0):
-            self.parts.append([
-                (name, dim, value if dim is None else next(left).to(device)) for name, dim, value in self.last
-            ])  # fmt: skip
+            self.parts.append(
+                [(name, dim, value if dim is None else next(left).to(device)) for name, dim, value in self.last]
+            )
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
         """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].

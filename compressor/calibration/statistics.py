@@ -23,10 +23,27 @@ from compressor.model.buffers import as_arguments
 from compressor.model.experts import observed_forward
 
 __all__ = [
-    "ALL", "ATTRIBUTED", "DENSE", "HELDOUT", "RECONSTRUCTION", "ROUTED", "ROUTED_OUTPUTS", "SAMPLED", "SAMPLE_TOKENS",
-    "WEIGHTS", "Collector", "LayerStatistics", "LayerWeights", "RouterArguments", "check_needs", "combined",
-    "mix_tokens", "needs_attribution", "needs_data", "needs_heldout",
-]  # fmt: skip
+    "ALL",
+    "ATTRIBUTED",
+    "DENSE",
+    "HELDOUT",
+    "RECONSTRUCTION",
+    "ROUTED",
+    "ROUTED_OUTPUTS",
+    "SAMPLED",
+    "SAMPLE_TOKENS",
+    "WEIGHTS",
+    "Collector",
+    "LayerStatistics",
+    "LayerWeights",
+    "RouterArguments",
+    "check_needs",
+    "combined",
+    "mix_tokens",
+    "needs_attribution",
+    "needs_data",
+    "needs_heldout",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -71,8 +71,15 @@ def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool 
             target = folder / strategy
             target.parent.mkdir(parents=True, exist_ok=True)
             compress(
-                str(source), target, experts=experts, strategy=strategy, options=options, calibration="demo",
-                samples=SAMPLES, sequence_length=LENGTH, progress=progress,
-            )  # fmt: skip
+                str(source),
+                target,
+                experts=experts,
+                strategy=strategy,
+                options=options,
+                calibration="demo",
+                samples=SAMPLES,
+                sequence_length=LENGTH,
+                progress=progress,
+            )
             rows.append(measure(label, target, experts, every))
     return rows

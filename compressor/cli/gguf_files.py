@@ -92,10 +92,12 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
     }
     sizes = ("parameters", "bytes", "share")
     parts, left = (
-        tuple((label, human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
-              for label, each in named)
+        tuple(
+            (label, human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
+            for label, each in named
+        )
         for named in ([(part.name, part) for part in report.parts], [(str(x.experts), x) for x in report.outcomes])
-    )  # fmt: skip
+    )
     tables = Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
     tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
 
@@ -106,21 +108,33 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
 
     before, after = summary.before, summary.after
     content = {
-        "output": list(summary.out), "architecture": summary.architecture, "strategy": summary.strategy,
-        "experts": [summary.experts_before, summary.experts_after], "before": asdict(before), "after": asdict(after),
-        "seconds": summary.seconds, "note": summary.note,
-    }  # fmt: skip
+        "output": list(summary.out),
+        "architecture": summary.architecture,
+        "strategy": summary.strategy,
+        "experts": [summary.experts_before, summary.experts_after],
+        "before": asdict(before),
+        "after": asdict(after),
+        "seconds": summary.seconds,
+        "note": summary.note,
+    }
     rows = (
         ("experts per layer", str(summary.experts_before), str(summary.experts_after), ""),
-        *((name, human(a), human(b), share(b, a)) for name, human, a, b in (
-            ("parameters", human_count, before.parameters, after.parameters),
-            ("bytes", human_bytes, before.bytes, after.bytes),
-        )),
-    )  # fmt: skip
+        *(
+            (name, human(a), human(b), share(b, a))
+            for name, human, a, b in (
+                ("parameters", human_count, before.parameters, after.parameters),
+                ("bytes", human_bytes, before.bytes, after.bytes),
+            )
+        ),
+    )
     files = f" and {counted(len(summary.out) - 1, 'further part')}" if len(summary.out) > 1 else ""
-    tell(as_json, content, (
-        Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
-        *protected_blocks(summary.plan),
-        *([Text(f"{summary.note}.")] if summary.note else []),
-        Text(f"Written to {summary.out[0]}{files}"),
-    ))  # fmt: skip
+    tell(
+        as_json,
+        content,
+        (
+            Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
+            *protected_blocks(summary.plan),
+            *([Text(f"{summary.note}.")] if summary.note else []),
+            Text(f"Written to {summary.out[0]}{files}"),
+        ),
+    )

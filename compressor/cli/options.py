@@ -120,9 +120,14 @@ class GateOptions:
         from compressor.gates.run import GateRequest
 
         options = EvaluationOptions(
-            tasks=tuple(tasks), limit=self.limit, include_path=self.include_path,
-            batch_size=read_batch_size(self.batch_size), device=device, dtype=dtype, stream=self.stream,
-        )  # fmt: skip
+            tasks=tuple(tasks),
+            limit=self.limit,
+            include_path=self.include_path,
+            batch_size=read_batch_size(self.batch_size),
+            device=device,
+            dtype=dtype,
+            stream=self.stream,
+        )
         margin = max_drop if self.max_drop is None else self.max_drop
         return GateRequest(options, margin, self.confidence, cache_dir or default_folder())
 

@@ -48,14 +48,17 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
     }
     sizes = ("parameters", "bytes", "share")
     parts, left = (
-        tuple((str(of), human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
-              for of, each in named)
+        tuple(
+            (str(of), human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
+            for of, each in named
+        )
         for named in ([(part.name, part) for part in report.parts], [(each.experts, each) for each in outcomes])
-    )  # fmt: skip
+    )
     tables = (
-        Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left),
+        Table("By part", ("part", *sizes), parts),
+        Table("What would be left", ("experts", *sizes), left),
         *(server_blocks(report.servers) if report.servers else ()),
-    )  # fmt: skip
+    )
     tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
 
 
@@ -94,20 +97,26 @@ def summary_dict(summary: "Summary") -> dict[str, Any]:
     """A summary as JSON types, without the plan's layers."""
     before, after = summary.before, summary.after
     return {
-        "output": summary.out, "strategy": summary.strategy,
+        "output": summary.out,
+        "strategy": summary.strategy,
         "experts": {"before": summary.experts_before, "after": summary.experts_after},
         "parameters": {"before": before.parameters, "after": after.parameters},
         "bytes": {"before": before.bytes, "after": after.bytes},
         "seconds": {name: round(value, 3) for name, value in summary.seconds.items()},
         "peak_memory_bytes": summary.peak_memory,
-        "left_out": list(summary.left_out), "zeroed_fields": list(summary.zeroed_fields),
-        **({"acceptance": {name: dict(figure) for name, figure in summary.acceptance.items()}}
-           if summary.acceptance else {}),
-        "protected_experts": sum(map(len, summary.plan.protected.values())), "plan_digest": summary.plan.digest(),
+        "left_out": list(summary.left_out),
+        "zeroed_fields": list(summary.zeroed_fields),
+        **(
+            {"acceptance": {name: dict(figure) for name, figure in summary.acceptance.items()}}
+            if summary.acceptance
+            else {}
+        ),
+        "protected_experts": sum(map(len, summary.plan.protected.values())),
+        "plan_digest": summary.plan.digest(),
         "servers": None if summary.servers is None else asdict(summary.servers),
         **({} if summary.plan.constants is None else {"constants": dict(summary.plan.constants)}),
         **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
-    }  # fmt: skip
+    }
 
 
 def _afterwards(plan: CompressionPlan) -> dict[str, Mapping[str, Any]]:
@@ -126,11 +135,14 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
     before, after, zeroed = summary.before, summary.after, summary.zeroed_fields
     rows = (
         ("experts per layer", str(summary.experts_before), str(summary.experts_after), ""),
-        *((name, human(a), human(b), share(b, a)) for name, human, a, b in (
-            ("parameters", human_count, before.parameters, after.parameters),
-            ("bytes", human_bytes, before.bytes, after.bytes),
-        )),
-    )  # fmt: skip
+        *(
+            (name, human(a), human(b), share(b, a))
+            for name, human, a, b in (
+                ("parameters", human_count, before.parameters, after.parameters),
+                ("bytes", human_bytes, before.bytes, after.bytes),
+            )
+        ),
+    )
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
     fields = f"; set to zero in the config: {', '.join(zeroed)}" if zeroed else ""
     names = f"left out, as stock transformers does not load them: {first_of(summary.left_out, 4)}{fields}"
@@ -167,9 +179,15 @@ def published(pushed: "PushSummary | None") -> dict[str, Any]:
 def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
     """Name, summary, needs and options of each strategy."""
     entries = [
-        {"name": s.name, "summary": s.summary, "needs": sorted(s.needs),
-         "options": asdict(s.options) if s.options else {}, "help": helps(s.options)} for s in loaded
-    ]  # fmt: skip
+        {
+            "name": s.name,
+            "summary": s.summary,
+            "needs": sorted(s.needs),
+            "options": asdict(s.options) if s.options else {},
+            "help": helps(s.options),
+        }
+        for s in loaded
+    ]
     rows = tuple(
         (e["name"], e["summary"], ", ".join(e["needs"]), ", ".join(f"{k}={v}" for k, v in e["options"].items()) or "-")
         for e in entries
@@ -188,15 +206,26 @@ def show_demo(rows: Sequence[Any], as_json: bool) -> None:
     """The demo's table: one row a model."""
     title = "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions"
     sizes = tuple(
-        (row.name, str(row.experts), human_count(row.parameters), human_bytes(row.bytes), f"{row.loss:.3f}",
-         f"{row.mean_accuracy:.1%}") for row in rows
-    )  # fmt: skip
+        (
+            row.name,
+            str(row.experts),
+            human_count(row.parameters),
+            human_bytes(row.bytes),
+            f"{row.loss:.3f}",
+            f"{row.mean_accuracy:.1%}",
+        )
+        for row in rows
+    )
     skills = tuple(rows[0].accuracy)
     by_skill = tuple((row.name, *(f"{row.accuracy[skill]:.1%}" for skill in skills)) for row in rows)
-    tell(as_json, [asdict(row) for row in rows], [
-        Table(title, ("model", "experts", "parameters", "bytes", "loss", "accuracy"), sizes),
-        Table("Accuracy by skill (chance is 25%)", ("model", *skills), by_skill),
-    ])  # fmt: skip
+    tell(
+        as_json,
+        [asdict(row) for row in rows],
+        [
+            Table(title, ("model", "experts", "parameters", "bytes", "loss", "accuracy"), sizes),
+            Table("Accuracy by skill (chance is 25%)", ("model", *skills), by_skill),
+        ],
+    )
 
 
 def _push_dict(summary: "PushSummary") -> dict[str, Any]:

@@ -46,11 +46,16 @@ def show_gated(
     content = {**_content(result, written), "attempts": tried, "compression": made, **published(pushed)}
     rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in found.attempts)
     missing = [Text(f"{result.compressed} was not written.")]
-    tell(as_json, content, (
-        *([Table("Models tried", TRIED_COLUMNS, rows, frozenset(TRIED_COLUMNS))] if len(rows) > 1 else []),
-        *gate_brief(result), *written_line(written),
-        *(missing if summary is None else summary_blocks(summary, pushed)),
-    ))  # fmt: skip
+    tell(
+        as_json,
+        content,
+        (
+            *([Table("Models tried", TRIED_COLUMNS, rows, frozenset(TRIED_COLUMNS))] if len(rows) > 1 else []),
+            *gate_brief(result),
+            *written_line(written),
+            *(missing if summary is None else summary_blocks(summary, pushed)),
+        ),
+    )
 
 
 def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:

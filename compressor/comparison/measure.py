@@ -135,9 +135,7 @@ class _Table:
         held = self.judge.kl_of[len(self.sets) :]
         return [value for part in (held if source is None else held[source : source + 1]) for value in part]
 
-    def row(
-        self, name: str, experts: int, seconds: float, peak: int, stored: Size | None = None, **more: Any
-    ) -> Row:
+    def row(self, name: str, experts: int, seconds: float, peak: int, stored: Size | None = None, **more: Any) -> Row:
         """A row of what the judge has just found."""
         whole = _mean(self._shown)
         if experts not in self.sizes:  # for which the smaller model is built
@@ -194,21 +192,34 @@ class _Table:
         plans = {layer.module: layer for layer in planned.plan.layers}
         method = "" if correction.method == "none" else f" + {correction.method}"
         work = LayerWork(
-            planned.plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed,
+            planned.plan.experts,
+            lambda stats: plans[stats.layer.name],
+            correction=correction,
+            seed=self.seed,
             measure=True,
-        )  # fmt: skip
+        )
         begin = time.perf_counter()
         with PeakMemory() as peak, self.judge.watch(self.model.partial.model):
             layers = compress_in_order(
-                self.model, work, data if correction.wanted else _heldout(data), self.progress,
-                judge=self.judge, phase=f"{contender.name}{method}, {planned.plan.experts}",
-            )  # fmt: skip
+                self.model,
+                work,
+                data if correction.wanted else _heldout(data),
+                self.progress,
+                judge=self.judge,
+                phase=f"{contender.name}{method}, {planned.plan.experts}",
+            )
         spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(
-            contender.name, planned.plan.experts, planned.seconds + spent, peak.anonymous,
-            strategy=planned.plan.strategy, correction=correction.method, error=_layer_error(layers),
-            source=planned.source, seed=contender.seed,
-        )  # fmt: skip
+            contender.name,
+            planned.plan.experts,
+            planned.seconds + spent,
+            peak.anonymous,
+            strategy=planned.plan.strategy,
+            correction=correction.method,
+            error=_layer_error(layers),
+            source=planned.source,
+            seed=contender.seed,
+        )
 
     def substituted(self, made: Substituted, correction: Correction, calibration: Calibration) -> Row:
         """Run a model in which constants stand for experts, without writing it, and judge it."""
@@ -217,9 +228,15 @@ class _Table:
             error = run_judged(self.model, made, correction, calibration, self.judge, self.progress, self.seed)
         spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(
-            made.name, made.experts, made.seconds + spent, peak.anonymous, made.size, strategy=CONSTANTS,
-            correction=correction.method, error=error,
-        )  # fmt: skip
+            made.name,
+            made.experts,
+            made.seconds + spent,
+            peak.anonymous,
+            made.size,
+            strategy=CONSTANTS,
+            correction=correction.method,
+            error=error,
+        )
 
 
 def compare_models(
@@ -253,9 +270,7 @@ def compare_models(
         for contender, planned in made:
             rows += table.judged(planned, contender, calibration)
         if constants and variant.model is original:
-            for found in substituted_models(
-                original, variant.counts, calibration, progress, seed, variant.protected
-            ):
+            for found in substituted_models(original, variant.counts, calibration, progress, seed, variant.protected):
                 rows += [table.substituted(found, correction, calibration) for correction in constants]
     return Comparison(
         model=original.source.label,

@@ -82,7 +82,7 @@ class Comparison:
 
 
 def finer(row: Row) -> str:
-    """", 2 parts, top 3" of a row whose experts were split, or whose top-k was chosen."""
+    """ ", 2 parts, top 3" of a row whose experts were split, or whose top-k was chosen."""
     parts = f", {row.split} parts" if row.split > 1 else ""
     return parts + (f", top {row.top_k}" if row.top_k is not None else "")
 

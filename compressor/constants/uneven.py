@@ -85,8 +85,12 @@ class _Search:
     def moved(self, step: int) -> list[list[int]]:
         """Divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
         best, base = list(self.best), self.found[self.best]
-        changes = [(place, change) for place in range(len(best)) for change in (step, -step)
-                   if 0 <= best[place] + change <= self.most[place]]  # fmt: skip
+        changes = [
+            (place, change)
+            for place in range(len(best))
+            for change in (step, -step)
+            if 0 <= best[place] + change <= self.most[place]
+        ]
         tried = [[number + (change if place == p else 0) for p, number in enumerate(best)] for place, change in changes]
         costs = [kl - base for kl in self.judge(tried, self.batches, "measure moves")]
         giving = sorted((cost, place) for cost, (place, change) in zip(costs, changes, strict=True) if change > 0)

@@ -241,9 +241,12 @@ def correct_constants(visitor: InOrder, judge: Judge | None = None) -> dict[str,
         judge.first, more = len(batches), judge.tokens
         visitors.append(judge)
     stream = LayerStream(
-        model.partial, [*batches, *more], units, units if more else visitor.by_unit,
+        model.partial,
+        [*batches, *more],
+        units,
+        units if more else visitor.by_unit,
         range(len(batches), len(batches) + len(more)),
-    )  # fmt: skip
+    )
     visitor.progress.start("correct", len(model.architecture.layers))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(visitor.seed)

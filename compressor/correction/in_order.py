@@ -237,10 +237,13 @@ def compress_in_order(
         visitors.append(end)
     units = model.architecture.units
     stream = LayerStream(
-        model.partial, [*batches, *evaluation], units, wanted=units if evaluation or end else state.by_unit,
+        model.partial,
+        [*batches, *evaluation],
+        units,
+        wanted=units if evaluation or end else state.by_unit,
         finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
         own=here().own(batches, evaluation),
-    )  # fmt: skip
+    )
     progress.start(phase, len(state.by_unit))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(work.seed)

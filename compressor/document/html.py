@@ -69,10 +69,11 @@ def sections(blocks: Iterable[Block]) -> tuple[Section, ...]:
         else:
             found[-1][1].append(block)
     return tuple(
-        Section(heading, below[0], tuple(below[1:])) if below and isinstance(below[0], Figure)
+        Section(heading, below[0], tuple(below[1:]))
+        if below and isinstance(below[0], Figure)
         else Section(heading, None, tuple(below))
         for heading, below in found
-    )  # fmt: skip
+    )
 
 
 def words_html(words: Words) -> Markup:
@@ -119,7 +120,10 @@ def _template() -> "Template":
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
-        "words": words_html, "kind": lambda block: type(block).__name__,
-        "svgs": _svgs, "is_many": _is_many, "scrolls": lambda figure: not _is_many(figure) and _width(figure) > PHONE,
-    }  # fmt: skip
+        "words": words_html,
+        "kind": lambda block: type(block).__name__,
+        "svgs": _svgs,
+        "is_many": _is_many,
+        "scrolls": lambda figure: not _is_many(figure) and _width(figure) > PHONE,
+    }
     return environment.from_string(files("compressor.document").joinpath("page.html").read_text(encoding="utf-8"))

@@ -36,8 +36,15 @@ def draw_cells(axes: "Axes", grid: Sequence[Sequence[Cell]], size: float, is_num
         for column, cell in enumerate(line):
             fills.setdefault(cell.colour, []).append((column, row))
             if is_numbered and cell.number is not None:
-                axes.text(column, row, str(cell.number), fontsize=min(FONT, 30 * size), color=ink_on(cell.colour),
-                          ha="center", va="center_baseline")  # fmt: skip
+                axes.text(
+                    column,
+                    row,
+                    str(cell.number),
+                    fontsize=min(FONT, 30 * size),
+                    color=ink_on(cell.colour),
+                    ha="center",
+                    va="center_baseline",
+                )
             elif cell.mark:
                 marks.setdefault((cell.mark, ink_on(cell.colour)), []).append((column, row))
     for colour, places in fills.items():

@@ -34,9 +34,13 @@ def face(role: str, is_filled: bool = True, size: float = 5.0) -> dict[str, Any]
 
 
 def draw_dots(
-    axes: "Axes", rows: Sequence[str], kinds: Sequence[Dots], label: str, limit: float | None = None,
+    axes: "Axes",
+    rows: Sequence[str],
+    kinds: Sequence[Dots],
+    label: str,
+    limit: float | None = None,
     scaled: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     """Rows from above; `limit` is a dashed line with everything beyond it shaded; `scaled` may make logarithms.
 
     What is not finite is left out, and `label` names the axis.
@@ -56,12 +60,21 @@ def draw_dots(
     for kind in kinds:
         for place, bound in enumerate(kind.bounds):
             if bound is not None:
-                axes.plot(bound, [place, place], color=ROLES[kind.role], linewidth=1.6, solid_capstyle="butt",
-                          marker="|", markersize=7, zorder=1.5)  # fmt: skip
+                axes.plot(
+                    bound,
+                    [place, place],
+                    color=ROLES[kind.role],
+                    linewidth=1.6,
+                    solid_capstyle="butt",
+                    marker="|",
+                    markersize=7,
+                    zorder=1.5,
+                )
         if found := [(value, place) for place, value in enumerate(kind.values) if value is not None]:
             size = 7.0 if kind.marker == "X" else 5.0
-            axes.plot(*zip(*found, strict=True), marker=kind.marker, label=kind.label,
-                      **face(kind.role, kind.is_filled, size))  # fmt: skip
+            axes.plot(
+                *zip(*found, strict=True), marker=kind.marker, label=kind.label, **face(kind.role, kind.is_filled, size)
+            )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     step = math.ceil(len(rows) / MOST_LABELS)
     axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows][::step])

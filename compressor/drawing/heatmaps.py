@@ -91,8 +91,10 @@ def _panel_width(numbers: Sequence[str]) -> float:
 
 def _widths(columns: Sequence[Sequence[Panel]], numbers: Sequence[str]) -> list[float]:
     """Inches of each column, with the names of its rows."""
-    return [0.4 + _panel_width(numbers) + LETTER * max(len(name) for panel in column for name in panel.rows)
-            for column in columns]  # fmt: skip
+    return [
+        0.4 + _panel_width(numbers) + LETTER * max(len(name) for panel in column for name in panel.rows)
+        for column in columns
+    ]
 
 
 def _row_height(columns: Sequence[Sequence[Panel]], roomy: bool) -> float:
@@ -101,9 +103,13 @@ def _row_height(columns: Sequence[Sequence[Panel]], roomy: bool) -> float:
 
 
 def draw_panels(
-    figure: "FigureBase", columns: Sequence[Sequence[Panel]], numbers: Sequence[str], scales: Sequence[Scale],
-    label: str, roomy: bool = False,
-) -> None:  # fmt: skip
+    figure: "FigureBase",
+    columns: Sequence[Sequence[Panel]],
+    numbers: Sequence[str],
+    scales: Sequence[Scale],
+    label: str,
+    roomy: bool = False,
+) -> None:
     """Columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale on the right."""
     from matplotlib.colors import LogNorm
 

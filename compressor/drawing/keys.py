@@ -16,9 +16,11 @@ def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Look | Sequence[Lo
     from matplotlib.patches import Patch
 
     handles: Any = [
-        tuple(Line2D([], [], **each) if "marker" in each else Patch(**each)
-              for each in ([look] if isinstance(look, Mapping) else look))
+        tuple(
+            Line2D([], [], **each) if "marker" in each else Patch(**each)
+            for each in ([look] if isinstance(look, Mapping) else look)
+        )
         for _, look in looks
-    ]  # fmt: skip
+    ]
     style = {"loc": "center left", "handlelength": 1.2, "columnspacing": 1.2, **style}
     canvas.legend(handles, [label for label, _ in looks], handler_map={tuple: HandlerTuple(1)}, **style)

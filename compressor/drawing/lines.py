@@ -47,11 +47,18 @@ def draw_lines(axes: "Axes", lines: Sequence[Line], first_is_start: bool = True)
         if line.low:
             axes.fill_between(line.x, line.low, line.high, color=line.colour, alpha=0.2, linewidth=0)
         (drawn,) = axes.plot(
-            line.x, line.y, color=line.colour, linewidth=1.4, linestyle=line.style, marker=line.marker, markersize=6,
+            line.x,
+            line.y,
+            color=line.colour,
+            linewidth=1.4,
+            linestyle=line.style,
+            marker=line.marker,
+            markersize=6,
             markerfacecolor="white" if line.is_hollow else line.colour,
-            markeredgecolor=line.colour if line.is_hollow else "white", markeredgewidth=1.2 if line.is_hollow else 0.5,
+            markeredgecolor=line.colour if line.is_hollow else "white",
+            markeredgewidth=1.2 if line.is_hollow else 0.5,
             markevery=slice(1 if first_is_start else 0, None),
-        )  # fmt: skip
+        )
         handles.append(drawn)
     return handles
 

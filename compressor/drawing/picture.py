@@ -20,13 +20,29 @@ if TYPE_CHECKING:
 
 PNG_WIDTH = 11.0  # inches at the most, unless one drawing alone is wider
 SETTINGS: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "moe-compressor", "font.size": FONT, "font.family": ["DejaVu Sans"],
-    "text.parse_math": False, "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.titlesize": FONT, "axes.labelsize": FONT, "axes.axisbelow": True, "grid.color": "#dddddd",
-    "grid.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2,
-    "ytick.major.size": 2, "xtick.labelsize": FONT - 1, "ytick.labelsize": FONT - 1, "legend.frameon": False,
-    "legend.fontsize": FONT - 1, "axes.facecolor": "none",
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moe-compressor",
+    "font.size": FONT,
+    "font.family": ["DejaVu Sans"],
+    "text.parse_math": False,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": FONT,
+    "axes.labelsize": FONT,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2,
+    "ytick.major.size": 2,
+    "xtick.labelsize": FONT - 1,
+    "ytick.labelsize": FONT - 1,
+    "legend.frameon": False,
+    "legend.fontsize": FONT - 1,
+    "axes.facecolor": "none",
+}
 CLUTTER = re.compile(  # what an element within a page does not need, or would force on it
     r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"",
     re.S,

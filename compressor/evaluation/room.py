@@ -70,9 +70,13 @@ def refuse_written(source: ModelSource, options: EvaluationOptions, tasks: Seque
     for task in tasks:
         for name, part in task.parts.items():
             if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:
-                why = "--stream is asked for" if options.stream else (
-                    f"{source.label} takes {human_bytes(weight_bytes(source, options.dtype))} there, more than is free"
-                )  # fmt: skip
+                why = (
+                    "--stream is asked for"
+                    if options.stream
+                    else (
+                        f"{source.label} takes {human_bytes(weight_bytes(source, options.dtype))} there, more than is free"
+                    )
+                )
                 raise CompressionError(
                     f"task {name!r} writes its answers, which needs the model in memory, and {why}; name tasks of "
                     "multiple choice or likelihood, or pass --no-stream"

@@ -141,9 +141,7 @@ def stream_answers(
     room = available()
     budget = DEFAULT_ACTIVATION_BUDGET if room is None else min(DEFAULT_ACTIVATION_BUDGET, room // WAITING_SHARE)
     tokens = [padded(batch) for batch in batches]
-    stream = LayerStream(
-        model.partial, tokens, units, units, range(len(batches)), budget, own=here().own(tokens)
-    )  # fmt: skip
+    stream = LayerStream(model.partial, tokens, units, units, range(len(batches)), budget, own=here().own(tokens))
     head = head_of(model.partial.model)
     handle = head.register_forward_pre_hook(answers.before_head) if head is not None else None
     progress.start(phase, len(units))

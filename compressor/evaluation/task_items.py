@@ -14,9 +14,12 @@ CHOICE = "multiple_choice"
 
 
 def item_options(
-    tasks: Sequence[str], data: str | Path | None, limit: int | None, include_path: str | Path | None,
+    tasks: Sequence[str],
+    data: str | Path | None,
+    limit: int | None,
+    include_path: str | Path | None,
     dtype: str = "auto",
-) -> EvaluationOptions:  # fmt: skip
+) -> EvaluationOptions:
     """How items are asked for: by lm-eval `tasks` or by the JSONL file `data`, of which one has to be given."""
     if bool(tasks) == (data is not None):
         raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")

@@ -13,9 +13,18 @@ from compressor.words import counted
 MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
 DIGITS = 12  # shown of a digest
 COLUMNS = (
-    "task", "metric", "items", "base", "compressed", "drop", "at least", "at most", "detectable", "lost / gained",
+    "task",
+    "metric",
+    "items",
+    "base",
+    "compressed",
+    "drop",
+    "at least",
+    "at most",
+    "detectable",
+    "lost / gained",
     "verdict",
-)  # fmt: skip
+)
 TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),

@@ -72,8 +72,12 @@ def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
         status = EXIT_STATUS[task.verdict]
         _add(case, "skipped", {"message": f"inconclusive: {message}; alone this ends the gate with status {status}"})
     figures = "\n".join(f"{name}: {value}" for name, value in shown.items())
-    _add(case, "system-out", {}, f"{figures}\nversion: {task.version}\np of pass: {task.p_pass:.4g}\n"
-         f"p of fail: {task.p_fail:.4g}")  # fmt: skip
+    _add(
+        case,
+        "system-out",
+        {},
+        f"{figures}\nversion: {task.version}\np of pass: {task.p_pass:.4g}\np of fail: {task.p_fail:.4g}",
+    )
 
 
 def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:

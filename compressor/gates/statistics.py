@@ -180,13 +180,28 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float) -> TaskGate:
         error, unpaired = (1 + drop) * error, (1 + drop) * unpaired
     lost, gained = int((drops > 0).sum()), int((drops < 0).sum())
     return TaskGate(
-        task=pairs.task, metric=pairs.metric, version=pairs.version, kind=pairs.kind, items=len(drops),
-        clusters=pairs.groups, base=base, compressed=compressed, drop=drop, standard_error=error, lower=lower,
-        upper=upper, p_pass=float(found.p_pass), p_fail=float(found.p_fail), lost=lost, gained=gained,
-        verdict=verdict(float(found.p_pass), float(found.p_fail), alpha), detectable=shown,
+        task=pairs.task,
+        metric=pairs.metric,
+        version=pairs.version,
+        kind=pairs.kind,
+        items=len(drops),
+        clusters=pairs.groups,
+        base=base,
+        compressed=compressed,
+        drop=drop,
+        standard_error=error,
+        lower=lower,
+        upper=upper,
+        p_pass=float(found.p_pass),
+        p_fail=float(found.p_fail),
+        lost=lost,
+        gained=gained,
+        verdict=verdict(float(found.p_pass), float(found.p_fail), alpha),
+        detectable=shown,
         mcnemar=mcnemar(lost, gained) if pairs.binary else None,
-        unpaired_error=unpaired if math.isfinite(unpaired) else None, perplexity_ratio=perplexity_ratio,
-    )  # fmt: skip
+        unpaired_error=unpaired if math.isfinite(unpaired) else None,
+        perplexity_ratio=perplexity_ratio,
+    )
 
 
 def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:

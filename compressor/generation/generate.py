@@ -144,5 +144,8 @@ def warn_of_length(length: int, most: int, facts: ModelFacts) -> None:
     if facts.positions is not None and length + most > facts.positions:
         logger.warning(
             "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
-            "what comes after them may be nonsense", length, most, facts.positions,
-        )  # fmt: skip
+            "what comes after them may be nonsense",
+            length,
+            most,
+            facts.positions,
+        )

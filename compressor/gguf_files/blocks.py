@@ -97,11 +97,17 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
     if by_layer is not None and number >= len(by_layer):
         raise CompressionError(f"{first.path.name}: {key} tells of {counted(len(by_layer), 'block')}, not of {name}")
     layer = MoeLayer(
-        name=name, block=name, router=GATE.format(number), unit=name, index=number,
-        experts=first.number(f"{arch}.expert_count"), top_k=first.number(key) if by_layer is None else by_layer[number],
-        routing_groups=groups, chosen_groups=max(1, first.number(f"{arch}.expert_group_used_count", groups)),
+        name=name,
+        block=name,
+        router=GATE.format(number),
+        unit=name,
+        index=number,
+        experts=first.number(f"{arch}.expert_count"),
+        top_k=first.number(key) if by_layer is None else by_layer[number],
+        routing_groups=groups,
+        chosen_groups=max(1, first.number(f"{arch}.expert_group_used_count", groups)),
         experts_per_group=PER_GROUP if groups > 1 else 1,
-    )  # fmt: skip
+    )
     check_count(layer, layer.experts, f"{first.path.name}: {name}")
     return layer
 

@@ -74,9 +74,15 @@ def imatrix_plan(
     source = Source(model.first.path.name, None, blocks.fingerprint)
     data = {"source": imatrix.path.name, "sha256": imatrix.digest()}
     return CompressionPlan(
-        source, keep, name, {}, data, tuple(layers), versions=versions((*PACKAGES[:2], "gguf")),
+        source,
+        keep,
+        name,
+        {},
+        data,
+        tuple(layers),
+        versions=versions((*PACKAGES[:2], "gguf")),
         protected=listed(protected),
-    )  # fmt: skip
+    )
 
 
 def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
@@ -164,9 +170,12 @@ def refuse_more_than_drop(plan: CompressionPlan) -> None:
     """Refuse, by name, what needs weights as plain numbers."""
     merged = next((layer for layer in plan.layers if not layer.is_drop), None)
     done = {
-        "corrects what is left": plan.correction, "splits experts": plan.split, "bakes routers": plan.bake,
-        "recovers by training": plan.recover, f"merges experts ({merged.module if merged else ''})": merged,
-    }  # fmt: skip
+        "corrects what is left": plan.correction,
+        "splits experts": plan.split,
+        "bakes routers": plan.bake,
+        "recovers by training": plan.recover,
+        f"merges experts ({merged.module if merged else ''})": merged,
+    }
     for what, entry in done.items():
         if entry is not None:
             raise CompressionError(

@@ -46,10 +46,17 @@ def carry_out(
     paths = write_gguf(model, kept, new_values(model, blocks, plan), out, overwrite, progress)
     tensors = model.tensors.values()
     return GgufSummary(
-        tuple(map(str, paths)), blocks.arch, plan.strategy, blocks.experts, plan.experts,
-        Size.of(tensors), Size.of(cut(tensor, blocks, plan.experts) for tensor in tensors),
-        time.monotonic() - start, note, plan,
-    )  # fmt: skip
+        tuple(map(str, paths)),
+        blocks.arch,
+        plan.strategy,
+        blocks.experts,
+        plan.experts,
+        Size.of(tensors),
+        Size.of(cut(tensor, blocks, plan.experts) for tensor in tensors),
+        time.monotonic() - start,
+        note,
+        plan,
+    )
 
 
 def new_values(model: Gguf, blocks: Blocks, plan: CompressionPlan) -> Mapping[str, Value]:

@@ -277,10 +277,18 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
         layers.append(
             MoeLayer(
-                name, block_name, f"{prefix}{child}", unit, layer_number(unit), count, top_k, *groups,
-                tensors=tuple(own.values()), tables=value_tables(router, f"{prefix}{child}.", top_k),
+                name,
+                block_name,
+                f"{prefix}{child}",
+                unit,
+                layer_number(unit),
+                count,
+                top_k,
+                *groups,
+                tensors=tuple(own.values()),
+                tables=value_tables(router, f"{prefix}{child}.", top_k),
             )
-        )  # fmt: skip
+        )
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     stray = sorted(key for key in tensors if key not in covered and key not in tied)
     if stray:

@@ -12,12 +12,21 @@ from compressor.replaceable import TEMPLATES
 GENERATION = "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")
 BESIDE = (
-    *CHAT_TEMPLATES, "chat_template.json", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json",
-)  # fmt: skip
+    *CHAT_TEMPLATES,
+    "chat_template.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
 OBJECTS = (
-    GENERATION, "tokenizer.json", *BESIDE[-4:], "adapter_config.json", "preprocessor_config.json",
-    "processor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
+    GENERATION,
+    "tokenizer.json",
+    *BESIDE[-4:],
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 REMEDY = "mend it, or remove it from the folder"
 
 

@@ -67,6 +67,9 @@ def _started() -> "subprocess.Popen[str]":
     """The process, which imports what this one would import, and nothing from the working folder (-P)."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "compressor.model.chat_process"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="ascii",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="ascii",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )  # fmt: skip
+    )

@@ -22,10 +22,16 @@ def served_as(architecture: Architecture, stock: nn.Module, quantization: str = 
     """A model as servers see it, from its architecture and the stock model (on meta)."""
     layer, text = architecture.layers[0], architecture.config.get_text_config()
     return Served(
-        architecture.family, layer.experts, layer.top_k, width_of(stock.get_submodule(layer.name)),
-        groups=layer.routing_groups, chosen_groups=layer.chosen_groups, selection_bias=_selection_bias(layer),
-        tied=bool(getattr(text, "tie_word_embeddings", False)), quantization=quantization,
-    )  # fmt: skip
+        architecture.family,
+        layer.experts,
+        layer.top_k,
+        width_of(stock.get_submodule(layer.name)),
+        groups=layer.routing_groups,
+        chosen_groups=layer.chosen_groups,
+        selection_bias=_selection_bias(layer),
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        quantization=quantization,
+    )
 
 
 def _selection_bias(layer: MoeLayer) -> bool:

@@ -8,9 +8,17 @@ from compressor.errors import CompressionError, reason_of
 from compressor.progress import quiet_transformers
 
 VOCABULARIES = (
-    "tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*", "*.model", "*.model.v*", "*.tiktoken", "*.spm",
-    "*.bpe", "*.codes",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.*.json",
+    "tekken.json",
+    "vocab*",
+    "*.model",
+    "*.model.v*",
+    "*.tiktoken",
+    "*.spm",
+    "*.bpe",
+    "*.codes",
+)
 MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut off may differ from the whole one
 LETTERS, LONGEST = 6, 96  # of a token: as many as it often has; so many only in texts of blanks, marks or the unknown
 

@@ -134,8 +134,11 @@ def _templates(model: OpenModel, names: HeadNames) -> Iterator[tuple[str, bool]]
     kinds: dict[tuple[Any, ...], str] = {}
     for unit in dict.fromkeys(layer.unit for layer in reversed(model.architecture.layers)):
         prefix = stored_prefix(model, unit)
-        there = {name.removeprefix(prefix): tensors[name].shape for name, role in model.layout.roles.items()
-                 if role.unit == unit}  # fmt: skip
+        there = {
+            name.removeprefix(prefix): tensors[name].shape
+            for name, role in model.layout.roles.items()
+            if role.unit == unit
+        }
         if there == own:
             yield unit, model.layout.quantized
             return

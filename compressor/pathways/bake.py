@@ -72,9 +72,15 @@ def bake_text(
     """The text to bake with; its last sequences, behind `passed` tokens that others have used, are held out."""
     count = max(bake.sequences, math.ceil(passed / bake.length)) + HELDOUT
     return calibrate(
-        sources, load_tokenizer(model.source.folder), samples=count, length=bake.length, seed=seed,
-        vocab=model.vocabulary, batch_size=_rows(bake, model), heldout=HELDOUT / count,
-    )  # fmt: skip
+        sources,
+        load_tokenizer(model.source.folder),
+        samples=count,
+        length=bake.length,
+        seed=seed,
+        vocab=model.vocabulary,
+        batch_size=_rows(bake, model),
+        heldout=HELDOUT / count,
+    )
 
 
 def repeated_text(bake: Bake, identity: Mapping[str, Any], model: OpenModel) -> Calibration:

@@ -60,9 +60,15 @@ def build_reference(
     right, embeddings, pathways = zip(*kept, strict=True)
     layers = opened.architecture.layers
     facts = ReferenceFacts(
-        opened.source.label, opened.fingerprint, tokenizer_digest(tokenizer), opened.architecture.experts,
-        tuple(layer.name for layer in layers), model.scores, embedding, len(items),
-    )  # fmt: skip
+        opened.source.label,
+        opened.fingerprint,
+        tokenizer_digest(tokenizer),
+        opened.architecture.experts,
+        tuple(layer.name for layer in layers),
+        model.scores,
+        embedding,
+        len(items),
+    )
     made = ReferenceSet(facts, right, torch.stack(embeddings), torch.stack(pathways))
     return made, _counted(items, marks)
 

@@ -121,10 +121,12 @@ class PathwayModel:
         moved = self._positions(rows, tokens.shape[1])
         last = rows[0].start - 1
         own = tuple(seen.logits[layer.name][moved] for layer in self.late_layers)
-        pathway = torch.stack([
-            weights_of(seen.logits[layer.name][last], score).cpu()
-            for layer, score in zip(self.layers, self.scores, strict=True)
-        ])  # fmt: skip
+        pathway = torch.stack(
+            [
+                weights_of(seen.logits[layer.name][last], score).cpu()
+                for layer, score in zip(self.layers, self.scores, strict=True)
+            ]
+        )
         plain = Plain(tuple(rows), tokens, kept, moved, own, pathway, logits)
         self._check(plain)
         return plain

@@ -66,12 +66,16 @@ def optimised(
         share = 0.5 if options.share is None else options.share
         target = mean_shift(own, pathways, options.kernel, options.bandwidth, share, options.steps)
         return _shift(model, own, target, movable)
-    share = options.share if options.share is not None else best_share(
-        lambda share: neighbours_loss(
-            model, own, _shift(model, own, towards(own, pathways, weights, share), movable), neighbours, weights
-        ),
-        SHARES,
-    )  # fmt: skip
+    share = (
+        options.share
+        if options.share is not None
+        else best_share(
+            lambda share: neighbours_loss(
+                model, own, _shift(model, own, towards(own, pathways, weights, share), movable), neighbours, weights
+            ),
+            SHARES,
+        )
+    )
     return _shift(model, own, towards(own, pathways, weights, share), movable)
 
 

@@ -132,9 +132,17 @@ def plan_request(
     else:
         data = calibration if needs_data(wish.strategy.needs) else None
         made = make.make_plan(
-            model, wish.strategy, wish.experts, request.options, data, run.progress, request.seed, protected, steering,
+            model,
+            wish.strategy,
+            wish.experts,
+            request.options,
+            data,
+            run.progress,
+            request.seed,
+            protected,
+            steering,
             wish.heads,
-        )  # fmt: skip
+        )
     corrected = _with_correction(made, model, wish, calibration)
     return with_afterwards(corrected, model, request, calibration), calibration
 

@@ -191,6 +191,9 @@ def _layer_plan(
     kept = [expert for expert in range(layer.experts) if expert not in replaced]
     share = float(found.missed[list(replaced)].sum() / found.missed.sum().clamp(min=1e-300)) if replaced else 0.0
     return LayerPlan.keep(
-        layer, kept, constants=replaced, decided_by="sum g^2 ||o - c||^2",
+        layer,
+        kept,
+        constants=replaced,
+        decided_by="sum g^2 ||o - c||^2",
         figures={"missed": [round(value, 6) for value in found.missed.tolist()], "share_missed": round(share, 6)},
-    )  # fmt: skip
+    )

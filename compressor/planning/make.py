@@ -238,10 +238,12 @@ def correct(
         assert calibration is not None
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
-            plan.experts, lambda stats: by_name[stats.layer.name],
-            correction=Correction.from_plan(plan.correction), seed=plan.seed,
+            plan.experts,
+            lambda stats: by_name[stats.layer.name],
+            correction=Correction.from_plan(plan.correction),
+            seed=plan.seed,
             visited=None if visited is None else lambda *seen: visits.append(seen),
-        )  # fmt: skip
+        )
         layers = compress_with_heads(model, heads, work, calibration, progress, files, "correct")
     if not heads and calibration is not None:
         corrected, layers = layers, keep_the_better(model, layers, files, calibration.heldout_batches, progress)

@@ -145,8 +145,11 @@ def strongest_that_fit(
     if gone := len(found_experts) - sum(map(len, found.values())):
         logger.warning(
             "%d of %d %s do not fit where %d experts are kept in every layer, so the weakest are not protected",
-            gone, len(found_experts), called, keep,
-        )  # fmt: skip
+            gone,
+            len(found_experts),
+            called,
+            keep,
+        )
     return found
 
 

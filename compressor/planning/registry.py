@@ -18,9 +18,20 @@ from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
 
 __all__ = [
-    "EXPORTERS", "STRATEGIES", "Exporter", "Strategy", "exporter_names", "exporter_options", "load_exporter",
-    "load_strategy", "names", "option_fields", "read_option", "strategy_of", "working_strategies",
-]  # fmt: skip
+    "EXPORTERS",
+    "STRATEGIES",
+    "Exporter",
+    "Strategy",
+    "exporter_names",
+    "exporter_options",
+    "load_exporter",
+    "load_strategy",
+    "names",
+    "option_fields",
+    "read_option",
+    "strategy_of",
+    "working_strategies",
+]
 
 logger = logging.getLogger(__name__)
 

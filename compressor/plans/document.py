@@ -16,12 +16,15 @@ def plan_blocks(plan: CompressionPlan, path: Path) -> tuple[Block, ...]:
     columns: tuple[str, ...] = COLUMNS if plan.protected else COLUMNS[:-1]
     rows = [
         (
-            layer.module, str(layer.experts), str(len(layer.groups)), first_of(layer.dropped),
+            layer.module,
+            str(layer.experts),
+            str(len(layer.groups)),
+            first_of(layer.dropped),
             first_of([list(group.members) for group in layer.groups if len(group.members) > 1]),
             first_of(plan.protected.get(layer.module, ())),
         )[: len(columns)]
         for layer in plan.layers
-    ]  # fmt: skip
+    ]
     data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
     if plan.constants is not None:
         columns = tuple("constants" if name == "dropped" else name for name in columns)

@@ -68,10 +68,19 @@ def _model(experts: int, top_k: int, hidden: int, intermediate: int) -> tuple[Ar
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts, num_experts_per_tok=top_k,
-        num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=16,
-        initializer_range=0.2, norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"],
-    )  # fmt: skip
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=16,
+        initializer_range=0.2,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
     model = Qwen3MoeForCausalLM(config).float().eval()
     model.set_experts_implementation("eager")  # the others do not take every width
     return discover(config), model

@@ -125,10 +125,14 @@ class Repository:
             warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
             return self.ask(
                 lambda: self.api.create_commit(
-                    self.repo_id, changes, commit_message=message, revision=branch, create_pr=create_pr,
+                    self.repo_id,
+                    changes,
+                    commit_message=message,
+                    revision=branch,
+                    create_pr=create_pr,
                     parent_commit=head,
                 )
-            )  # fmt: skip
+            )
 
     def check_arrived(self, commit: str, added: Mapping[str, Any]) -> None:
         """Whether the commit holds every file as it is here: a .gitignore there can keep one out without a word."""

@@ -122,12 +122,21 @@ def push(
             made = standing.head if done is None else done.oid
             repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=made))
     return PushSummary(
-        repo_id=repo_id, url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
-        commit=None if done is None else done.oid, pull_request=None if done is None else done.pr_url,
-        branch=branch, create_pr=create_pr, tag=tag, message=title, dry_run=dry_run,
-        uploaded=standing.files, uploaded_bytes=sum(file.nbytes for file in standing.files),
-        unchanged=standing.unchanged, removed=standing.removed, left_out=found.left_out,
-    )  # fmt: skip
+        repo_id=repo_id,
+        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        commit=None if done is None else done.oid,
+        pull_request=None if done is None else done.pr_url,
+        branch=branch,
+        create_pr=create_pr,
+        tag=tag,
+        message=title,
+        dry_run=dry_run,
+        uploaded=standing.files,
+        uploaded_bytes=sum(file.nbytes for file in standing.files),
+        unchanged=standing.unchanged,
+        removed=standing.removed,
+        left_out=found.left_out,
+    )
 
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
@@ -188,8 +197,9 @@ def _look_at_card(found: VerifiedFolder) -> None:
         logger.warning(
             "%s is pushed as it is; its metadata do not have the tag %s, nor perhaps the base model (without a card "
             "of your own one is written)",
-            found.files[CARD], TAG,
-        )  # fmt: skip
+            found.files[CARD],
+            TAG,
+        )
 
 
 def _see(repository: hub.Repository, dry_run: bool) -> hub.Remote | None:

@@ -83,8 +83,11 @@ def _meet(ranks: Ranks) -> Any:
         own_gpu = torch.cuda.is_available() and local <= torch.cuda.device_count()  # nccl wants one for each rank
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
-            store=PrefixStore("group", own), rank=ranks.rank, world_size=ranks.size, timeout=PLANNING,
-        )  # fmt: skip
+            store=PrefixStore("group", own),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=PLANNING,
+        )
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         line = TCPStore(address, port, is_master=False, wait_for_workers=False)
     except (RuntimeError, ValueError, KeyError) as error:

@@ -22,9 +22,11 @@ def begin(shape: tuple[int, ...], rank: int, generator: torch.Generator) -> tupl
 def merged(weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """W in float32, of W0, A and B."""
     return torch.baddbmm(
-        weight.float().reshape(-1, *weight.shape[-2:]), second.reshape(-1, *second.shape[-2:]),
-        first.reshape(-1, *first.shape[-2:]), alpha=SCALE,
-    ).view(weight.shape)  # fmt: skip
+        weight.float().reshape(-1, *weight.shape[-2:]),
+        second.reshape(-1, *second.shape[-2:]),
+        first.reshape(-1, *first.shape[-2:]),
+        alpha=SCALE,
+    ).view(weight.shape)
 
 
 def factor_gradients(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,20 @@ WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on
 EVALUATIONS = 8  # of held-out text, if nothing else is asked for
 PATIENCE = 8  # evaluations without a better one: at high rates the best state comes as the rate falls to 0
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    "distill": (0, 1e6), "cross_entropy": (0, 1e6), "hidden_states": (0, 1e6), "contrastive": (0, 1e6),
-    "temperature": (1e-3, 1e3), "negatives": (1, 10**6), "steps": (1, 10**6), "tokens_per_step": (2, 10**8),
-    "learning_rate": (1e-12, 1e12), "rank": (1, 10**5), "length": (2, 10**6), "evaluate_every": (1, 10**6),
+    "distill": (0, 1e6),
+    "cross_entropy": (0, 1e6),
+    "hidden_states": (0, 1e6),
+    "contrastive": (0, 1e6),
+    "temperature": (1e-3, 1e3),
+    "negatives": (1, 10**6),
+    "steps": (1, 10**6),
+    "tokens_per_step": (2, 10**8),
+    "learning_rate": (1e-12, 1e12),
+    "rank": (1, 10**5),
+    "length": (2, 10**6),
+    "evaluate_every": (1, 10**6),
     "patience": (1, 10**6),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,11 @@ from compressor.surgery.kept import told_of
 STATE = "state.json"
 DIVERGED = 2.0  # times the divergence from the original before the first step
 NOT_A_NUMBER, APART, NO_BETTER, DONE = (
-    "a loss was no number", "the divergence from the original doubled", "no better state came", "all steps were taken",
-)  # fmt: skip
+    "a loss was no number",
+    "the divergence from the original doubled",
+    "no better state came",
+    "all steps were taken",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +130,14 @@ def _evaluated(
     curve = (*state.curve, found)
     best = min(curve, key=lambda entry: entry.kl)
     ended = (
-        APART if found.kl > DIVERGED * state.curve[0].kl
-        else DONE if end == options.steps
-        else NO_BETTER if sum(entry.step > best.step for entry in curve) >= options.patience
+        APART
+        if found.kl > DIVERGED * state.curve[0].kl
+        else DONE
+        if end == options.steps
+        else NO_BETTER
+        if sum(entry.step > best.step for entry in curve) >= options.patience
         else None
-    )  # fmt: skip
+    )
     if engine.ranks.first:
         engine.save(folder_of(place, end))
     best_kl = tuple(judged.kl.tolist()) if best is found else state.best_kl
@@ -162,11 +168,17 @@ def result(state: State, changed: bool) -> dict[str, Any]:
     """What a plan tells of a recovery."""
     gain, error = state.gain
     return {
-        "changed": changed, "before": state.curve[0].kl, "after": _at(state, state.best if changed else 0).kl,
-        "loss_before": state.curve[0].loss, "loss_after": _at(state, state.best if changed else 0).loss,
-        "gain": gain, "error": error if math.isfinite(error) else None, "best": state.best, "ended": state.ended,
+        "changed": changed,
+        "before": state.curve[0].kl,
+        "after": _at(state, state.best if changed else 0).kl,
+        "loss_before": state.curve[0].loss,
+        "loss_after": _at(state, state.best if changed else 0).loss,
+        "gain": gain,
+        "error": error if math.isfinite(error) else None,
+        "best": state.best,
+        "ended": state.ended,
         "curve": [asdict(entry) for entry in state.curve],
-    }  # fmt: skip
+    }
 
 
 def _at(state: State, step: int) -> Evaluation:

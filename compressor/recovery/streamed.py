@@ -139,5 +139,8 @@ def tell_cost(model: OpenModel, steps: int) -> None:
     size = sum(info.nbytes for info in model.checkpoint.tensors.values())
     logger.warning(
         "training layer by layer reads the model's %s %d times a step: %s in %d steps",
-        human_bytes(size), READS, human_bytes(READS * steps * size), steps,
-    )  # fmt: skip
+        human_bytes(size),
+        READS,
+        human_bytes(READS * steps * size),
+        steps,
+    )

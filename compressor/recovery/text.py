@@ -80,9 +80,15 @@ def recovery_text(
 
     def read(samples: int, share: float) -> Calibration:
         return calibrate(
-            sources, tokenizer, samples=samples, length=options.length, seed=seed, vocab=model.vocabulary,
-            batch_size=_rows(options, model), heldout=share,
-        )  # fmt: skip
+            sources,
+            tokenizer,
+            samples=samples,
+            length=options.length,
+            seed=seed,
+            vocab=model.vocabulary,
+            batch_size=_rows(options, model),
+            heldout=share,
+        )
 
     made = read(count, HELDOUT / count)
     if (found := int(made.identity["samples"])) < count:

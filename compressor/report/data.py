@@ -155,8 +155,9 @@ class ReportData:
         layers = [asdict(layer) for layer in self.layers]
         return json.dumps(
             {"format": FORMAT, **plain_json(plain), "layers": plain_json(layers), "gate": gate},
-            ensure_ascii=False, allow_nan=False,
-        )  # fmt: skip
+            ensure_ascii=False,
+            allow_nan=False,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -225,20 +226,36 @@ def report_data(
     layers = [_layer(layer, plan, measures.get(layer.module, LayerMeasures(layer.module))) for layer in plan.layers]
     try:
         return ReportData(
-            title=Path(folder).resolve().name, source=plan.source.model, revision=plan.source.revision,
-            strategy=plan.strategy, options=plan.options, correction=plan.correction, sequential=plan.sequential,
-            bake=plan.bake, recover=plan.recover, split=plan.split,
+            title=Path(folder).resolve().name,
+            source=plan.source.model,
+            revision=plan.source.revision,
+            strategy=plan.strategy,
+            options=plan.options,
+            correction=plan.correction,
+            sequential=plan.sequential,
+            bake=plan.bake,
+            recover=plan.recover,
+            split=plan.split,
             experts_before=max((layer.experts for layer in plan.layers), default=plan.experts),
             experts_after=plan.experts,
             top_k=max((layer.top_k for layer in plan.layers), default=0),
-            parameters=_before_after(content["parameters"]), nbytes=_before_after(content["bytes"]),
-            calibration=plan.calibration, versions=dict(content.get("versions") or plan.versions), layers=tuple(layers),
-            plan_digest=str(content["plan_digest"]), gate=read_gate_of(folder, gate), hubs=rows,
-            seconds=record.seconds if record else {}, peak_memory=record.peak_memory if record else None,
-            command=record.command if record else None, missing=(*measured.missing, *unknown),
-            left_out=tuple(content.get("left_out") or ()), zeroed_fields=tuple(content.get("zeroed_fields") or ()),
-            measured_tokens=measured.tokens, measured_text=measured.text,
-        )  # fmt: skip
+            parameters=_before_after(content["parameters"]),
+            nbytes=_before_after(content["bytes"]),
+            calibration=plan.calibration,
+            versions=dict(content.get("versions") or plan.versions),
+            layers=tuple(layers),
+            plan_digest=str(content["plan_digest"]),
+            gate=read_gate_of(folder, gate),
+            hubs=rows,
+            seconds=record.seconds if record else {},
+            peak_memory=record.peak_memory if record else None,
+            command=record.command if record else None,
+            missing=(*measured.missing, *unknown),
+            left_out=tuple(content.get("left_out") or ()),
+            zeroed_fields=tuple(content.get("zeroed_fields") or ()),
+            measured_tokens=measured.tokens,
+            measured_text=measured.text,
+        )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 

@@ -40,11 +40,16 @@ def size_rows(data: ReportData) -> list[tuple[str, float, float, str, str]]:
     """What got smaller: name, before and after as numbers and in words."""
     (a, b), (c, d) = data.parameters, data.nbytes
     return [
-        ("experts per MoE layer", data.experts_before, data.experts_after, f"{data.experts_before:,}",
-         f"{data.experts_after:,}"),
+        (
+            "experts per MoE layer",
+            data.experts_before,
+            data.experts_after,
+            f"{data.experts_before:,}",
+            f"{data.experts_after:,}",
+        ),
         ("parameters", a, b, human_count(a), human_count(b)),
         ("size on disk", c, d, human_bytes(c), human_bytes(d)),
-    ]  # fmt: skip
+    ]
 
 
 def sizes(data: ReportData) -> Figure:
@@ -53,9 +58,12 @@ def sizes(data: ReportData) -> Figure:
     said = [f"{name}: {first} before, {second} after, {part_of(b, a)} is left" for name, a, b, first, second in rows]
     bars = [(name, b / a if a else 0.0, f"{first} → {second} ({part_of(b, a)})") for name, a, b, first, second in rows]
     drawing = Drawing(
-        "Sizes before and after", f"{'; '.join(said)}.", (WIDTH, 1.5),
-        lambda canvas: draw_left(canvas.subplots(), bars), margins=(0.05,) * 4,
-    )  # fmt: skip
+        "Sizes before and after",
+        f"{'; '.join(said)}.",
+        (WIDTH, 1.5),
+        lambda canvas: draw_left(canvas.subplots(), bars),
+        margins=(0.05,) * 4,
+    )
     caption = "The whole bar is the source, the filled part what the compressed model has of it."
     return Figure("sizes", "What is left of experts, parameters and bytes", caption, (drawing,))
 
@@ -70,20 +78,32 @@ def visits(data: ReportData) -> Figure | None:
         return None
     highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer, _ in shown) or 1.0
     kinds = [kind for kind in ("kept", "merged", "dropped") if any(kind in roles(layer) for layer, _ in shown)]
-    looks = [("slot after" if kind == "after" else kind,
-              {"facecolor": ROLES["paper" if kind == "dropped" else kind], "edgecolor": ROLES[kind]})
-             for kind in (*kinds, "after")]  # fmt: skip
+    looks = [
+        (
+            "slot after" if kind == "after" else kind,
+            {"facecolor": ROLES["paper" if kind == "dropped" else kind], "edgecolor": ROLES[kind]},
+        )
+        for kind in (*kinds, "after")
+    ]
     legend = Drawing(
         "What the bars are",
         f"Bars of the source's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
         f"All bars are on one scale up to {share(highest)}.",
-        (WIDTH, 0.3), partial(draw_key, looks=looks, ncols=4), is_legend=True, margins=(0.0,) * 4,
-    )  # fmt: skip
+        (WIDTH, 0.3),
+        partial(draw_key, looks=looks, ncols=4),
+        is_legend=True,
+        margins=(0.0,) * 4,
+    )
     drawings = [
-        Drawing(name, visit_alt(layer), VISITS, partial(_draw_visits, layer=layer, name=name, highest=highest),
-                margins=(0.42, 0.2, 0.1, 0.32))
+        Drawing(
+            name,
+            visit_alt(layer),
+            VISITS,
+            partial(_draw_visits, layer=layer, name=name, highest=highest),
+            margins=(0.42, 0.2, 0.1, 0.32),
+        )
         for layer, name in shown
-    ]  # fmt: skip
+    ]
     caption = (
         f"Share of the routed tokens{_tokens(data)}: the source's experts above, the compressed model's slots below, "
         "each model with its own routing; the dashed line is an even share."
@@ -164,10 +184,14 @@ def error_alt(rows: Sequence[Row]) -> str:
 
 def _draw_errors(canvas: "FigureBase", rows: Sequence[Row]) -> None:
     axes = canvas.subplots()
-    rows = [(name, {field: min(max(value, -FARTHEST), FARTHEST) for field, value in known.items()})
-            for name, known in rows]  # fmt: skip
-    kinds = [replace(dots, values=[values.get(field) for _, values in rows]) for field, dots in ERRORS.items()
-             if any(field in values for _, values in rows)]  # fmt: skip
+    rows = [
+        (name, {field: min(max(value, -FARTHEST), FARTHEST) for field, value in known.items()}) for name, known in rows
+    ]
+    kinds = [
+        replace(dots, values=[values.get(field) for _, values in rows])
+        for field, dots in ERRORS.items()
+        if any(field in values for _, values in rows)
+    ]
     draw_dots(axes, [brief_end(name) for name, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
     for place, (_, values) in enumerate(rows):
         if all(field in values for field in HELDOUT):
@@ -191,9 +215,12 @@ def times(data: ReportData) -> Figure | None:
     alt = f"{counted(len(found), 'phase')} in {total:.1f} seconds: {said}."
     parts = [value for _, value in found]
     drawing = Drawing(
-        "Time by phase", alt, (WIDTH, 0.7), lambda canvas: draw_parts(canvas.subplots(), parts, "s"),
+        "Time by phase",
+        alt,
+        (WIDTH, 0.7),
+        lambda canvas: draw_parts(canvas.subplots(), parts, "s"),
         margins=(0.05, 0.3, 0.05, 0.1),
-    )  # fmt: skip
+    )
     return Figure("times", "Time by phase", "The numbers are those of the table's rows.", (drawing,))
 
 
@@ -203,9 +230,15 @@ def gate(data: ReportData) -> Figure | None:
 
 
 MADE: Mapping[str, Callable[[ReportData], Figure | None]] = {
-    "sizes": sizes, "experts": experts, "similarity": similarity, "visits": visits, "errors": errors,
-    "recovery": recovery, "gate": gate, "times": times,
-}  # fmt: skip
+    "sizes": sizes,
+    "experts": experts,
+    "similarity": similarity,
+    "visits": visits,
+    "errors": errors,
+    "recovery": recovery,
+    "gate": gate,
+    "times": times,
+}
 NAMES = tuple(MADE)  # in the order of the page
 
 

@@ -49,8 +49,12 @@ def all_fates(layers: Sequence[LayerReport]) -> str:
     groups = [group for layer in layers for group in layer.groups]
     several = [group for group in groups if len(group) > 1]
     rescaled, dropped = sum(len(layer.rescaled) for layer in layers), sum(len(layer.dropped) for layer in layers)
-    counts = {"kept": len(groups) - len(several) - rescaled, "rescaled": rescaled,
-              f"merged into {len(several):,}": sum(map(len, several)), "dropped": dropped}  # fmt: skip
+    counts = {
+        "kept": len(groups) - len(several) - rescaled,
+        "rescaled": rescaled,
+        f"merged into {len(several):,}": sum(map(len, several)),
+        "dropped": dropped,
+    }
     return joined([f"{count:,} {fate}" for fate, count in counts.items() if count])
 
 

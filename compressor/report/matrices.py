@@ -47,9 +47,14 @@ def experts(data: ReportData) -> Figure | None:
     span = f"{least} to {columns}" if least < columns else f"{columns}"
     looks = _looks(data.layers, is_numbered)
     lines = sum(label.count("\n") + 1 for label, _ in looks)
-    legend = Drawing("What the cells are", f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
-                     (3.6, 0.17 * lines + 0.12), partial(draw_key, looks=looks), is_legend=True,
-                     margins=(0.0,) * 4)  # fmt: skip
+    legend = Drawing(
+        "What the cells are",
+        f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
+        (3.6, 0.17 * lines + 0.12),
+        partial(draw_key, looks=looks),
+        is_legend=True,
+        margins=(0.0,) * 4,
+    )
     size = (max(cell * columns + 0.7, 3.6), cell * rows + 0.5)
     names = [str(layer.layer) for layer in data.layers]
     drawing = Drawing(
@@ -59,7 +64,7 @@ def experts(data: ReportData) -> Figure | None:
         size,
         partial(_draw_grid, grid=grid, names=names, cell=cell, is_numbered=is_numbered),
         margins=(0.5, 0.45, size[0] - 0.5 - cell * columns, 0.05),
-    )  # fmt: skip
+    )
     caption = f"A row for each MoE layer, a column for each expert of the source; {all_fates(data.layers)}."
     return Figure("experts", "What became of each expert", caption, (legend, drawing))
 
@@ -113,21 +118,30 @@ def similarity(data: ReportData) -> Figure | None:
     if not shown:
         return None
     low, high = limits(layer for layer, _ in shown)
-    kinds = [("merged", "solid", any(merged(layer) for layer, _ in shown)),
-             ("✕ dropped", DASHES, any(layer.dropped for layer, _ in shown))]  # fmt: skip
+    kinds = [
+        ("merged", "solid", any(merged(layer) for layer, _ in shown)),
+        ("✕ dropped", DASHES, any(layer.dropped for layer, _ in shown)),
+    ]
     legend = Drawing(
         "Scale of similarity",
         f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
         "ones the dropped experts.",
-        (3.6, 0.5), partial(_draw_scale, low=low, high=high, kinds=[kind[:2] for kind in kinds if kind[2]]),
-        is_legend=True, margins=(0.2, 0.2, 1.9, 0.15),
-    )  # fmt: skip
+        (3.6, 0.5),
+        partial(_draw_scale, low=low, high=high, kinds=[kind[:2] for kind in kinds if kind[2]]),
+        is_legend=True,
+        margins=(0.2, 0.2, 1.9, 0.15),
+    )
     size, margins = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW), (LEFT, BELOW, 0.08, ABOVE)
     drawings = [
-        Drawing(name, matrix_alt(layer), size, partial(_draw_matrix, layer=layer, name=name, low=low, high=high),
-                margins=margins)
+        Drawing(
+            name,
+            matrix_alt(layer),
+            size,
+            partial(_draw_matrix, layer=layer, name=name, low=low, high=high),
+            margins=margins,
+        )
         for layer, name in shown
-    ]  # fmt: skip
+    ]
     labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in data.layers if layer.similarity_label))
     caption = (
         f"A square for each layer shows how alike the source's experts are{f' ({labels})' if labels else ''}. "
@@ -223,8 +237,13 @@ def _draw_scale(canvas: "FigureBase", low: float, high: float, kinds: Sequence[t
     bar.set_xticks(marks, labels=[f"{mark:g}" for mark in marks])
     bar.spines[:].set_visible(False)
     looks = [
-        (said, [{"facecolor": "#808080", "edgecolor": shade, "linewidth": width, "linestyle": dashes}
-                for (shade, width), dashes in ((CASING, "solid"), (LINE, style))])
+        (
+            said,
+            [
+                {"facecolor": "#808080", "edgecolor": shade, "linewidth": width, "linestyle": dashes}
+                for (shade, width), dashes in ((CASING, "solid"), (LINE, style))
+            ],
+        )
         for said, style in kinds
-    ]  # fmt: skip
+    ]
     draw_key(canvas, looks, ncols=2, bbox_to_anchor=(0.52, 0.55))

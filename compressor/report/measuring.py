@@ -228,9 +228,13 @@ def _text(
         length = DEFAULT_LENGTH if sequence_length is None else sequence_length
         wanted = samples or max(len(sources), TOKENS // max(length, 1))
         return calibrate(
-            sources, load_tokenizer(model.source.folder), samples=wanted, length=length, seed=plan.seed,
+            sources,
+            load_tokenizer(model.source.folder),
+            samples=wanted,
+            length=length,
+            seed=plan.seed,
             vocab=model.vocabulary,
-        )  # fmt: skip
+        )
     try:
         identity = _identity(plan, record)
         made = identity and recalibrate(identity, load_tokenizer(model.source.folder), model.vocabulary)

@@ -85,8 +85,9 @@ def compared(likeness: Likeness, stats: LayerStatistics, model: Any) -> tuple[Ma
         told = None
         logger.warning(
             "%s: its strategy cannot tell how alike its experts are (%s), so its router rows are compared",
-            stats.layer.name, reason_of(error),
-        )  # fmt: skip
+            stats.layer.name,
+            reason_of(error),
+        )
     return told or _by_rows(stats.layer, model)
 
 

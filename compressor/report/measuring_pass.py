@@ -153,10 +153,15 @@ class _SideBySide(LayerVisitor):
             found = LayerMeasures(watch.layer.name, visits_after=shares(after.routed_count))
             for stats in before:
                 found = LayerMeasures(
-                    found.module, *compared(self.likeness(found.module), stats, self.models[0].partial.model),
-                    shares(stats.routed_count), found.visits_after,
-                    watch.block.error, watch.block.cosine, watch.stream.error, watch.stream.cosine,
-                )  # fmt: skip
+                    found.module,
+                    *compared(self.likeness(found.module), stats, self.models[0].partial.model),
+                    shares(stats.routed_count),
+                    found.visits_after,
+                    watch.block.error,
+                    watch.block.cosine,
+                    watch.stream.error,
+                    watch.stream.cosine,
+                )
             yield found
 
     def clear(self, unit: str = "") -> None:

@@ -64,9 +64,12 @@ def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
         ("Parameters", human_count(b), f"{share(b, a)} of {human_count(a)}"),
         ("Size on disk", human_bytes(d), f"{share(d, c)} of {human_bytes(c)}"),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
-        ("Accuracy gate", Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
-         _gate_note(data)),
-    ]  # fmt: skip
+        (
+            "Accuracy gate",
+            Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
+            _gate_note(data),
+        ),
+    ]
     return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)
 
 

@@ -14,10 +14,13 @@ MOST_CELLS = 20_000  # of all layers' matrices as tables
 MOST_OPEN = 8  # layers whose tables are not folded away together
 HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
 ERROR_COLUMNS = {
-    "error": "error of the block", "cosine": "cosine", "stream_error": "error of the stream",
-    "stream_cosine": "cosine of the stream", "heldout_error_before": "held-out, before correction",
+    "error": "error of the block",
+    "cosine": "cosine",
+    "stream_error": "error of the stream",
+    "stream_cosine": "cosine of the stream",
+    "heldout_error_before": "held-out, before correction",
     "heldout_error_after": "held-out, after correction",
-}  # fmt: skip
+}
 
 
 def experts(data: ReportData) -> list[Block]:
@@ -50,9 +53,10 @@ def similarity(data: ReportData) -> list[Block]:
     too_large = "The matrices have too many numbers for tables; those of the groups are below."
     is_told = with_matrices or not any(layer.similarity for layer in data.layers)
     return [
-        *_unseen(data, "similarity", "similarity of experts"), *([] if is_told else [Text(too_large, "note")]),
+        *_unseen(data, "similarity", "similarity of experts"),
+        *([] if is_told else [Text(too_large, "note")]),
         *_together(folds, "groups of each layer"),
-    ]  # fmt: skip
+    ]
 
 
 def _headed(name: str, said: str) -> Words:
@@ -113,17 +117,25 @@ def visits(data: ReportData) -> list[Block]:
         return _unseen(data, "visits_before", "share of tokens")
     columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
     rows = tuple(
-        (name, *(short(getattr(load, field, None)) for field in ("maximum_to_mean", "entropy")
-                 for load in (layer.load_before, layer.load_after)))
+        (
+            name,
+            *(
+                short(getattr(load, field, None))
+                for field in ("maximum_to_mean", "entropy")
+                for load in (layer.load_before, layer.load_after)
+            ),
+        )
         for layer, name in counted_layers
-    )  # fmt: skip
+    )
     what = "shares of experts and slots"
     folds = [Details(_headed(name, what), (_shares(layer, name),)) for layer, name in counted_layers]
     spread = "Maximum to mean is 1 where all are visited alike; so is the entropy, which is 0 where one takes all."
     return [
-        *_unseen(data, "visits_before", "share of tokens"), Table("How evenly the visits spread", columns, rows),
-        Text(spread, "note"), *_together(folds, what),
-    ]  # fmt: skip
+        *_unseen(data, "visits_before", "share of tokens"),
+        Table("How evenly the visits spread", columns, rows),
+        Text(spread, "note"),
+        *_together(folds, what),
+    ]
 
 
 def _shares(layer: LayerReport, name: str) -> Block:
@@ -143,8 +155,11 @@ def _at(shares: Sequence[float], place: int | None) -> str:
 
 def errors(data: ReportData) -> list[Block]:
     """Each layer's errors as numbers."""
-    heads = {field: head for field, head in ERROR_COLUMNS.items()
-             if any(getattr(layer, field) is not None for layer in data.layers)}  # fmt: skip
+    heads = {
+        field: head
+        for field, head in ERROR_COLUMNS.items()
+        if any(getattr(layer, field) is not None for layer in data.layers)
+    }
     if not heads:
         return [Text(("The reconstruction error was not measured", *_remedy(data)))]
     rows = tuple((name, *(short(getattr(layer, field), 4) for field in heads)) for layer, name in named(data.layers))
@@ -164,12 +179,14 @@ def hubs(data: ReportData) -> list[Block]:
     rows = tuple(_hub(hub, *layers.get(str(hub.get("module")), (None, None))) for hub in data.hubs)
     return [
         Heading("Hubs", 3),
-        Table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"})) if rows
+        Table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"}))
+        if rows
         else Text("None: no hubs were named to this report."),
         Heading("Protected experts", 3),
-        Table("Protected experts", ("", "experts"), protected, frozenset({"experts"})) if protected
+        Table("Protected experts", ("", "experts"), protected, frozenset({"experts"}))
+        if protected
         else Text("None: the plan protects no expert."),
-    ]  # fmt: skip
+    ]
 
 
 def _hub(hub: Any, layer: int | None, fates: Mapping[int, str] | None) -> tuple[str, ...]:

@@ -54,14 +54,15 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     found = broken(model)
     servers = {rule.server for rule in found}
     return Advice(
-        model.experts, model.top_k, model.width,
+        model.experts,
+        model.top_k,
+        model.width,
         full_speed=tuple(server for server in SERVERS if server not in servers),
         breaches=tuple(
-            Breach(rule.server, rule.effect, said(rule, model), rule.needs, rule.version, rule.source)
-            for rule in found
+            Breach(rule.server, rule.effect, said(rule, model), rule.needs, rule.version, rule.source) for rule in found
         ),
         nearest=nearest_count(model, (model.experts, *counts)),
-    )  # fmt: skip
+    )
 
 
 def warnings(advice: Advice, before: Sequence[Rule] = ()) -> list[str]:

@@ -58,9 +58,7 @@ def packed_orders(orders: Mapping[str, Tensor], parts: int) -> dict[str, str]:
     return {name: packed(parts_of(order, parts), parts) for name, order in orders.items()}
 
 
-def read_orders(
-    split: Mapping[str, Any], layers: Sequence[MoeLayer], widths: Mapping[str, int]
-) -> dict[str, Tensor]:
+def read_orders(split: Mapping[str, Any], layers: Sequence[MoeLayer], widths: Mapping[str, int]) -> dict[str, Tensor]:
     """The order of every layer's neurons [E, I], by its name, from a plan's entry; `layers` are those of the source.
 
     Raises `CompressionError` for a layer that is missing or not dealt out evenly, and where the digest is another.

@@ -72,9 +72,7 @@ def _width_fields(config: Any, model: nn.Module, before: Mapping[str, int], part
     """The field that sets the experts' width, and one that keeps shared experts whole where it counts them by it."""
     wanted, others = {name: width // parts for name, width in before.items()}, _outside(model)
     sizes = set(before.values())
-    named = [
-        (path, value) for path, value in numbers(config) if sizes & set(value if type(value) is list else [value])
-    ]
+    named = [(path, value) for path, value in numbers(config) if sizes & set(value if type(value) is list else [value])]
     named.sort(key=lambda entry: ("intermediate" not in entry[0], "vision" in entry[0], entry[0].count("."), entry[0]))
     reason = "no field of the config sets the width of its experts"
     for path, value in named[:MOST_CANDIDATES]:

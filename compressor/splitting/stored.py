@@ -195,8 +195,12 @@ def stored_parts(whole: OpenModel, parts: int, factors: Factors) -> StoredParts:
         raise CompressionError("this format of compressed-tensors is not known")
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
-    blocks = {int(each) for name in ("weight_block_size", "group_size", "block_structure")
-              for each in _flat(_values(asked, name)) if isinstance(each, int) and each > 0}  # fmt: skip
+    blocks = {
+        int(each)
+        for name in ("weight_block_size", "group_size", "block_structure")
+        for each in _flat(_values(asked, name))
+        if isinstance(each, int) and each > 0
+    }
     layers = {layer.name: layer for layer in whole.architecture.layers}
     for layer in layers.values():
         _refuse_named(asked, whole, layer, parts)

@@ -34,11 +34,26 @@ from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor,
 logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json",
-)  # fmt: skip
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".py",
+    ".md",
+    ".index.json",
+)
 NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
-    "config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json",
-}  # fmt: skip
+    "config.json",
+    "compression.json",
+    "recipe.yaml",
+    "gate.json",
+    "onnx_export.json",
+}
 
 
 def carried_files(folder: Path) -> dict[str, Path]:

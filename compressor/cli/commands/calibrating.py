@@ -43,9 +43,22 @@ def calibrate_router(
 
     with progress_bars(running.as_json) as progress:
         summary = baking.calibrate_router(
-            checkpoint, output, teacher=teacher, calibration=data, bake=bake, reference=reference,
-            optimizer=optimizer, rounds=rounds, sequences=sequences, sequence_length=sequence_length,
-            seed=request.seed, revision=running.revision, device=request.device, dtype=request.dtype,
-            overwrite=running.overwrite, progress=progress, command=command_line(),
-        )  # fmt: skip
+            checkpoint,
+            output,
+            teacher=teacher,
+            calibration=data,
+            bake=bake,
+            reference=reference,
+            optimizer=optimizer,
+            rounds=rounds,
+            sequences=sequences,
+            sequence_length=sequence_length,
+            seed=request.seed,
+            revision=running.revision,
+            device=request.device,
+            dtype=request.dtype,
+            overwrite=running.overwrite,
+            progress=progress,
+            command=command_line(),
+        )
     show_bake(summary, running.as_json)

@@ -86,15 +86,35 @@ def train(
 
     config = ComoeConfig(rank, experts, top_k, tuple(listed(targets, "--targets") or ()), alpha, dropout, seed)
     options = TuningOptions(
-        contrastive, temperature, contrastive_tokens or None, steps, epochs, batch_size, accumulation, learning_rate,
-        warmup, seed, log_every, save_every,
-    )  # fmt: skip
+        contrastive,
+        temperature,
+        contrastive_tokens or None,
+        steps,
+        epochs,
+        batch_size,
+        accumulation,
+        learning_rate,
+        warmup,
+        seed,
+        log_every,
+        save_every,
+    )
     with progress_bars(running.as_json) as progress:
         made = compressor.train_comoe(
-            model, output, tasks=listed(tasks, "--tasks") or (), data=data, limit=limit, include_path=include_path,
-            config=config, options=options, device=computing.device, dtype=computing.dtype, revision=running.revision,
-            overwrite=running.overwrite, progress=progress,
-        )  # fmt: skip
+            model,
+            output,
+            tasks=listed(tasks, "--tasks") or (),
+            data=data,
+            limit=limit,
+            include_path=include_path,
+            config=config,
+            options=options,
+            device=computing.device,
+            dtype=computing.dtype,
+            revision=running.revision,
+            overwrite=running.overwrite,
+            progress=progress,
+        )
     tell(running.as_json, plain_json(made), (*training_blocks(made), *written_line(made.files)))
 
 
@@ -123,10 +143,21 @@ def evaluate(
 
     with progress_bars(running.as_json) as progress:
         made = compressor.evaluate_comoe(
-            model, adapters, tasks=listed(tasks, "--tasks") or (), data=data, limit=limit, include_path=include_path,
-            base=base, output=output, batch_size=batch_size, device=computing.device, dtype=computing.dtype,
-            revision=running.revision, overwrite=running.overwrite, progress=progress,
-        )  # fmt: skip
+            model,
+            adapters,
+            tasks=listed(tasks, "--tasks") or (),
+            data=data,
+            limit=limit,
+            include_path=include_path,
+            base=base,
+            output=output,
+            batch_size=batch_size,
+            device=computing.device,
+            dtype=computing.dtype,
+            revision=running.revision,
+            overwrite=running.overwrite,
+            progress=progress,
+        )
     files = [] if output is None else [output / name for name in NAMES]
     tell(running.as_json, plain_json(made), (*evaluation_blocks(made), *written_line(files)))
 

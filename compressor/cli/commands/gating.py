@@ -68,9 +68,14 @@ def gate(
         _models(base, compressed, demo, progress) as (first, second),
     ):
         result = compressor.gate(
-            first, second, wanted, revision=running.revision, compressed_revision=compressed_revision,
-            routing=routing, progress=progress,
-        )  # fmt: skip
+            first,
+            second,
+            wanted,
+            revision=running.revision,
+            compressed_revision=compressed_revision,
+            routing=routing,
+            progress=progress,
+        )
         written = write_gate(result, output, running.overwrite) if output is not None and here().is_first else []
     if here().is_first:
         summarise(result)
@@ -103,10 +108,18 @@ def compress_under_gate(
     here().first_alone(lambda: check_folder(reports, NAMES, overwrite=True))
     with progress_bars(running.as_json) as progress:
         found = compress_gated(
-            model, output, wanted, inconclusive=decided, keep_failed=under_gate.keep_failed, search=under_gate.search,
-            overwrite=running.overwrite, progress=progress, after=additions(formats, progress),
-            terms=",".join(formats), **task,
-        )  # fmt: skip
+            model,
+            output,
+            wanted,
+            inconclusive=decided,
+            keep_failed=under_gate.keep_failed,
+            search=under_gate.search,
+            overwrite=running.overwrite,
+            progress=progress,
+            after=additions(formats, progress),
+            terms=",".join(formats),
+            **task,
+        )
         result = found.decisive.result
         written = write_gate(result, reports, overwrite=True) if here().is_first else []
     status, pushed = here().told(lambda: _status(result, decided)), None
@@ -138,9 +151,16 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
         with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
             target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
             compressor.compress(
-                str(source), target, experts=DEMO_EXPERTS, strategy="hc-smoe", correct="tune", calibration="demo",
-                samples=2 * SAMPLES, sequence_length=LENGTH, progress=progress,
-            )  # fmt: skip
+                str(source),
+                target,
+                experts=DEMO_EXPERTS,
+                strategy="hc-smoe",
+                correct="tune",
+                calibration="demo",
+                samples=2 * SAMPLES,
+                sequence_length=LENGTH,
+                progress=progress,
+            )
             yield str(source), str(target)
 
 

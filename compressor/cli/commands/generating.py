@@ -35,9 +35,16 @@ def generate(
     from compressor.generation.sampling import GenerationOptions
 
     options = GenerationOptions(
-        max_new_tokens, temperature, top_p, top_k, seed, chat,
-        device=computing.device, dtype=computing.dtype, revision=running.revision,
-    )  # fmt: skip
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        chat,
+        device=computing.device,
+        dtype=computing.dtype,
+        revision=running.revision,
+    )
     text = read_stdin() if prompt == "-" else prompt
     with progress_bars(running.as_json) as progress:
         continued = prepare(model, text, options, progress)

@@ -136,9 +136,7 @@ def apply(
     with progress_bars(running.as_json) as progress:
         if is_gguf(model):
             refuse_several("a GGUF file")
-            made = compressor.apply_gguf(
-                plan_file, str(model), output, overwrite=running.overwrite, progress=progress
-            )  # fmt: skip
+            made = compressor.apply_gguf(plan_file, str(model), output, overwrite=running.overwrite, progress=progress)
             return show_gguf_summary(made, running.as_json)
         summary = compressor.apply(
             plan_file, output, model=model, overwrite=running.overwrite, progress=progress, command=command_line()
@@ -187,10 +185,15 @@ def compress(
         compress_under_gate(name, output, task, formats, under_gate, gate_options, publishing, running)
     with progress_bars(running.as_json) as progress:
         summary = compressor.compress(
-            name, output, overwrite=running.overwrite, progress=progress,
-            accept=exporting.additions(formats, progress), terms=",".join(formats),
-            announce=announcing(progress, yes, running.as_json), **task,
-        )  # fmt: skip
+            name,
+            output,
+            overwrite=running.overwrite,
+            progress=progress,
+            accept=exporting.additions(formats, progress),
+            terms=",".join(formats),
+            announce=announcing(progress, yes, running.as_json),
+            **task,
+        )
     if not here().is_first:
         return
     pushed = push_made(output, publishing, None, running.as_json)

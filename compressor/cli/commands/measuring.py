@@ -98,11 +98,22 @@ def compare(
     here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
     with held(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
-            model, request, experts=kept, ratios=removed, splits=parts, split_by=split_by, top_ks=visited,
+            model,
+            request,
+            experts=kept,
+            ratios=removed,
+            splits=parts,
+            split_by=split_by,
+            top_ks=visited,
             strategies=listed(strategies, "--strategies"),
-            corrections=listed(correct, "--correct"), evaluate=evaluate or (), evaluation_samples=evaluation_samples,
-            random_seeds=random_seeds, per_source=per_source, revision=running.revision, progress=progress,
-        )  # fmt: skip
+            corrections=listed(correct, "--correct"),
+            evaluate=evaluate or (),
+            evaluation_samples=evaluation_samples,
+            random_seeds=random_seeds,
+            per_source=per_source,
+            revision=running.revision,
+            progress=progress,
+        )
         written = write_reports(found, output, running.overwrite) if here().is_first else []
     show_comparison(found, running.as_json, written)
 
@@ -140,9 +151,15 @@ def attribute(
         here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
     with held(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
         found = compressor.attribute(
-            model, request, keys=keys, top=top, edges_kept=edges_kept if edges == "experts" else 0,
-            revision=running.revision, progress=progress, announce=announcing(progress, yes, running.as_json),
-        )  # fmt: skip
+            model,
+            request,
+            keys=keys,
+            top=top,
+            edges_kept=edges_kept if edges == "experts" else 0,
+            revision=running.revision,
+            progress=progress,
+            announce=announcing(progress, yes, running.as_json),
+        )
         hubs, supers, written = find_hubs(found, threshold), super_experts(found), list[Path]()
         if output is not None and here().is_first:
             written = write_attribution(found, hubs, supers, output, running.overwrite, threshold, top)

@@ -41,9 +41,16 @@ def push(
 
     with hub_bars(running.as_json):
         summary = publish(
-            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, message=message, tag=tag,
-            dry_run=dry_run, require_gate=require_gate,
-        )  # fmt: skip
+            checkpoint,
+            repo_id,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            message=message,
+            tag=tag,
+            dry_run=dry_run,
+            require_gate=require_gate,
+        )
     show_push(summary, running.as_json)
 
 

@@ -73,15 +73,38 @@ def recover(
     from compressor.recovery.ranks import present
 
     options = Recovery(
-        method, distill, cross_entropy, hidden_states, contrastive, temperature, negatives, steps, tokens_per_step,
-        learning_rate, optimizer, rank, stream, sequence_length,
-        evaluate_every, patience,
-    )  # fmt: skip
+        method,
+        distill,
+        cross_entropy,
+        hidden_states,
+        contrastive,
+        temperature,
+        negatives,
+        steps,
+        tokens_per_step,
+        learning_rate,
+        optimizer,
+        rank,
+        stream,
+        sequence_length,
+        evaluate_every,
+        patience,
+    )
     with progress_bars(running.as_json) as progress:
         summary = recovering.recover(
-            checkpoint, output, teacher=teacher, data=data, options=options, seed=request.seed,
-            revision=running.revision, device=request.device, dtype=request.dtype, overwrite=running.overwrite,
-            progress=progress, command=command_line(), announce=announcing(progress, yes, running.as_json),
-        )  # fmt: skip
+            checkpoint,
+            output,
+            teacher=teacher,
+            data=data,
+            options=options,
+            seed=request.seed,
+            revision=running.revision,
+            device=request.device,
+            dtype=request.dtype,
+            overwrite=running.overwrite,
+            progress=progress,
+            command=command_line(),
+            announce=announcing(progress, yes, running.as_json),
+        )
     if present().first:
         show_recovery(summary, running.as_json)

@@ -33,8 +33,17 @@ def reference(
 
     with progress_bars(running.as_json) as progress:
         made = compressor.reference(
-            model, output, tasks=listed(tasks, "--tasks") or (), data=data, limit=limit, include_path=include_path,
-            embedding=embedding, device=computing.device, dtype=computing.dtype, revision=running.revision,
-            overwrite=running.overwrite, progress=progress,
-        )  # fmt: skip
+            model,
+            output,
+            tasks=listed(tasks, "--tasks") or (),
+            data=data,
+            limit=limit,
+            include_path=include_path,
+            embedding=embedding,
+            device=computing.device,
+            dtype=computing.dtype,
+            revision=running.revision,
+            overwrite=running.overwrite,
+            progress=progress,
+        )
     tell(running.as_json, plain_json(made), (*reference_blocks(made.facts, made.asked), *written_line(made.files)))

@@ -47,9 +47,16 @@ def report(
         else:
             with progress_bars(running.as_json) as progress:
                 measured = measure(
-                    checkpoint, model, running.revision, request.calibration, samples, sequence_length, progress,
-                    request.device, request.dtype,
-                )  # fmt: skip
+                    checkpoint,
+                    model,
+                    running.revision,
+                    request.calibration,
+                    samples,
+                    sequence_length,
+                    progress,
+                    request.device,
+                    request.dtype,
+                )
         data = report_data(checkpoint, measured, hubs, gate)
         written = write_report(data, output, figures, running.overwrite)
     if running.as_json:

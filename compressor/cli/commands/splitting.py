@@ -42,10 +42,21 @@ def split(
 
     with progress_bars(running.as_json) as progress:
         made = splitting.split(
-            model, output, parts, data=data or (), by=split_by, samples=samples, sequence_length=sequence_length,
-            seed=request.seed, revision=running.revision, dtype=request.dtype, device=request.device,
-            overwrite=running.overwrite, progress=progress, command=command_line(),
-        )  # fmt: skip
+            model,
+            output,
+            parts,
+            data=data or (),
+            by=split_by,
+            samples=samples,
+            sequence_length=sequence_length,
+            seed=request.seed,
+            revision=running.revision,
+            dtype=request.dtype,
+            device=request.device,
+            overwrite=running.overwrite,
+            progress=progress,
+            command=command_line(),
+        )
     told = (
         f"{made.experts_before} experts of {made.width_before} neurons became {made.experts_after} of "
         f"{made.width_after}, top-{made.top_k_before} became top-{made.top_k_after}; the function is the same."

@@ -87,15 +87,14 @@ def layer_table(plan: CompressionPlan) -> Table:
     often = Counter(layer.layer for layer in plan.layers)
     has_errors = any(correction_of(layer) for layer in plan.layers)
     columns = {
-        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if often[each.layer] > 1
-        else str(each.layer),
+        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if often[each.layer] > 1 else str(each.layer),
         "kept": kept,
         "merged": merged,
         "dropped" if plan.constants is None else "constants": lambda layer: ranges(layer.dropped),
         **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
         "decided by": lambda layer: one_line(decided_by(layer)),
         **({"held-out error": error_change} if has_errors else {}),
-    }  # fmt: skip
+    }
     rows = tuple(tuple(cell(layer) for cell in columns.values()) for layer in plan.layers)
     return Table("", tuple(columns), rows, frozenset(columns))
 

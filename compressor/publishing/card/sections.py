@@ -267,21 +267,24 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
     class_name = name or "AutoModelForCausalLM"
     has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     code = [
-        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}", "",
+        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}",
+        "",
         f'model = {class_name}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
         *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
-    ]  # fmt: skip
+    ]
     checked = (
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
         f"{one_line(str(facts.versions.get('transformers', 'unknown')))}; "
     )
     if facts.plan.constants is not None:
         return (
-            Text("Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the "
-                 "config field approximate_experts, where it supports this architecture unquantised (not tested with "
-                 "this checkpoint):"),
+            Text(
+                "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the "
+                "config field approximate_experts, where it supports this architecture unquantised (not tested with "
+                "this checkpoint):"
+            ),
             Listing(f"vllm serve {repo_id}", "bash"),
-        )  # fmt: skip
+        )
     return (
         Text((checked, Code("device_map"), " needs the package accelerate):")),
         Listing("\n".join(code), "python"),

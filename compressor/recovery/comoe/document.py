@@ -58,18 +58,30 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     workload, similarity = pictures(evaluation.tasks)
     title = f"{evaluation.model} with {evaluation.adapters}"
     blocks: tuple[Block, ...] = (
-        Heading("Scores", 2, "scores"), _scores(evaluation), Text(_said(evaluation)),
-        Heading("Workload", 2, "workload"), workload, _workload(evaluation),
-        Heading("Similarity", 2, "similarity"), similarity, _cosines(evaluation.tasks),
-    )  # fmt: skip
+        Heading("Scores", 2, "scores"),
+        _scores(evaluation),
+        Text(_said(evaluation)),
+        Heading("Workload", 2, "workload"),
+        workload,
+        _workload(evaluation),
+        Heading("Similarity", 2, "similarity"),
+        similarity,
+        _cosines(evaluation.tasks),
+    )
     with whole_folder(folder, NAMES, overwrite) as made:
         content = json.dumps(plain_json(evaluation), indent=2)
         (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
         images = {"workload": NAMES[3], "similarity": NAMES[4]}
         text = markdown((Heading(title, 1), *blocks), images)
         (made / NAMES[1]).write_text(text, encoding="utf-8")
-        page = html.page(title, "CoMoE evaluation", _said(evaluation), Facts(_tiles(evaluation)), blocks,
-                         "Made by moe-compress comoe evaluate.")  # fmt: skip
+        page = html.page(
+            title,
+            "CoMoE evaluation",
+            _said(evaluation),
+            Facts(_tiles(evaluation)),
+            blocks,
+            "Made by moe-compress comoe evaluate.",
+        )
         (made / NAMES[2]).write_text(page, encoding="utf-8")
         for name, figure in zip(NAMES[3:], (workload, similarity), strict=True):
             (made / name).write_bytes(png(figure.title, figure.drawings))

@@ -30,8 +30,11 @@ def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
         return torch.tensor([[*each[name], *[filler] * (longest - len(each[name]))] for each in batch])
 
     mask = [[1] * len(each["input_ids"]) + [0] * (longest - len(each["input_ids"])) for each in batch]
-    return {"input_ids": padded("input_ids", pad), "attention_mask": torch.tensor(mask),
-            "labels": padded("labels", IGNORED)}  # fmt: skip
+    return {
+        "input_ids": padded("input_ids", pad),
+        "attention_mask": torch.tensor(mask),
+        "labels": padded("labels", IGNORED),
+    }
 
 
 def batch_of(rows: Sequence[Row], pad: int = 0) -> dict[str, Tensor]:

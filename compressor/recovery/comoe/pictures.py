@@ -29,10 +29,14 @@ def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
     """Share of a task's activations that each expert has, as a mean over layers."""
     top = max(max(each.shares) for each in tasks)
     drawings = tuple(
-        Drawing(_named(each), _shares_said(each), (max(2.2, 0.8 + BAR * len(each.shares)), 1.9),
-                partial(_draw_workload, result=each, top=top))
+        Drawing(
+            _named(each),
+            _shares_said(each),
+            (max(2.2, 0.8 + BAR * len(each.shares)), 1.9),
+            partial(_draw_workload, result=each, top=top),
+        )
         for each in tasks
-    )  # fmt: skip
+    )
     caption = (
         "Share of the activations of a task's tokens that each expert has, as a mean over the layers with experts; "
         "dashed: the same for all."

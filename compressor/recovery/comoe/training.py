@@ -86,9 +86,12 @@ def train(
             if "loss" in line
         )
         training = {
-            "items": len(items), "tasks": Counter(item.task for item in items), "data": digest,
-            "steps": trainer.state.global_step, "options": options,
-        }  # fmt: skip
+            "items": len(items),
+            "tasks": Counter(item.task for item in items),
+            "data": digest,
+            "steps": trainer.state.global_step,
+            "options": options,
+        }
         with whole_folder(output, NAMES, overwrite) as folder:
             write_adapters(model, adapter_facts(model, label, training), folder)
             told = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)  # as the Trainer keeps them
@@ -124,27 +127,51 @@ def _run(trainer: Any, last: Path | None) -> None:
 
 
 def _trainer(
-    model: nn.Module, made: Sequence[Any], options: TuningOptions, run: Path, pad: int, use_cpu: bool,
+    model: nn.Module,
+    made: Sequence[Any],
+    options: TuningOptions,
+    run: Path,
+    pad: int,
+    use_cpu: bool,
     progress: Progress,
-) -> Any:  # fmt: skip
+) -> Any:
     from transformers import PrinterCallback, TrainingArguments
 
     from compressor.recovery.comoe.trainer import ComoeTrainer, Told
 
     total = options.total_steps(len(made))
     arguments = TrainingArguments(
-        output_dir=str(run), max_steps=total, per_device_train_batch_size=options.batch_size,
-        gradient_accumulation_steps=options.accumulation, learning_rate=options.learning_rate,
-        lr_scheduler_type="linear", warmup_steps=round(options.warmup * total), weight_decay=0.0, max_grad_norm=1.0,
-        logging_steps=options.log_every, save_steps=options.save_every, save_total_limit=2, seed=options.seed,
-        data_seed=options.seed, report_to="none", disable_tqdm=True, use_cpu=use_cpu, remove_unused_columns=False,
-        dataloader_pin_memory=False, logging_nan_inf_filter=False,
-    )  # fmt: skip
+        output_dir=str(run),
+        max_steps=total,
+        per_device_train_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(options.warmup * total),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        logging_steps=options.log_every,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        seed=options.seed,
+        data_seed=options.seed,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=use_cpu,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        logging_nan_inf_filter=False,
+    )
     arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
     contrast = Contrast(options.temperature, options.contrastive_tokens)
     trainer = ComoeTrainer(
-        model, arguments, weight=options.contrastive, contrast=contrast, train_dataset=made,
-        data_collator=partial(collate, pad=pad), callbacks=[Told(progress)],
-    )  # fmt: skip
+        model,
+        arguments,
+        weight=options.contrastive,
+        contrast=contrast,
+        train_dataset=made,
+        data_collator=partial(collate, pad=pad),
+        callbacks=[Told(progress)],
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
