@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.files import full_disk_told, replace_folder, replacing
 from compressor.locking import REPLACED, alone, check_parent, clear, refuse_linked_folder, work_folder
-from compressor.ranks.present import here
 from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import OutputJob, Piece
 from exporters.shards import Shard, begin_shard, index_json, lay_out, put

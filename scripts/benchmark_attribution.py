@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from compressor.attribution.measure import attribute
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerStream

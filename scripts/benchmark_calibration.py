@@ -19,14 +19,14 @@ def calibration_report(folder: Path, vocabulary: int, device: str, tokens: int) 
     """The streamed pass over stock forwards of the same batches on a model that is in memory already."""
     from transformers import AutoModelForCausalLM
 
-    from compressor.calibration.batches import Calibration
-    from compressor.calibration.collecting import collect
-    from compressor.calibration.documents import as_rows
     from compressor.checkpoint.source import locate
+    from compressor.data.batches import Calibration
+    from compressor.data.documents import as_rows
     from compressor.model.ahead import ReadAhead
     from compressor.model.loading import PartialModel
     from compressor.model.opened import open_model
     from compressor.progress import Silent, quiet_transformers
+    from compressor.statistics.collecting import collect
 
     def settle() -> None:
         if device.startswith("cuda"):

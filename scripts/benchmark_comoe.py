@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressor.comoe.config import ComoeConfig
+from compressor.comoe.document import ComoeEvaluation, write_evaluation
+from compressor.comoe.evaluating import TaskResult, ask
+from compressor.comoe.layer import comoe_layers
+from compressor.comoe.options import TuningOptions
+from compressor.comoe.pictures import mean_cosine
+from compressor.comoe.training import train
 from compressor.demo.evaluation import load_items
 from compressor.evaluation.items import Item
-from compressor.recovery.comoe.config import ComoeConfig
-from compressor.recovery.comoe.document import ComoeEvaluation, write_evaluation
-from compressor.recovery.comoe.evaluating import TaskResult, ask
-from compressor.recovery.comoe.layer import comoe_layers
-from compressor.recovery.comoe.options import TuningOptions
-from compressor.recovery.comoe.pictures import mean_cosine
-from compressor.recovery.comoe.training import train
 from scripts.demo_skills import SKILLS, problems
 from scripts.train_demo_model import END, build_tokenizer, token_batches
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.statistics import RECONSTRUCTION, Collector, LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.architecture import build_meta, discover
 from compressor.model.experts import apply_expert, expert_parameters
+from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics
 from strategies.enumerate_subsets import Options, plan
 
 HIDDEN, TOKENS, VOCABULARY = 1024, 512, 1000

@@ -16,7 +16,7 @@ RUNS = (("count-guided", "none"), ("reap", "none"), ("model-centric", "none"), (
 def main() -> None:
     """Make the checkpoint, forecast and run."""
     import compressor
-    from compressor.calibration.batches import BATCH_SIZE
+    from compressor.data.batches import BATCH_SIZE
     from compressor.forecasting.cost import Text
     from compressor.forecasting.estimate import Forecast, forecast_attribution
     from compressor.planning.run import open_run

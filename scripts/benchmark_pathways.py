@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from compressor.calibration.batches import calibrate, load_tokenizer
-from compressor.calibration.sources import parse_sources
 from compressor.checkpoint.source import locate
+from compressor.data.batches import calibrate, load_tokenizer
+from compressor.data.sources import parse_sources
 from compressor.evaluation.answers import is_greedy, likelihoods, positions
 from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel, open_model

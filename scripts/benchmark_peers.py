@@ -89,8 +89,8 @@ def save_batches(model: Path, data: str, samples: int, length: int, file: Path) 
     """Write the batches that our calibration makes of the text, for everybody; returns the SHA-256 of the token ids."""
     import torch
 
-    from compressor.calibration.batches import calibrate, load_tokenizer
-    from compressor.calibration.sources import parse_sources
+    from compressor.data.batches import calibrate, load_tokenizer
+    from compressor.data.sources import parse_sources
 
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     made = calibrate(parse_sources([data]), load_tokenizer(model), samples=samples, length=length, seed=0, vocab=vocab)

@@ -32,11 +32,11 @@ PHASES = ("plan", "correct")
 def work(given: argparse.Namespace, out: Path) -> None:
     """What each rank does: one plan and its output; its figures are left in a file."""
     from compressor import apply
+    from compressor.distributed.together import together
     from compressor.memory import limit_caches
     from compressor.planning.answering import plan_request
     from compressor.planning.request import Request
     from compressor.planning.run import open_run
-    from compressor.ranks.together import together
 
     limit_caches()
     request = Request(

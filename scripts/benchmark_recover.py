@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import compressor
-from compressor.calibration.batches import calibrate, load_tokenizer
-from compressor.calibration.sources import parse_sources
 from compressor.checkpoint.source import locate
+from compressor.data.batches import calibrate, load_tokenizer
+from compressor.data.sources import parse_sources
 from compressor.model.opened import open_model
 from compressor.model.streaming import LayerStream, LayerVisitor
 

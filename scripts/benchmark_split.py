@@ -25,11 +25,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from compressor.api.splitting import split
-from compressor.calibration.batches import Calibration, EvaluationSet, calibrate, evaluation_sets, load_tokenizer
-from compressor.calibration.heldout import Judge, evaluation_batches
 from compressor.checkpoint.source import locate
-from compressor.correction.in_order import LayerWork, compress_in_order
-from compressor.correction.refit import Correction
+from compressor.data.batches import Calibration, EvaluationSet, calibrate, evaluation_sets, load_tokenizer
+from compressor.evaluation.heldout import Judge, evaluation_batches
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerStream
@@ -38,6 +36,8 @@ from compressor.planning.make import Wish, make_plans
 from compressor.planning.registry import load_strategy
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
+from compressor.steps.correct.in_order import LayerWork, compress_in_order
+from compressor.steps.correct.refit import Correction
 from exporters.onnx import ExportOptions, export
 from scripts import benchmark_onnx
 

@@ -21,14 +21,14 @@ import transformers
 
 import compressor
 from compressor.attribution.measure import attribute
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.splitting.exact import factors_of
-from compressor.splitting.shape import split_shape
+from compressor.steps.split.exact import factors_of
+from compressor.steps.split.shape import split_shape
 from compressor.surgery.configuration import announces_head
 from exporters import onnx
 from tests import zoo

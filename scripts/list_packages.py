@@ -1,4 +1,4 @@
-"""List the packages of the product with their floors, lines and arrows, as docs/architecture.md shows them.
+"""List the packages of the product with their lines and imports, as docs/architecture.md shows them.
 
     python -m scripts.list_packages          # print the table
     python -m scripts.list_packages --write  # put it into docs/architecture.md
@@ -19,42 +19,46 @@ PRODUCT = ("compressor", "strategies", "exporters")
 TOP = "compressor (the public names)"
 WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
 
-FLOORS: Mapping[str, tuple[int, str]] = {
-    WORDS: (0, "errors, whole files, memory, progress, versions, the words of all reports"),
-    "ranks": (1, "several processes that do one run together"),
-    "demo": (1, "the embedded model with its data and tasks"),
-    "drawing": (1, "one kit for every picture"),
-    "document": (2, "one way to say it: blocks, and a renderer for each medium"),
-    "checkpoint": (2, "files on disk or on the Hub, read lazily"),
-    "serving": (2, "what servers ask of a model, as data"),
-    "model": (3, "what transformers says the files are, one layer of it in memory at a time"),
-    "plans": (4, "what shall be done, as JSON"),
-    "mtp": (4, "multi-token-prediction heads, each a model of one layer"),
-    "calibration": (4, "from text to batches to the statistics of a layer"),
-    "evaluation": (4, "a model's answers to lm-eval's items"),
-    "generation": (4, "the next token"),
-    "gates": (5, "may it ship"),
-    "attribution": (5, "what steers the routers"),
-    "surgery": (5, "from a plan and tensors to smaller tensors"),
-    "grouping": (6, "the mathematics that strategies share"),
-    "correction": (6, "refitting what is left"),
-    "pathways": (6, "which experts a token visits, changed after the fact"),
-    "recovery": (6, "what is lost, trained back; CoMoE"),
-    "splitting": (6, "each expert as several narrower ones that compute the same"),
-    "constants": (6, "what stands for experts that are left out, and how many each layer can spare"),
-    "planning": (7, "from a request to a plan"),
-    "forecasting": (8, "how long it will take on this machine"),
-    "plugins": (8, "the one import that a plugin's author needs"),
-    "strategies": (9, "one file each"),
-    "exporters": (9, "safetensors, ONNX"),
-    "gguf_files": (9, "the files of llama.cpp: fewer experts, byte for byte"),
-    "comparison": (9, "many plans, one table"),
-    "report": (9, "one page to look at"),
-    "publishing": (10, "the Hub, and the model card"),
-    "api": (11, "compress, compare, gate and attribute as functions"),
-    TOP: (12, "`compressor.compress` and so on, loaded when they are first used"),
-    "cli": (13, "one file for a group of commands"),
+ORDER: Mapping[str, str] = {  # a package imports earlier ones only
+    WORDS: "errors, whole files, memory, progress, versions, the words of all reports",
+    "distributed": "several processes that do one run together",
+    "demo": "the embedded model with its data and tasks",
+    "drawing": "one kit for every picture",
+    "document": "blocks of a report, and a renderer for each medium",
+    "checkpoint": "files on disk or on the Hub, read lazily",
+    "serving": "what servers ask of a model, as data",
+    "model": "what transformers says the files are, one layer of it in memory at a time",
+    "mtp": "multi-token-prediction heads, each a model of one layer",
+    "data": "from sources of text to batches of tokens",
+    "statistics": "what is measured of MoE layers while text passes them",
+    "evaluation": "how far a model is from its base; a model's answers to lm-eval's items",
+    "plans": "what shall be done, as JSON",
+    "generation": "the next token",
+    "gates": "may it ship",
+    "attribution": "what steers the routers",
+    "surgery": "from a plan and tensors to smaller tensors",
+    "grouping": "the mathematics that strategies share",
+    "pathways": "C3PO: which experts a token is routed to, changed at test time",
+    "steps.correct": "refitting what is left",
+    "steps.routers": "router weights or biases moved toward the base",
+    "steps.distill": "training toward the base on text",
+    "steps.split": "each expert as several narrower ones that compute the same",
+    "steps.constants": "what stands for experts that are left out, and how many each layer can spare",
+    "comoe": "LoRA experts with a router beside linear layers",
+    "planning": "from a request to a plan",
+    "forecasting": "how long it will take on this machine",
+    "plugins": "the one import that a plugin's author needs",
+    "strategies": "one file each",
+    "exporters": "safetensors, ONNX",
+    "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
+    "comparison": "many plans, one table",
+    "report": "one page to look at",
+    "publishing": "the Hub, and the model card",
+    "api": "compress, compare, gate and attribute as functions",
+    TOP: "`compressor.compress` and so on, loaded when they are first used",
+    "cli": "one file for a group of commands",
 }
+PLACE = {name: place for place, name in enumerate(ORDER)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ def package_of(module: str) -> str:
         return head
     if not rest:
         return TOP
+    if rest[0] == "steps" and len(rest) > 1:
+        return f"steps.{rest[1]}"
     if (ROOT / "compressor" / rest[0]).is_dir():
         return rest[0]
     return "cli" if rest[0] == "__main__" else WORDS
@@ -114,7 +120,7 @@ def imports() -> list[Import]:
 
 def arrows(found: Iterable[Import]) -> dict[str, set[str]]:
     """For each package the other ones that it imports."""
-    pairs = {name: set[str]() for name in FLOORS}
+    pairs = {name: set[str]() for name in ORDER}
     for entry in found:
         if entry.imported != entry.package:
             pairs.setdefault(entry.package, set()).add(entry.imported)
@@ -128,16 +134,16 @@ def lines_of(package: str) -> tuple[int, int]:
 
 
 def table() -> str:
-    """The packages from the bottom floor up, as Markdown."""
+    """The packages, each after those that it imports, as Markdown."""
     reached = arrows(imports())
-    rows = ["| floor | package | what lives there | lines | files | imports |", "|---|---|---|---|---|---|"]
+    rows = ["| package | what lives there | lines | files | imports |", "|---|---|---|---|---|"]
     total, count = 0, 0
-    for name, (floor, meaning) in FLOORS.items():
+    for name, meaning in ORDER.items():
         lines, files = lines_of(name)
         total, count = total + lines, count + files
-        below = ", ".join(other for other in FLOORS if other in reached[name] and other != WORDS) or "-"
-        rows.append(f"| {floor} | {name} | {meaning} | {lines:,} | {files} | {below} |")
-    return "\n".join([*rows, f"| | all | | {total:,} | {count} | |"])
+        below = ", ".join(other for other in ORDER if other in reached[name] and other != WORDS) or "-"
+        rows.append(f"| {name} | {meaning} | {lines:,} | {files} | {below} |")
+    return "\n".join([*rows, f"| all | | {total:,} | {count} | |"])
 
 
 def main() -> None:

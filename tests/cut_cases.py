@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.correction.cut_layer import CutLayer, Recording
 from compressor.model.architecture import MoeLayer, discover
 from compressor.plans.plan import LayerPlan
+from compressor.steps.correct.cut_layer import CutLayer, Recording
 from tests import zoo
 from tests.ordered import drops
 from tests.stock import stock_small

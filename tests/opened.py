@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.buffers import Spill
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
 from tests import zoo
 
 

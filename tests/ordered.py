@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.heldout import Judge
 from compressor.checkpoint.source import locate
-from compressor.correction import in_order as sequence
-from compressor.correction.cut_layer import Recording
-from compressor.correction.in_order import LayerWork, compress_in_order
-from compressor.correction.refit import correct_layer
+from compressor.data.batches import Calibration
+from compressor.evaluation.heldout import Judge
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
+from compressor.steps.correct import in_order as sequence
+from compressor.steps.correct.cut_layer import Recording
+from compressor.steps.correct.in_order import LayerWork, compress_in_order
+from compressor.steps.correct.refit import correct_layer
 from tests import zoo
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any

@@ -114,9 +114,9 @@ def pretended_device() -> Iterator[None]:
 def main(model: str, text: str, out: str) -> None:
     """Compress a model on the device."""
     import compressor
-    from compressor.correction import refit
-    from compressor.correction.tuning import Schedule
     from compressor.grouping import learned
+    from compressor.steps.correct import refit
+    from compressor.steps.correct.tuning import Schedule
 
     learned.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
     refit.Schedule = lambda steps, *more: Schedule(2, *more)  # type: ignore[assignment,misc]

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.recovery import memory, streamed
-from compressor.recovery.engine import Engine
-from compressor.recovery.memory import InMemory
-from compressor.recovery.objective import Objective
-from compressor.recovery.options import Recovery
-from compressor.recovery.stored import stored_dtypes
-from compressor.recovery.streamed import Streamed
-from compressor.recovery.text import Text, read_original
-from compressor.recovery.trained import trained_layers
+from compressor.steps.distill import memory, streamed
+from compressor.steps.distill.engine import Engine
+from compressor.steps.distill.memory import InMemory
+from compressor.steps.distill.objective import Objective
+from compressor.steps.distill.options import Recovery
+from compressor.steps.distill.stored import stored_dtypes
+from compressor.steps.distill.streamed import Streamed
+from compressor.steps.distill.text import Text, read_original
+from compressor.steps.distill.trained import trained_layers
 from tests import zoo
 
 LENGTH = 12

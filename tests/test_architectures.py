@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compressor
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.grouping import learned
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan

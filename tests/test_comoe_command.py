@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from compressor.cli.commands import comoe
+from compressor.comoe.config import ComoeConfig
+from compressor.comoe.options import TuningOptions
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.task_items import task_items
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.recovery.comoe.config import ComoeConfig
-from compressor.recovery.comoe.options import TuningOptions
 from tests import small
 from tests.command_line import Run, names, refused
 from tests.evaluations import own_tasks

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compressor
-from compressor.constants.forward import read_constants, written_logits
 from compressor.errors import CompressionError
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import card_text
 from compressor.publishing.check import verify_folder
+from compressor.steps.constants.forward import read_constants, written_logits
 from tests import quantized, small, zoo
 from tests.command_line import Run
 

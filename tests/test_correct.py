@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from compressor.correction import in_order as sequence
-from compressor.correction.refit import Correction
+from compressor.steps.correct import in_order as sequence
+from compressor.steps.correct.refit import Correction
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
 from tests.quantized import save_fp8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compressor.correction import in_order as sequence
+from compressor.steps.correct import in_order as sequence
 from tests import small
 from tests.command_line import Run, captured, names, run_killed
 from tests.small import tree
@@ -44,8 +44,8 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 LAYERS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 MOMENTS = [  # with the layers that are corrected by the run that goes on
-    ("compressor.correction.in_order", "correct_layer", 1, LAYERS),
-    ("compressor.correction.in_order", "correct_layer", 2, LAYERS[1:]),
+    ("compressor.steps.correct.in_order", "correct_layer", 1, LAYERS),
+    ("compressor.steps.correct.in_order", "correct_layer", 2, LAYERS[1:]),
     ("safetensors.torch", "save_file", 2, LAYERS[1:]),
     ("compressor.surgery.cutting", "CutFiles.save", 2, LAYERS[1:]),
     ("exporters.safetensors", "_write_tensor", 20, []),

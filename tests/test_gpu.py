@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.model.reverse import ReversePass
 from compressor.model.streaming import LayerStream, LayerVisitor
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED
 from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
 from tests.ordered import with_heldout

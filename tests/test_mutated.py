@@ -22,7 +22,8 @@ from torch import nn
 
 from compressor.checkpoint.headers import read_header
 from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
-from compressor.correction.refit import Correction
+from compressor.comoe.adapters import FACTS, TENSORS, load_adapters, save_adapters
+from compressor.comoe.injection import inject
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
@@ -40,12 +41,11 @@ from compressor.planning.recipe import recipe_of
 from compressor.plans.document import plan_blocks
 from compressor.plans.layer import Group, LayerPlan
 from compressor.plans.plan import CompressionPlan, Source
-from compressor.recovery.comoe.adapters import FACTS, TENSORS, load_adapters, save_adapters
-from compressor.recovery.comoe.injection import inject
 from compressor.report.data import ReportData, report_data
 from compressor.report.figures import figures
 from compressor.report.page import page
 from compressor.report.sections import hubs as hub_blocks
+from compressor.steps.correct.refit import Correction
 from tests import gates, zoo
 from tests.compressor.pathways.test_reference import made as made_reference
 from tests.compressor.plans.test_plan import moe_layer

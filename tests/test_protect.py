@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from compressor.attribution.figures import Attribution, Receiver, Sender
-from compressor.calibration import batches as calibration
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data import batches as calibration
+from compressor.data.batches import Calibration
 from compressor.locking import work_folder
 from compressor.model.opened import open_model
 from compressor.planning import request

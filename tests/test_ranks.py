@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.correction.tuning import AGAIN
-from compressor.ranks import exchange
-from compressor.ranks.present import GROUPS, here, owners
-from compressor.ranks.together import together
+from compressor.distributed import exchange
+from compressor.distributed.present import GROUPS, here, owners
+from compressor.distributed.together import together
+from compressor.steps.correct.tuning import AGAIN
 from tests import small
 from tests.command_line import CHILDREN, Result, Run, ended, names, refused, work
 from tests.evaluations import own_tasks

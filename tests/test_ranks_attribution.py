@@ -18,9 +18,9 @@ from compressor.attribution.linear_maps import Factor
 from compressor.attribution.projecting import Projection
 from compressor.attribution.stream_maps import LeafMap
 from compressor.attribution.tallies import Tallies
+from compressor.distributed.present import here
+from compressor.distributed.together import together
 from compressor.errors import CompressionError
-from compressor.ranks.present import here
-from compressor.ranks.together import together
 from tests import small
 from tests.command_line import Run
 from tests.test_ranks import fine, launched

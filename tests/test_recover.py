@@ -20,11 +20,11 @@ from torch import Tensor
 import compressor
 from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import card_text
-from compressor.recovery import objective, running
-from compressor.recovery import recover as recovery
-from compressor.recovery import text as recovery_text
-from compressor.recovery.engine import Judgement
-from compressor.recovery.memory import InMemory
+from compressor.steps.distill import objective, running
+from compressor.steps.distill import recover as recovery
+from compressor.steps.distill import text as recovery_text
+from compressor.steps.distill.engine import Judgement
+from compressor.steps.distill.memory import InMemory
 from compressor.words import short
 from tests import small, zoo
 from tests.command_line import Run, captured, ended, names, refused, run_killed, start
@@ -135,11 +135,11 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(
 
 
 MOMENTS = [  # of a run of 8 evaluations
-    ("compressor.recovery.updating", "keep_tensors", 9, ("--stream",)),
-    ("compressor.recovery.running", "write_whole", 4, ()),
-    ("compressor.recovery.running", "write_whole", 4, ("--stream", "--method", "lora")),
-    ("compressor.recovery.recover", "keep_tensors", 2, ()),
-    ("compressor.recovery.finished", "put_into", 2, ("--stream",)),
+    ("compressor.steps.distill.updating", "keep_tensors", 9, ("--stream",)),
+    ("compressor.steps.distill.running", "write_whole", 4, ()),
+    ("compressor.steps.distill.running", "write_whole", 4, ("--stream", "--method", "lora")),
+    ("compressor.steps.distill.recover", "keep_tensors", 2, ()),
+    ("compressor.steps.distill.finished", "put_into", 2, ("--stream",)),
 ]
 
 
@@ -169,7 +169,7 @@ def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(
     run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     command = asked(originals, tmp_path / "out")
-    assert run_killed(command, "compressor.recovery.running", "write_whole", 4) == -signal.SIGKILL
+    assert run_killed(command, "compressor.steps.distill.running", "write_whole", 4) == -signal.SIGKILL
     work = tmp_path / ".out.moe-compressor"
     states, answers = [*work.rglob("step-*/*.safetensors")], [*work.rglob("asked/*.safetensors")]
     assert states and answers

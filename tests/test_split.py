@@ -133,7 +133,7 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         splitting.split(str(model), second, 2, progress=Killed(1), **asked)
     assert not second.exists()
-    monkeypatch.setattr("compressor.splitting.dealing.measured", lambda *_: pytest.fail("neurons are measured twice"))
+    monkeypatch.setattr("compressor.steps.split.dealing.measured", lambda *_: pytest.fail("neurons are measured twice"))
     splitting.split(str(model), second, 2, **asked)
     assert tree(first) == tree(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]

@@ -18,8 +18,8 @@ from compressor.planning.recipe import read_recipe
 from compressor.publishing.card.command import rebuilt
 from compressor.publishing.card.facts import read_facts
 from compressor.publishing.card.sections import introduction
-from compressor.splitting.entry import packed, unpacked
-from compressor.splitting.order import order_of_parts, parts_of
+from compressor.steps.split.entry import packed, unpacked
+from compressor.steps.split.order import order_of_parts, parts_of
 from tests import small, zoo
 from tests.command_line import Run
 from tests.small import tree

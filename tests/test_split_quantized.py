@@ -18,10 +18,10 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan, LayerPlan
-from compressor.splitting.entry import digest_of, packed, unpacked
-from compressor.splitting.neurons import Neurons
-from compressor.splitting.opening import as_planned, cut_as_stored, seen_as
-from compressor.splitting.order import order_of, order_of_parts
+from compressor.steps.split.entry import digest_of, packed, unpacked
+from compressor.steps.split.neurons import Neurons
+from compressor.steps.split.opening import as_planned, cut_as_stored, seen_as
+from compressor.steps.split.order import order_of, order_of_parts
 from tests import zoo
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 

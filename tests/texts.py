@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.batches import Calibration, WeightedSource, calibrate
+from compressor.data.batches import Calibration, WeightedSource, calibrate
 from tests import small
 
 TOKENIZER = small.tokenizer(small.CHAT)

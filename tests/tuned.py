@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressor.comoe.config import ComoeConfig
+from compressor.comoe.options import TuningOptions
 from compressor.evaluation.items import Item
-from compressor.recovery.comoe.config import ComoeConfig
-from compressor.recovery.comoe.options import TuningOptions
 from tests import small
 
 CONFIG = ComoeConfig(rank=4, experts=4)

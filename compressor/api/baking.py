@@ -7,17 +7,17 @@ from typing import Any
 
 from compressor.api.placing import refuse_ranks
 from compressor.api.rewriting import open_original, write_anew
-from compressor.calibration.sources import parse_sources
+from compressor.data.sources import parse_sources
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import trusted_reference
-from compressor.pathways.bake import OWN_ANSWER, Bake, bake_text, check_pair
-from compressor.pathways.finished import bake_finished
 from compressor.pathways.options import Routing
 from compressor.pathways.reference import ReferenceSet, reference_digest
 from compressor.planning.run import open_run
 from compressor.progress import Progress
-from compressor.ranks.present import here
+from compressor.steps.routers.bake import OWN_ANSWER, Bake, bake_text, check_pair
+from compressor.steps.routers.finished import bake_finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def calibrate_router(
 ) -> BakeSummary:
     """Write `checkpoint` anew with routers moved toward the `teacher` it was made of (`revision` is the teacher's).
 
-    See `compressor.pathways.bake_weights` and `bake_bias`. The pathways of a bias are those of the `reference` set,
-    made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this
+    See `compressor.steps.routers.bake_weights` and `bake_bias`. The pathways of a bias are those of the `reference`
+    set, made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this
     very request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary
     or tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an
     architecture through which no gradients go layer by layer.

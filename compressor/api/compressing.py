@@ -10,13 +10,14 @@ from typing import Any
 from compressor.api.constants import constants_job
 from compressor.api.placing import Place, answered, check_place, refuse_ranks, refuse_source
 from compressor.api.repeating import note_request, request_key, tell_in_place
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.headers import Size
+from compressor.data.batches import Calibration
+from compressor.distributed.places import held
+from compressor.distributed.present import here
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_compression
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
-from compressor.pathways.finished import bake_finished, refuse_references
 from compressor.planning.answering import keep_plan, kept_plan, needed_calibration, plan_request, settle
 from compressor.planning.constants import settle_constants
 from compressor.planning.finer import prepared
@@ -29,15 +30,14 @@ from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
-from compressor.ranks.places import held
-from compressor.ranks.present import here
 from compressor.records import read_object
-from compressor.recovery.finished import recover_finished
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.serving.advice import Advice
-from compressor.splitting.opening import as_planned
+from compressor.steps.distill.finished import recover_finished
+from compressor.steps.routers.finished import bake_finished, refuse_references
+from compressor.steps.split.opening import as_planned
 from compressor.surgery.heads import check_plan
 from compressor.surgery.job import left_out_of, make_job
 

@@ -5,12 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
-from compressor.constants.forward import check_forward
-from compressor.constants.measure import substitutes_of
-from compressor.constants.variants import Substituting, Variant
-from compressor.correction.constants import VALUES, InOrder, correct_constants, kept_at
-from compressor.correction.refit import CONSTANTS, Correction
+from compressor.data.batches import Calibration, load_tokenizer, recalibrate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import pick_dtype
@@ -21,6 +16,11 @@ from compressor.planning.request import MONE
 from compressor.planning.run import Run
 from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress, Silent
+from compressor.steps.constants.forward import check_forward
+from compressor.steps.constants.measure import substitutes_of
+from compressor.steps.constants.variants import Substituting, Variant
+from compressor.steps.correct.constants import VALUES, InOrder, correct_constants, kept_at
+from compressor.steps.correct.refit import CONSTANTS, Correction
 from compressor.surgery.kept import kept_tensors
 from compressor.surgery.tensors import OutputJob
 

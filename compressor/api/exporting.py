@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api.repeating import answers, note_request, request_key, stamp, tell_in_place
+from compressor.distributed.present import here
 from compressor.errors import CompressionError, reason_of
 from compressor.files import full_disk_told, replace_folder
 from compressor.locking import REPLACED, alone, clear
 from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
-from compressor.ranks.present import here
 from compressor.run_record import PACKAGES, versions
 from compressor.words import did_you_mean
 

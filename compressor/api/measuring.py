@@ -8,11 +8,10 @@ from typing import Any
 from compressor.api.placing import refuse_ranks
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.calibration.batches import evaluation_sets, load_tokenizer
-from compressor.calibration.statistics import needs_attribution
 from compressor.comparison.measure import Contender, Variant, compare_models, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
-from compressor.correction.refit import CONSTANTS, Correction
+from compressor.data.batches import evaluation_sets, load_tokenizer
+from compressor.distributed.present import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.forecasting.cost import Text
@@ -38,9 +37,10 @@ from compressor.planning.run import find_model, open_run
 from compressor.planning.steering import Steering
 from compressor.plans.split import ENERGY
 from compressor.progress import Progress, Silent
-from compressor.ranks.present import here, refuse_several
-from compressor.splitting.dealing import check_way, dealt
-from compressor.splitting.opening import seen_as, with_top_k
+from compressor.statistics.statistics import needs_attribution
+from compressor.steps.correct.refit import CONSTANTS, Correction
+from compressor.steps.split.dealing import check_way, dealt
+from compressor.steps.split.opening import seen_as, with_top_k
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.api.repeating import answers
+from compressor.distributed.present import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.planning.registry import load_exporter
-from compressor.ranks.present import here, refuse_several
 from compressor.surgery.job import output_size
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api.rewriting import open_original, plan_of, write_anew
-from compressor.calibration.sources import parse_sources
+from compressor.data.sources import parse_sources
 from compressor.forecasting.estimate import Forecast, announce_long, forecast_recovery
 from compressor.model.opened import OpenModel
 from compressor.planning.run import open_run
 from compressor.progress import Progress
 from compressor.records import read_object
-from compressor.recovery.finished import recover_finished
-from compressor.recovery.options import Recovery
-from compressor.recovery.ranks import present
-from compressor.recovery.recover import check_recovery, help_recover
-from compressor.recovery.text import recovery_text
 from compressor.run_record import COMPRESSION
+from compressor.steps.distill.finished import recover_finished
+from compressor.steps.distill.options import Recovery
+from compressor.steps.distill.ranks import present
+from compressor.steps.distill.recover import check_recovery, help_recover
+from compressor.steps.distill.text import recovery_text
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def recover(
 ) -> RecoverySummary:
     """Write `checkpoint` anew, trained toward the `teacher` it was made of (`revision` is the teacher's).
 
-    `options` are a `compressor.recovery.options.Recovery`, or its fields are given by name: `method="experts"`,
+    `options` are a `compressor.steps.distill.options.Recovery`, or its fields are given by name: `method="experts"`,
     `steps=400` and so on. Where the output of this very request is in place already, nothing is written. Raises
     `CompressionError` for options out of range, a teacher of another vocabulary or tokenizer, text too short for a
     step, tensors that are stored quantised, and with `stream` for an architecture through which no gradients go layer

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api.repeating import answers, note_request, request_key, tell_in_place
-from compressor.calibration.sources import without_folders
+from compressor.data.sources import without_folders
+from compressor.distributed.places import held
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_alike
@@ -18,8 +20,6 @@ from compressor.planning.run import Run, find_model
 from compressor.plans.json import readable_json
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.plans.whole import whole_plan
-from compressor.ranks.places import held
-from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job

@@ -12,6 +12,8 @@ from compressor.api.compressing import Summary, compress
 from compressor.api.repeating import answers, note_request, request_key
 from compressor.api.trials import gate_facts, keep_trial, kept_trial, trial_key
 from compressor.checkpoint.source import ModelSource
+from compressor.distributed.places import held
+from compressor.distributed.present import here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import resolve_tasks
@@ -25,8 +27,6 @@ from compressor.planning.finer import with_parts
 from compressor.planning.request import Request, request_digest
 from compressor.planning.run import find_model
 from compressor.progress import Progress, Silent
-from compressor.ranks.places import held
-from compressor.ranks.present import here
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from compressor.api.repeating import answers, note_request, request_key, tell_in_place
 from compressor.api.rewriting import refuse_places
-from compressor.calibration.batches import Calibration, calibrate, load_tokenizer
-from compressor.calibration.sources import parse_sources
+from compressor.data.batches import Calibration, calibrate, load_tokenizer
+from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
@@ -19,8 +19,8 @@ from compressor.plans.whole import whole_plan
 from compressor.progress import Progress
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
-from compressor.splitting.dealing import check_way, dealt
-from compressor.splitting.opening import part_width, seen_as, warn_of_parts
+from compressor.steps.split.dealing import check_way, dealt
+from compressor.steps.split.opening import part_width, seen_as, warn_of_parts
 from compressor.surgery.job import make_job, output_size
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api.repeating import request_key
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import PACKAGES
 from compressor.gates.run import GateRequest
 from compressor.gates.verdict import GateResult, gate_content, gate_from_content
 from compressor.model.opened import OpenModel
 from compressor.planning.request import Request, request_digest
-from compressor.ranks.present import here
 from compressor.run_record import cache_folder, read_cached, versions, write_cached
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,13 @@ from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
+from compressor.comoe.adapters import load_adapters, read_facts
+from compressor.comoe.config import ComoeConfig
+from compressor.comoe.document import NAMES, ComoeEvaluation, write_evaluation
+from compressor.comoe.evaluating import ask
+from compressor.comoe.options import TuningOptions
+from compressor.comoe.training import NAMES as TRAINED
+from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import identity
 from compressor.evaluation.task_items import item_options, items_of
@@ -15,13 +22,6 @@ from compressor.model.opened import pick_device, pick_dtype
 from compressor.model.tokenizer import load_tokenizer
 from compressor.model.whole import load_whole
 from compressor.progress import Progress, quiet_transformers
-from compressor.recovery.comoe.adapters import load_adapters, read_facts
-from compressor.recovery.comoe.config import ComoeConfig
-from compressor.recovery.comoe.document import NAMES, ComoeEvaluation, write_evaluation
-from compressor.recovery.comoe.evaluating import ask
-from compressor.recovery.comoe.options import TuningOptions
-from compressor.recovery.comoe.training import NAMES as TRAINED
-from compressor.recovery.comoe.training import Trained, train
 from compressor.words import label
 
 

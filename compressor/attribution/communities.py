@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.figures import Together
-from compressor.ranks.present import here
+from compressor.distributed.present import here
 
 NOTABLE = 3.0  # standard deviations of a Poisson count by which two experts exceed chance
 FOLLOWING = 8  # experts of the next router that are kept for each expert

@@ -17,7 +17,7 @@ from compressor.attribution.summary import (
     sender_labels,
     strongest,
 )
-from compressor.calibration.sources import without_folders
+from compressor.data.sources import without_folders
 from compressor.document.blocks import Block, Code, Heading, Table, Text
 from compressor.words import short
 

@@ -18,9 +18,9 @@ from compressor.attribution.figures import KeyInfluence, Sender
 from compressor.attribution.linear_maps import pull_sum
 from compressor.attribution.stream_maps import ObservedRouters, leaf_map, observe_routers, router_rows, run_traced
 from compressor.attribution.unit_trace import UnitTrace
+from compressor.distributed.present import here
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.ranks.present import here
 
 TOLERANCE = 1e-3  # of the largest entry, by which weights times values may miss what the projection is given
 

@@ -19,12 +19,12 @@ from compressor.attribution.projecting import Projection
 from compressor.attribution.stream_maps import ObservedRouters, observe_routers, run_traced
 from compressor.attribution.tallies import Tally
 from compressor.attribution.unit_trace import parts_of
-from compressor.calibration.batches import Calibration, load_tokenizer
+from compressor.data.batches import Calibration, load_tokenizer
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number, layers_by_unit
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.progress import Progress
-from compressor.ranks.present import here
 from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)

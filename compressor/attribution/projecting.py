@@ -23,8 +23,8 @@ from compressor.attribution.stream_maps import (
 from compressor.attribution.tallies import Tallies, Tally
 from compressor.attribution.tracing import Term
 from compressor.attribution.unit_trace import STREAM, Component, Heads, UnitTrace
+from compressor.distributed.present import here
 from compressor.model.opened import OpenModel
-from compressor.ranks.present import here
 
 OUTPUT = "output"  # of the layer, where later routers' rows are kept
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32

@@ -16,13 +16,13 @@ from compressor.attribution.influence import Selection, best_selection, ranks, s
 from compressor.attribution.linear_maps import Chain, digest, kept, pull_sum, same_chains
 from compressor.attribution.tracing import Term
 from compressor.attribution.unit_trace import STREAM, UnitTrace, router_width, trace_unit
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.buffers import BUDGET, allocate
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor
 from compressor.progress import Progress
-from compressor.ranks.present import here
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
 

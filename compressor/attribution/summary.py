@@ -8,7 +8,7 @@ from typing import Any
 
 from compressor.attribution.figures import UNRANKED, Attribution, Receiver, Sender
 from compressor.attribution.hubs import Hub, SuperExpert, overlap
-from compressor.calibration.sources import without_folders
+from compressor.data.sources import without_folders
 from compressor.records import finite, plain_json
 
 COMPONENTS = ("token", "attention", "mlp", "moe", "other")  # whose sub-scores add up to the logits

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from compressor.ranks.present import here
+from compressor.distributed.present import here
 
 _SAID = "said"  # of the senders, as JSON
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
-from compressor.ranks.present import here
 
 if TYPE_CHECKING:  # which loads torch
     from compressor.forecasting.estimate import Forecast

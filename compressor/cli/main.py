@@ -27,11 +27,11 @@ from compressor.cli.commands import (
 from compressor.cli.parameters import spread
 from compressor.cli.ranks import alone, on_ranks
 from compressor.cli.terminal import PROGRAM
+from compressor.distributed.present import here
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.memory import limit_caches
 from compressor.planning.plugins import packages
-from compressor.ranks.present import here
 from compressor.run_record import versions
 from compressor.words import one_line
 

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from compressor.cli.terminal import PROGRAM
-from compressor.ranks.present import refuse_several
-from compressor.ranks.together import together
+from compressor.distributed.present import refuse_several
+from compressor.distributed.together import together
 
 Command = Callable[..., None]
 

@@ -11,10 +11,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from compressor.distributed.present import here
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.progress import Silent
-from compressor.ranks.present import here
 from compressor.words import one_line
 
 PROGRAM = "moe-compress"

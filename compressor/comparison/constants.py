@@ -8,21 +8,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.heldout import Judge
 from compressor.checkpoint.headers import Size
-from compressor.constants.budget import even_numbers
-from compressor.constants.measure import measure, replacing
-from compressor.constants.uneven import divide, spare
-from compressor.constants.variants import Substituting, Variant
-from compressor.correction.constants import InOrder, correct_constants
-from compressor.correction.refit import Correction
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
+from compressor.evaluation.heldout import Judge
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerStream
 from compressor.planning.protecting import Protected
 from compressor.planning.request import BUDGETS
 from compressor.progress import Progress
+from compressor.steps.constants.budget import even_numbers
+from compressor.steps.constants.measure import measure, replacing
+from compressor.steps.constants.uneven import divide, spare
+from compressor.steps.constants.variants import Substituting, Variant
+from compressor.steps.correct.constants import InOrder, correct_constants
+from compressor.steps.correct.refit import Correction
 
 STRATEGY = "constants"
 

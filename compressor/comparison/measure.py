@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.batches import Calibration, EvaluationSet
-from compressor.calibration.heldout import Judge, Judgement, evaluation_batches
-from compressor.calibration.statistics import LayerStatistics, needs_data
 from compressor.checkpoint.headers import Size
 from compressor.comparison.constants import STRATEGY as CONSTANTS
 from compressor.comparison.constants import Substituted, run_judged, substituted_models
 from compressor.comparison.rows import Comparison, Row
-from compressor.correction.in_order import LayerWork, compress_in_order
-from compressor.correction.refit import Correction
-from compressor.correction.whole_model import Verdict
+from compressor.data.batches import Calibration, EvaluationSet
+from compressor.distributed.present import here
+from compressor.evaluation.heldout import Judge, Judgement, evaluation_batches
 from compressor.grouping.choose import keep_best
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel
@@ -29,8 +26,11 @@ from compressor.planning.registry import Strategy, load_strategy, read_option
 from compressor.planning.steering import Steering
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
-from compressor.ranks.present import here
 from compressor.run_record import versions
+from compressor.statistics.statistics import LayerStatistics, needs_data
+from compressor.steps.correct.in_order import LayerWork, compress_in_order
+from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.whole_model import Verdict
 from compressor.surgery.job import idle_parameters, output_size
 
 RANDOM = "random"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from compressor.calibration.sources import without_folders
+from compressor.data.sources import without_folders
 from compressor.records import finite, plain_json
 from compressor.words import joined
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.distributed.present import here
 from compressor.errors import faults_told
 from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
 from compressor.evaluation.room import refuse_written, streams
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.progress import Progress
-from compressor.ranks.present import here
 from compressor.records import plain_json, read_as
 
 REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")

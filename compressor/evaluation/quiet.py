@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from unittest.mock import patch
 
+from compressor.distributed.present import unseen_launcher
 from compressor.errors import CompressionError
 from compressor.progress import quiet_transformers
-from compressor.ranks.present import unseen_launcher
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ import torch
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.memory import available
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.bounds import most_parts
 from compressor.model.opened import pick_device, pick_dtype
-from compressor.ranks.present import here
 from compressor.words import human_bytes
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
@@ -70,13 +70,9 @@ def refuse_written(source: ModelSource, options: EvaluationOptions, tasks: Seque
     for task in tasks:
         for name, part in task.parts.items():
             if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:
-                why = (
-                    "--stream is asked for"
-                    if options.stream
-                    else (
-                        f"{source.label} takes {human_bytes(weight_bytes(source, options.dtype))} there, more than is free"
-                    )
-                )
+                size = human_bytes(weight_bytes(source, options.dtype))
+                taken = f"{source.label} takes {size} there, more than is free"
+                why = "--stream is asked for" if options.stream else taken
                 raise CompressionError(
                     f"task {name!r} writes its answers, which needs the model in memory, and {why}; name tasks of "
                     "multiple choice or likelihood, or pass --no-stream"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.distributed.present import here
 from compressor.memory import available
 from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerStream, LayerVisitor
 from compressor.progress import Progress
-from compressor.ranks.present import here
 
 LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
 TOGETHER = 256  # positions whose probabilities are held at once

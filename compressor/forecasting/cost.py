@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.batches import Calibration
-from compressor.correction.refit import Correction
-from compressor.correction.ridge import PENALTIES, TOKENS, block_width, features_room, neuron_blocks, sweeps
+from compressor.data.batches import Calibration
 from compressor.forecasting.machine import Product
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import projections
 from compressor.model.opened import OpenModel
+from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.ridge import PENALTIES, TOKENS, block_width, features_room, neuron_blocks, sweeps
 
 
 @dataclass(frozen=True, slots=True)

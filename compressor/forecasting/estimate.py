@@ -5,8 +5,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.calibration.batches import BATCH_SIZE, Calibration
-from compressor.calibration.statistics import (
+from compressor.data.batches import BATCH_SIZE, Calibration
+from compressor.distributed.present import here
+from compressor.forecasting.cost import ExpertShape, Text, attention_widths, dense, forward, ridge, tune
+from compressor.forecasting.machine import Machine, Product, Slowest
+from compressor.model.opened import OpenModel
+from compressor.planning.answering import HELDOUT
+from compressor.planning.make import Wish
+from compressor.planning.request import Request
+from compressor.statistics.statistics import (
     DENSE,
     RECONSTRUCTION,
     SAMPLE_TOKENS,
@@ -14,16 +21,9 @@ from compressor.calibration.statistics import (
     needs_attribution,
     needs_data,
 )
-from compressor.correction.refit import Correction
-from compressor.correction.whole_model import WAYS
-from compressor.forecasting.cost import ExpertShape, Text, attention_widths, dense, forward, ridge, tune
-from compressor.forecasting.machine import Machine, Product, Slowest
-from compressor.model.opened import OpenModel
-from compressor.planning.answering import HELDOUT
-from compressor.planning.make import Wish
-from compressor.planning.request import Request
-from compressor.ranks.present import here
-from compressor.recovery.options import Recovery
+from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.whole_model import WAYS
+from compressor.steps.distill.options import Recovery
 from compressor.surgery.job import output_size
 
 LEAST = 20.0  # seconds of a run of which nothing is said

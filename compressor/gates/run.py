@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressor.checkpoint.source import ModelSource
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import Answerer, Evaluation, evaluate, plan_evaluation
 from compressor.evaluation.scores import ItemScores, ResultStore, content_identity, identity, judged_identity
@@ -15,7 +16,6 @@ from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
 from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.progress import Progress
-from compressor.ranks.present import here
 from compressor.run_record import PACKAGES, versions
 
 DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import FINGERPRINT, Blocks
 from compressor.gguf_files.imatrix import Imatrix
@@ -21,6 +20,7 @@ from compressor.plans.layer import LayerPlan
 from compressor.plans.plan import CompressionPlan, Source
 from compressor.records import read_json
 from compressor.run_record import PACKAGES, versions
+from compressor.statistics.statistics import LayerStatistics
 from compressor.words import did_you_mean, joined
 
 logger = logging.getLogger(__name__)

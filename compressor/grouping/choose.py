@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.grouping.learned import learn_coefficients
 from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
 from compressor.plans.plan import Group, LayerPlan
+from compressor.statistics.statistics import LayerStatistics
 from compressor.ties import rounded
 
 _NEEDS = {

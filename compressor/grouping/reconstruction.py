@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import apply_expert, routed
 from compressor.plans.plan import LayerPlan
+from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.alignment import merged_parameters
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once

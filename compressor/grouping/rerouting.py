@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from compressor.calibration.read_only import opened
-from compressor.calibration.statistics import LayerStatistics
 from compressor.model.architecture import ExpertTensor
 from compressor.model.buffers import as_call
 from compressor.plans.plan import LayerPlan
+from compressor.statistics.read_only import opened
+from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.equal_rows import has_equal, told_apart
 from compressor.surgery.tensors import remap_table
 

@@ -11,8 +11,8 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from compressor.calibration.read_only import opened
 from compressor.errors import CompressionError
+from compressor.statistics.read_only import opened
 from compressor.ties import FLOAT32
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB

@@ -10,6 +10,7 @@ import torch
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.distributed.present import here
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
 from compressor.model.bounds import most_parts
@@ -17,7 +18,6 @@ from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, 
 from compressor.model.layout import Layout, find_layout, fingerprint
 from compressor.model.loading import PartialModel
 from compressor.model.routers import check_count
-from compressor.ranks.present import here
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,7 +69,7 @@ class OpenModel:
     layout: Layout
     whole: "OpenModel | None" = None  # the stored model, where this is a view of it: experts split, or another top-k
     split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
-    stored_parts: Any = None  # how parts are cut from quantised tensors (compressor.splitting.stored), where they are
+    stored_parts: Any = None  # how parts are cut from quantised tensors (compressor.steps.split.stored), where they are
     top_k: int | None = None  # what smaller models write, where that is not the view's own
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
 

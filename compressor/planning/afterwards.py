@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from compressor.calibration.batches import Calibration
+from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
-from compressor.pathways.bake import Bake, bake_text, stored_routers
 from compressor.planning.request import Request
 from compressor.plans.plan import CompressionPlan
-from compressor.recovery.options import Recovery
-from compressor.recovery.stored import stored_dtypes
-from compressor.recovery.text import recovery_text
-from compressor.recovery.trained import trained_layers
+from compressor.steps.distill.options import Recovery
+from compressor.steps.distill.stored import stored_dtypes
+from compressor.steps.distill.text import recovery_text
+from compressor.steps.distill.trained import trained_layers
+from compressor.steps.routers.bake import Bake, bake_text, stored_routers
 
 
 def check_afterwards(model: OpenModel, request: Request) -> None:

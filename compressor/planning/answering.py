@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compressor.calibration import batches
-from compressor.calibration.batches import Calibration
-from compressor.calibration.statistics import needs_data
-from compressor.correction.refit import CONSTANTS, Correction
+from compressor.data import batches
+from compressor.data.batches import Calibration
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, shared_experts
@@ -25,10 +24,11 @@ from compressor.planning.request import Request
 from compressor.planning.run import Run
 from compressor.planning.steering import Steering
 from compressor.plans.plan import CompressionPlan
-from compressor.ranks.present import here
 from compressor.records import read_object
-from compressor.splitting.dealing import check_way, dealt
-from compressor.splitting.opening import seen_as
+from compressor.statistics.statistics import needs_data
+from compressor.steps.correct.refit import CONSTANTS, Correction
+from compressor.steps.split.dealing import check_way, dealt
+from compressor.steps.split.opening import seen_as
 
 logger = logging.getLogger(__name__)
 

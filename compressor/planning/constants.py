@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compressor.calibration.batches import Calibration
-from compressor.constants.budget import even_numbers
-from compressor.constants.measure import LayerConstants, measure
-from compressor.constants.uneven import divide, spare
-from compressor.correction.refit import CONSTANTS, Correction
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.constant_experts import number_in
 from compressor.model.layout import expert_prefixes
@@ -24,6 +20,10 @@ from compressor.planning.steering import Steering
 from compressor.plans.layer import LayerPlan
 from compressor.plans.plan import CompressionPlan, Source
 from compressor.run_record import versions
+from compressor.steps.constants.budget import even_numbers
+from compressor.steps.constants.measure import LayerConstants, measure
+from compressor.steps.constants.uneven import divide, spare
+from compressor.steps.correct.refit import CONSTANTS, Correction
 
 STRATEGY = "constants"
 EVEN, UNEVEN = BUDGETS

@@ -10,8 +10,8 @@ from compressor.planning.answering import seen
 from compressor.planning.request import AUTO, Request
 from compressor.planning.run import Run
 from compressor.serving.advice import broken
-from compressor.splitting.opening import seen_as
-from compressor.splitting.shape import widths
+from compressor.steps.split.opening import seen_as
+from compressor.steps.split.shape import widths
 
 PARTS = 2
 WIDTH = 64  # neurons: parts of a multiple of it suit kernels

@@ -11,7 +11,7 @@ from typing import Any
 from compressor.errors import CompressionError
 from compressor.plans.plan import CompressionPlan
 from compressor.plans.whole import KEPT_WHOLE
-from compressor.recovery.options import Recovery
+from compressor.steps.distill.options import Recovery
 from compressor.words import label, one_line
 
 COMMANDS = {"bake": "calibrate-router", "recover": "recover"}

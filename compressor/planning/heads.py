@@ -7,11 +7,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
-from compressor.correction.in_order import LayerWork, Visited, compress_in_order
+from compressor.data.batches import Calibration
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_alike
@@ -20,7 +18,9 @@ from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.planning.request import DROP_HEADS, KEEP_HEADS
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Progress
-from compressor.ranks.present import here
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.correct.in_order import LayerWork, Visited, compress_in_order
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.heads import files_of_head as files_of_head
 

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration, load_tokenizer, recalibrate
-from compressor.calibration.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
-from compressor.correction.in_order import COMPRESSED, LayerWork, Visited
-from compressor.correction.refit import Correction
-from compressor.correction.whole_model import keep_the_better, read_verdict
+from compressor.data.batches import Calibration, load_tokenizer, recalibrate
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
@@ -24,8 +21,11 @@ from compressor.planning.steering import Steering
 from compressor.plans.json import layer_from_dict, layer_to_dict
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
-from compressor.ranks.present import here
 from compressor.run_record import versions
+from compressor.statistics.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
+from compressor.steps.correct.in_order import COMPRESSED, LayerWork, Visited
+from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.whole_model import keep_the_better, read_verdict
 from compressor.surgery.cutting import CutFiles
 
 

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from compressor.calibration.sources import TEXT_SUFFIXES, is_file, without_folders
+from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.planning.further import first_output, further_commands, separate
 from compressor.planning.request import AUTO, BUDGETS, Request

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
-from compressor.calibration.statistics import LayerStatistics, check_needs
-from compressor.correction.refit import METHODS
 from compressor.errors import CompressionError, reason_of
 from compressor.planning import plugins
 from compressor.planning.options import defaults, make_options, read_option
 from compressor.planning.plugins import EXPORTERS, STRATEGIES, names
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.statistics.statistics import LayerStatistics, check_needs
+from compressor.steps.correct.refit import METHODS
 
 __all__ = [
     "EXPORTERS",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.calibration.sources import DEFAULT_SOURCE, WeightedSource, parse_sources, short_names
+from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_sources, short_names
 from compressor.errors import CompressionError
 from compressor.run_record import versions
 
@@ -121,23 +121,23 @@ class Request:
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        from compressor.correction.refit import CONSTANTS, METHODS  # here, since torch comes with them
         from compressor.plans.json import few, refuse_floods
+        from compressor.steps.correct.refit import CONSTANTS, METHODS  # here, since torch comes with them
 
         if self.correct is not None and self.correct not in (*METHODS, CONSTANTS):
             raise CompressionError(f"there is no correction {self.correct!r}; known are {', '.join(METHODS)}")
         if self.mtp not in (None, KEEP_HEADS, DROP_HEADS):
             raise CompressionError(f"--mtp {self.mtp!r} should be {KEEP_HEADS} or {DROP_HEADS}")
         if self.bake is not None:
-            from compressor.pathways.bake import METHODS as BAKES
-            from compressor.pathways.bake import Bake
+            from compressor.steps.routers.bake import METHODS as BAKES
+            from compressor.steps.routers.bake import Bake
 
             if self.bake not in (known := ("none", *BAKES)):
                 raise CompressionError(f"there is no bake {self.bake!r}; known are {', '.join(known)}")
             if self.bakes:
                 Bake(self.bake, self.bake_rounds, self.bake_sequences)  # which refuses what is out of range
         if self.recover is not None:
-            from compressor.recovery.options import METHODS as RECOVERIES
+            from compressor.steps.distill.options import METHODS as RECOVERIES
 
             if self.recover not in (methods := ("none", *RECOVERIES)):
                 raise CompressionError(f"there is no recovery {self.recover!r}; known are {', '.join(methods)}")

@@ -12,10 +12,10 @@ import torch
 import torch.utils.deterministic
 
 from compressor.checkpoint.source import ModelSource, locate
+from compressor.distributed.present import here
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent
-from compressor.ranks.present import here
 from compressor.surgery.cutting import CutFiles
 
 

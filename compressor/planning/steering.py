@@ -8,13 +8,13 @@ from torch import Tensor
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.calibration.batches import Calibration
-from compressor.calibration.statistics import needs_attribution
+from compressor.data.batches import Calibration
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.planning.registry import Strategy
 from compressor.progress import Progress
-from compressor.ranks.present import here
+from compressor.statistics.statistics import needs_attribution
 
 
 @dataclass(slots=True)

@@ -5,13 +5,6 @@ A strategy is a module with `NEEDS` and `plan(stats, keep, protected[, options])
 `compressor.plugins.testing` holds a fake layer to try a strategy on. The built-in strategies are written with this.
 """
 
-from compressor.calibration.statistics import (
-    HELDOUT,
-    RECONSTRUCTION,
-    LayerStatistics,
-    LayerWeights,
-    RouterArguments,
-)
 from compressor.errors import CompressionError
 from compressor.grouping.choose import (
     METHODS,
@@ -42,6 +35,13 @@ from compressor.planning.options import option
 from compressor.planning.registry import Exporter, Strategy, load_strategy
 from compressor.plans.layer import Group, LayerPlan
 from compressor.progress import Progress
+from compressor.statistics.statistics import (
+    HELDOUT,
+    RECONSTRUCTION,
+    LayerStatistics,
+    LayerWeights,
+    RouterArguments,
+)
 from compressor.ties import FLOAT32, SQUARED, exceeds, least, rounded
 
 __all__ = [

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.batches import sample_positions
-from compressor.calibration.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics
+from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, discover
 from compressor.planning.registry import Strategy, strategy_of
 from compressor.plans.plan import LayerPlan, touched
+from compressor.statistics.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics
 
 
 def fake_statistics(

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration, calibrate, load_tokenizer, recalibrate
-from compressor.calibration.sources import DEMO_SOURCE, divide, is_file, parse_sources, without_folders
-from compressor.calibration.statistics import WEIGHTS, Collector
 from compressor.checkpoint.source import is_local, locate
+from compressor.data.batches import Calibration, calibrate, load_tokenizer, recalibrate
+from compressor.data.sources import DEMO_SOURCE, divide, is_file, parse_sources, without_folders
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.opened import DTYPES, OpenModel, open_model
@@ -32,7 +31,8 @@ from compressor.report.measuring_experts import Likeness, compared, likeness_of
 from compressor.report.measuring_pass import measure_layers
 from compressor.report.store import keep_measures, kept_measures
 from compressor.run_record import RunRecord, read_record, versions
-from compressor.splitting.opening import as_planned
+from compressor.statistics.statistics import WEIGHTS, Collector
+from compressor.steps.split.opening import as_planned
 from compressor.surgery.heads import check_plan
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.statistics import DENSE, SAMPLED, WEIGHTS, LayerStatistics
 from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
 from compressor.planning.registry import Strategy, load_strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.report.data import Matrix, rounded
+from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, LayerStatistics
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.batches import sample_positions
-from compressor.calibration.statistics import Collector
+from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
@@ -24,6 +23,7 @@ from compressor.model.streaming import Forward, LayerStream, LayerVisitor
 from compressor.progress import Progress
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring_experts import Likeness, compared, sample_size, shares
+from compressor.statistics.statistics import Collector
 
 VISITS = frozenset({"routed_count"})
 

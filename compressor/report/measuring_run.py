@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.calibration.sources import without_folders
-from compressor.calibration.statistics import LayerStatistics
+from compressor.data.sources import without_folders
 from compressor.model.architecture import MoeLayer
 from compressor.planning.registry import Strategy, load_strategy
 from compressor.plans.plan import LayerPlan
 from compressor.report.data import LayerMeasures, Measured
 from compressor.report.measuring_experts import own_likeness, shares
+from compressor.statistics.statistics import LayerStatistics
 
 logger = logging.getLogger(__name__)
 

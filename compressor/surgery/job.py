@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.sources import without_folders
 from compressor.checkpoint.headers import Size
 from compressor.checkpoint.links import refuse_links
+from compressor.data.sources import without_folders
 from compressor.model.architecture import build_meta
 from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel

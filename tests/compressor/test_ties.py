@@ -12,10 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics, LayerWeights
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.grouping.choose import coefficients
 from compressor.grouping.partition import group_experts
 from compressor.model.architecture import MoeLayer
@@ -23,6 +21,8 @@ from compressor.model.opened import open_model
 from compressor.planning.registry import load_strategy
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics, LayerWeights
 from compressor.ties import ROUNDING, exceeds, least, rounded
 from tests import zoo
 from tests.opened import batches

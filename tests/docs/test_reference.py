@@ -3,9 +3,9 @@
 from dataclasses import fields
 from typing import Any
 
-from compressor.correction.refit import METHODS, Correction
 from compressor.plans.layer import Group, LayerPlan
 from compressor.plans.plan import FORMAT, CompressionPlan, Source
+from compressor.steps.correct.refit import METHODS, Correction
 from scripts import write_cli_reference, write_schema_reference
 
 

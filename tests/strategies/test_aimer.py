@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy, option_fields
 from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
+from compressor.statistics.statistics import LayerStatistics
 from strategies import aimer
 from tests.opened import batches, calibration, opened
 

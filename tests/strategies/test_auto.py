@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.statistics import LayerStatistics
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
@@ -17,6 +16,7 @@ from compressor.planning.make import make_plan
 from compressor.planning.registry import Strategy, load_strategy
 from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Silent
+from compressor.statistics.statistics import LayerStatistics
 from strategies import auto
 from strategies.auto import Options
 from tests import reference, zoo

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy
 from compressor.progress import Silent
+from compressor.statistics.statistics import LayerStatistics
 from strategies.count_guided import plan
 from tests.opened import batches, calibration, opened, plain_calls
 

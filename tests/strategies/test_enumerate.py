@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.grouping.reconstruction import KeptErrors, Routed, relative_error
@@ -18,6 +16,8 @@ from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
 from strategies import enumerate_subsets
 from strategies.enumerate_subsets import NEEDS, Options, _Block, _Greedy, _search, plan
 from tests import zoo

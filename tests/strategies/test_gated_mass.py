@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy, option_fields
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
 from strategies import reap
 from strategies.gated_mass import plan
 from tests.opened import batches, calibration, one_expert, opened, plain_calls

@@ -16,8 +16,6 @@ from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
@@ -25,6 +23,8 @@ from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy, option_fields
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
 from strategies.data_centric import distances
 from strategies.hc_smoe import LINKAGES, Options, cluster, plan
 from tests import zoo

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from compressor.attribution import measure
-from compressor.calibration.batches import Calibration, calibrate, load_tokenizer
-from compressor.calibration.sources import parse_sources
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
-from compressor.correction.refit import Correction
+from compressor.data.batches import Calibration, calibrate, load_tokenizer
+from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.grouping.choose import keep_best
 from compressor.model.architecture import MoeLayer
@@ -24,6 +22,8 @@ from compressor.planning.make import Wish, make_plan, make_plan_in_order, make_p
 from compressor.planning.registry import Strategy, load_strategy
 from compressor.planning.steering import Steering
 from compressor.progress import Silent
+from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.correct.refit import Correction
 from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan
 from tests import small, zoo

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.collecting import collect
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.grouping.similarity import fast_squared_distances
@@ -18,6 +17,7 @@ from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
 from strategies import model_centric
 from strategies.model_centric import Options, surrogate_distances, vectorized_distances
 from tests import zoo

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
@@ -19,6 +18,7 @@ from compressor.planning.registry import load_strategy, option_fields
 from compressor.plans.plan import Group
 from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
+from compressor.statistics.statistics import LayerStatistics
 from strategies import ream, reap
 from strategies.ream import Options
 from tests.opened import batches, calibration, one_expert, opened, plain_calls

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import LayerStatistics
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy, option_fields
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
 from strategies import count_guided
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import compressor
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
@@ -20,6 +19,7 @@ from compressor.planning.make import make_plan
 from compressor.planning.registry import load_strategy
 from compressor.plans.plan import Group
 from compressor.progress import Silent
+from compressor.statistics.statistics import LayerStatistics
 from strategies import router_guided
 from strategies.router_guided import Options
 from tests import zoo

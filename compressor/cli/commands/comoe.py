@@ -79,10 +79,10 @@ def train(
     The adapters are written as safetensors with a config and a log. The same command goes on where a killed one was.
     """
     from compressor.cli.results import written_line
+    from compressor.comoe.config import ComoeConfig
+    from compressor.comoe.document import training_blocks
+    from compressor.comoe.options import TuningOptions
     from compressor.records import plain_json
-    from compressor.recovery.comoe.config import ComoeConfig
-    from compressor.recovery.comoe.document import training_blocks
-    from compressor.recovery.comoe.options import TuningOptions
 
     config = ComoeConfig(rank, experts, top_k, tuple(listed(targets, "--targets") or ()), alpha, dropout, seed)
     options = TuningOptions(
@@ -138,8 +138,8 @@ def evaluate(
     Of choices the likeliest counts; without choices, what the model writes by itself.
     """
     from compressor.cli.results import written_line
+    from compressor.comoe.document import NAMES, evaluation_blocks
     from compressor.records import plain_json
-    from compressor.recovery.comoe.document import NAMES, evaluation_blocks
 
     with progress_bars(running.as_json) as progress:
         made = compressor.evaluate_comoe(

@@ -14,12 +14,12 @@ from compressor.cli.commands.publishing import push_made
 from compressor.cli.options import COMPUTING, GateOptions, Publishing, Running, UnderGate, listed
 from compressor.cli.routing import RoutingOptions
 from compressor.cli.terminal import progress_bars
+from compressor.distributed.places import held
+from compressor.distributed.present import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
 from compressor.planning.request import Request
 from compressor.progress import Progress
-from compressor.ranks.places import held
-from compressor.ranks.present import here, refuse_several
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015

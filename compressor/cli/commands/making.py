@@ -15,10 +15,10 @@ from compressor.cli.gguf_files import CHOOSING, Imatrix, compress_file, plan_of_
 from compressor.cli.options import GateOptions, Out, Publishing, Running, StrategyOptions, UnderGate, Yes, listed
 from compressor.cli.parameters import given
 from compressor.cli.terminal import command_line, progress_bars
+from compressor.distributed.places import held
+from compressor.distributed.present import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.planning.request import CALIBRATION, MONE, Request
-from compressor.ranks.places import held
-from compressor.ranks.present import here, refuse_several
 
 Model = Annotated[
     str | None,

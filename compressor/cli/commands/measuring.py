@@ -11,10 +11,10 @@ import compressor
 from compressor.cli.announcing import announcing
 from compressor.cli.options import DATA, Model, Running, Yes, counts, listed, shares
 from compressor.cli.terminal import progress_bars
+from compressor.distributed.places import held
+from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.planning.request import CALIBRATION, KEEP, MONE, Request
-from compressor.ranks.places import held
-from compressor.ranks.present import here
 
 
 def inspect(

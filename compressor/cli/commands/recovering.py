@@ -69,8 +69,8 @@ def recover(
     """Train back what a smaller model has lost, toward its original's next-token distribution on text."""
     from compressor.api import recovering
     from compressor.cli.recovered import show_recovery
-    from compressor.recovery.options import Recovery
-    from compressor.recovery.ranks import present
+    from compressor.steps.distill.options import Recovery
+    from compressor.steps.distill.ranks import present
 
     options = Recovery(
         method,

@@ -18,9 +18,9 @@ def strategies(
     ] = False,
 ) -> None:
     """List the strategies that are installed, built-in and third-party."""
-    from compressor.calibration.meters import statistics_table
     from compressor.cli import rendering
     from compressor.planning import registry
+    from compressor.statistics.meters import statistics_table
 
     if needs:
         rendering.show_needs(statistics_table(), running.as_json)

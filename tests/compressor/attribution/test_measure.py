@@ -12,8 +12,8 @@ from compressor.attribution.figures import Attribution, Sender
 from compressor.attribution.graph import routing_graph
 from compressor.attribution.measure import attribute
 from compressor.attribution.summary import router_labels
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent

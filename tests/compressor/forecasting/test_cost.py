@@ -11,8 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import compressor
-from compressor.correction import ridge
-from compressor.correction.refit import Correction
+from compressor.distributed.present import Ranks, enter
 from compressor.forecasting import estimate
 from compressor.forecasting.cost import ExpertShape, Text, forward
 from compressor.forecasting.estimate import Forecast, Part, duration, forecast_compression
@@ -21,7 +20,8 @@ from compressor.planning import answering
 from compressor.planning.answering import settle
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
-from compressor.ranks.present import Ranks, enter
+from compressor.steps.correct import ridge
+from compressor.steps.correct.refit import Correction
 from tests import small, zoo
 from tests.opened import opened
 

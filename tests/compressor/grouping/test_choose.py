@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.calibration.statistics import ALL, LayerStatistics
 from compressor.errors import CompressionError
 from compressor.grouping.choose import METHODS, coefficients, keep_best, merge_groups, merge_needs, routing_blocks
 from compressor.model.architecture import MoeLayer
+from compressor.statistics.statistics import ALL, LayerStatistics
 
 LAYER = MoeLayer(
     "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration import collecting
-from compressor.calibration.statistics import LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups, merge_needs
 from compressor.grouping.learned import _Merge, learn_coefficients
@@ -19,6 +17,8 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.statistics import collecting
+from compressor.statistics.statistics import LayerStatistics
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.stock import stock_small

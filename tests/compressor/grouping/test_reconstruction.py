@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups
 from compressor.grouping.reconstruction import KeptErrors, original, reconstruct, relative_error, rescaled_error
@@ -18,6 +16,8 @@ from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.opened import open_model
 from compressor.plans.plan import Group, LayerPlan
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.stock import Small

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.grouping.choose import merge_groups
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.plans.plan import Group, LayerPlan
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.stock import Small, by_slot
 

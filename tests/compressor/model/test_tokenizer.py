@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
-from compressor.calibration.documents import pack
+from compressor.data.documents import pack
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.generation.generate import prepare

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compressor.calibration.batches import Calibration
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.mtp.head import find_heads

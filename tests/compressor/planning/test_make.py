@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.calibration.batches import Calibration
+from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.planning.make import Wish, make_plan, make_plans
 from compressor.planning.registry import load_strategy

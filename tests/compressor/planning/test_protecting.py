@@ -10,10 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.calibration.batches import Calibration
-from compressor.calibration.collecting import collect
-from compressor.calibration.statistics import ALL
 from compressor.comparison.measure import random_drop
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.grouping import learned
 from compressor.grouping.choose import METHODS, competing
@@ -24,6 +22,8 @@ from compressor.planning.registry import STRATEGIES, Strategy, load_strategy, na
 from compressor.planning.steering import fit_batches
 from compressor.plans.plan import LayerPlan, touched
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import ALL
 from tests.opened import batches, calibration, opened
 
 MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")

@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file
 
 import compressor.plugins
-from compressor.calibration.meters import statistics_table
-from compressor.calibration.statistics import ALL, LayerStatistics
 from compressor.planning.registry import exporter_options, load_exporter, load_strategy
 from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
+from compressor.statistics.meters import statistics_table
+from compressor.statistics.statistics import ALL, LayerStatistics
 from tests import small
 from tests.command_line import Run
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.calibration.statistics import ALL
 from compressor.errors import CompressionError
 from compressor.plugins import LayerPlan, LayerStatistics, apply_expert, expert_parameters, keep_best
 from compressor.plugins.testing import check_strategy, fake_statistics
+from compressor.statistics.statistics import ALL
 
 BUILT_IN = [
     "aimer", "auto", "count_guided", "data_centric", "enumerate_subsets", "gated_mass", "hc_smoe", "hub_guided",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compressor
-from compressor.calibration.batches import Calibration, calibrate
+from compressor.data.batches import Calibration, calibrate
 from compressor.errors import CompressionError
 from compressor.report import measuring as report_measuring
 from compressor.report.data import LayerMeasures, Measured, report_data

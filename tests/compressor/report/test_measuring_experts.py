@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.statistics import mix_tokens
 from compressor.grouping.similarity import closeness, linear_cka
 from compressor.model.opened import OpenModel
 from compressor.plans.plan import CompressionPlan, LayerPlan, Source
@@ -21,6 +20,7 @@ from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring_experts import likeness_of, sample_size
 from compressor.report.measuring_pass import measure_layers
+from compressor.statistics.statistics import mix_tokens
 from tests.opened import batches, one_expert, opened, plain_calls
 from tests.plugins import install
 

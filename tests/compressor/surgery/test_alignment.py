@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import compressor
-from compressor.calibration.collecting import collect
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups, merge_needs
 from compressor.grouping.learned import learn_coefficients
@@ -22,6 +21,7 @@ from compressor.model.experts import Parameters, expert_parameters
 from compressor.model.opened import open_model
 from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
+from compressor.statistics.collecting import collect
 from compressor.surgery.alignment import aligned_experts, matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import batches, calibration, one_expert

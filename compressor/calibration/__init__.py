@@ -1,1 +1,0 @@
-"""From text to batches to the statistics of a layer."""

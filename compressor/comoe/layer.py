@@ -1,0 +1,99 @@
+"""One linear layer with LoRA experts and a router beside it (CoMoE, equations 1 to 3).
+
+Letters: T tokens, E experts, K of them activated, r rank, D_in and D_out features of the linear layer.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compressor.comoe.config import ComoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one call of a layer saw, for the contrastive loss and for counting."""
+
+    inner: Tensor  # [T, E, r], A_i x of every expert
+    chosen: Tensor  # [T, K], the activated ones, the most important first
+
+
+class LoraExperts(nn.Module):
+    """y = W x + scaling * sum_i g_i(x) B_i A_i x, with g renormalised over the K most important experts.
+
+    W stays as it is; the experts and the router compute in float32. B begins at 0, so y is W x exactly.
+    """
+
+    def __init__(self, base: nn.Linear, config: ComoeConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base, self.config, self.top_k, self.scaling = base, config, config.top_k, config.scaling
+        self.dropout = nn.Dropout(config.dropout)
+        experts, rank = config.experts, config.rank
+        bound = 1 / math.sqrt(base.in_features)  # as `nn.Linear` and LoRA's A begin
+
+        def begin(*shape: int) -> nn.Parameter:
+            drawn = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+            return nn.Parameter(drawn.to(base.weight.device))
+
+        self.router = begin(experts, base.in_features)  # [E, D_in]
+        self.down = begin(experts, rank, base.in_features)  # A, [E, r, D_in]
+        zeros = torch.zeros(experts, base.out_features, rank, device=base.weight.device)
+        self.up = nn.Parameter(zeros)  # B, [E, D_out, r]
+        self.watched: list[Seen] | None = None  # grows by a `Seen` with each call while somebody watches
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the linear layer, for code that looks at it."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the linear layer, for code that looks at it."""
+        return self.base.bias
+
+    def gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Equation 3: the weights g of all experts, 0 for those not chosen, and the chosen: [T, E], [T, K].
+
+        Of experts that are equally important the lower number is chosen.
+        """
+        importance = (tokens @ self.router.T).softmax(-1)
+        chosen = importance.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
+        weights = importance.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return torch.zeros_like(importance).scatter(1, chosen, weights), chosen
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., D_in] -> [..., D_out]."""
+        straight: Tensor = self.base(hidden)
+        tokens = hidden.reshape(-1, hidden.shape[-1]).to(torch.float32)
+        weights, chosen = self.gates(tokens)
+        inner = torch.einsum("ti,eri->ter", self.dropout(tokens), self.down)
+        if self.watched is not None:
+            self.watched.append(Seen(inner, chosen))
+        added = torch.einsum("ter,eor->to", inner * weights.unsqueeze(-1), self.up) * self.scaling
+        return straight + added.to(straight.dtype).reshape(straight.shape)
+
+    def outputs(self, inner: Tensor) -> Tensor:
+        """What each expert answers, B_i A_i x: [T, E, r] -> [T, E, D_out]."""
+        return torch.einsum("ter,eor->teo", inner, self.up)
+
+
+def comoe_layers(model: nn.Module) -> dict[str, LoraExperts]:
+    """The layers with experts beside them, by name; none of a model without."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraExperts)}
+
+
+@contextmanager
+def watching(layers: Mapping[str, LoraExperts]) -> Iterator[None]:
+    """Meanwhile every call of these layers is kept in their `watched`; take it away before the next forward."""
+    for layer in layers.values():
+        layer.watched = []
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.watched = None

@@ -1,0 +1,199 @@
+"""From a source to documents, and from documents to rows of tokens: no more is tokenised than is asked for."""
+
+import io
+import itertools
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE, is_file
+from compressor.demo.evaluation import load_documents
+from compressor.errors import CompressionError, faults_told, first_line, reason_of
+from compressor.model.chat import ChatTemplate
+from compressor.model.tokenizer import first_tokens, no_token, says_something
+
+OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
+PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
+MOST_LETTERS = 2**27  # of a document, or of the line that holds one
+REMEDIES = ("split it up", "restore the tokenizer from its source or mend the text")
+SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
+
+
+def _document(entry: Any, template: ChatTemplate, where: str) -> str:
+    if not isinstance(entry, dict):
+        raise CompressionError(f"{where}: each line should be a JSON object with 'text' or 'messages'")
+    if isinstance(entry.get("text"), str):
+        return _whole(entry["text"], where)
+    if isinstance(entry.get("messages"), list):
+        if not template:
+            raise CompressionError(
+                f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
+            )
+        try:
+            templated = template.render(entry["messages"])
+        except Exception as error:  # a template raises what it likes
+            raise CompressionError(
+                f"{where}: the chat template cannot take these messages ({reason_of(error)}); mend or remove them, or "
+                "give lines with 'text'"
+            ) from error
+        return _whole(templated, where)
+    raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
+
+
+def _whole(text: str, where: str) -> str:
+    """The text, refused if it holds half of a character, which JSON can write and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CompressionError(f"{where} has {text[error.start]!r}, half a character; mend or remove it") from error
+    return text
+
+
+def _file_documents(path: Path, template: ChatTemplate, purpose: str) -> list[str]:
+    """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            lines = _lines(stream, path)
+            if path.suffix in (".jsonl", ".json"):
+                found = [
+                    _json_document(line, template, f"{path}, line {number}") for number, line in lines if line.strip()
+                ]
+            else:
+                found = list(_paragraphs(lines, path))
+    except OSError as error:
+        raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
+    return [document for document in found if document.strip()]
+
+
+def _lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
+    """Each line after its number; refuses one that is longer than any document."""
+    number = 0
+    try:
+        while line := stream.readline(MOST_LETTERS + 1):
+            number += 1
+            if len(line) > MOST_LETTERS:
+                raise CompressionError(f"{path}, line {number} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
+            yield number, line
+    except UnicodeDecodeError as error:
+        place = stream.buffer.tell() - len(error.object) + error.start  # in the file, of which that is the part read
+        raise CompressionError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
+        ) from error
+
+
+def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
+    """What stands between blank lines."""
+    paragraph, letters = io.StringIO(), 0
+    for number, line in itertools.chain(lines, [(0, "\n")]):
+        if line != "\n":
+            letters += paragraph.write(line)
+            if letters > MOST_LETTERS:
+                raise CompressionError(
+                    f"{path}, line {number}: the document has more than {MOST_LETTERS:,} letters; put blank lines "
+                    "between documents"
+                )
+        elif letters:
+            yield paragraph.getvalue().removesuffix("\n") + "\n"
+            paragraph, letters = io.StringIO(), 0
+
+
+def _json_document(line: str, template: ChatTemplate, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
+    return _document(entry, template, where)
+
+
+def _dataset_documents(source: str, seed: int, template: ChatTemplate, purpose: str) -> Iterator[str]:
+    """Documents of a `datasets` id, streamed; `id:config` names a configuration."""
+    import datasets
+
+    name, _, config = source.partition(":")
+    if source == DEFAULT_SOURCE:
+        config = "en"
+    try:
+        stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
+        for entry in stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
+            yield _document(entry, template, f"data set {source}")
+    except CompressionError:
+        raise
+    except Exception as error:
+        raise CompressionError(
+            f"{purpose} data {source!r} is no file, and cannot be read as a data set ({first_line(error)}); "
+            f"pass {OPTIONS[purpose]} with a text or JSONL file, a data set id, or 'demo'"
+        ) from error
+
+
+def documents(source: str, seed: int, template: ChatTemplate, purpose: str = "calibration") -> Iterable[str]:
+    """Documents of a file, a data set or the demo in the order of the seed; a data set is read as they are taken."""
+    path = Path(source)
+    if source == DEMO_SOURCE and not os.path.exists(source):
+        found = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
+    elif is_file(source):
+        found = _file_documents(path, template, purpose)
+    elif os.path.isdir(path):
+        raise CompressionError(
+            f"{purpose} {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
+        )
+    elif path.suffix in (".txt", ".jsonl", ".json"):
+        raise CompressionError(
+            f"{purpose} file {source} does not exist; name a text or JSONL file, a data set id, or 'demo'"
+        )
+    else:
+        return _dataset_documents(source, seed, template, purpose)
+    if not found:
+        raise CompressionError(f"{purpose} file {source} is empty; give it some text")
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def pack(documents: Iterable[str], tokenizer: Any, samples: int, length: int) -> Tensor:
+    """Token ids of the documents, each ended by the end-of-text token, as one row of at most samples * length ids.
+
+    Raises `CompressionError` where the tokenizer has no token for any of the text.
+    """
+    separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    wanted, ids, silent = samples * length, list[int](), 0  # characters before the first token that stands for some
+    heard = False
+    for document in documents:
+        own = first_tokens(tokenizer, document, wanted - len(ids))
+        heard, silent = heard or says_something(tokenizer, own), silent + len(document.strip())
+        ids += own + separator
+        if len(ids) >= wanted or (not heard and silent > PATIENCE):
+            break
+    if silent and not heard:
+        raise no_token("the text")
+    return torch.tensor(ids[:wanted], dtype=torch.long)
+
+
+def as_rows(ids: Tensor, length: int) -> Tensor:
+    """[T] -> [n, length], leaving out what does not fill a sequence; [1, T] if there is nothing else."""
+    whole = ids.numel() // length
+    return ids[: whole * length].view(whole, length) if whole else ids[None]
+
+
+def read_rows(
+    source: str, tokenizer: Any, samples: int, length: int, seed: int, vocab: int, purpose: str = "calibration"
+) -> Tensor:
+    """Sequences [n, L] of a source: as many as asked for, or as there are, a single shorter one at the least."""
+    previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
+    try:
+        told = faults_told(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES)
+        with told, ChatTemplate(tokenizer) as template:
+            ids = pack(documents(source, seed, template, purpose), tokenizer, samples, length)
+    finally:
+        tokenizer.model_max_length = previous
+    if ids.numel() < 2:
+        raise CompressionError(f"{purpose} data {source} gives {ids.numel()} tokens; give it more text")
+    if int(ids.max()) >= vocab:
+        raise CompressionError(
+            f"the tokenizer makes token {int(ids.max())}, the model knows {vocab}; they do not belong together"
+        )
+    return as_rows(ids, length)

@@ -1,0 +1,1 @@
+"""What is measured of MoE layers while text passes them."""

@@ -1,0 +1,217 @@
+"""Collecting statistics: one pass over the layers measures what strategies need, each source's tokens apart."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.batches import Calibration, sample_positions
+from compressor.distributed.present import here
+from compressor.errors import CompressionError
+from compressor.memory import give_back
+from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.progress import Progress
+from compressor.statistics.handing import handed, unpacked
+from compressor.statistics.statistics import (
+    RECONSTRUCTION,
+    SAMPLE_TOKENS,
+    Collector,
+    LayerStatistics,
+    combined,
+    needs_data,
+    needs_heldout,
+)
+
+_Part = tuple[int, bool]  # number of the source, whether held out
+
+
+class Routers:
+    """Router modules of the smaller models, built on meta when a strategy asks for one."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self.model, self.built = model, dict[int, Any]()
+
+    def get(self, layer: MoeLayer, count: int) -> Any:
+        """The router module of this layer in a model with `count` experts."""
+        if count not in self.built:
+            self.built[count] = build_meta(self.model.architecture.with_experts(count), torch.float32)
+        return self.built[count].get_submodule(layer.router)
+
+
+class Observers:
+    """One layer's collectors: one for each source's tokens, and one for those held out of each, where needed."""
+
+    def __init__(
+        self,
+        model: OpenModel,
+        layer: MoeLayer,
+        needs: frozenset[str],
+        calibration: Calibration,
+        routers: Routers,
+        seed: int,
+        per_source: bool = False,
+    ) -> None:
+        self.layer, self.routers, self.needs, self.per_source = layer, routers, needs, per_source
+        self.shares = calibration.weights
+        batches = range(len(calibration.batches))
+        parts = [(calibration.source_of(batch), batch in calibration.heldout) for batch in batches]
+        self.parts, self.seed, self.watched = parts, seed, model.partial.model
+        self.sizes = [batch.numel() for batch in calibration.batches]
+        self.positions: dict[_Part, Tensor] = {}  # of the sample, in each part
+        self.starts: list[int] = []  # of each batch in its part
+        for part in sorted(set(parts)):
+            tokens = sum(self.sizes[batch] for batch in batches if parts[batch] == part)
+            self.positions[part] = sample_positions(tokens, round(SAMPLE_TOKENS * self.shares[part[0]]), seed)
+        for batch in batches:
+            self.starts.append(sum(self.sizes[other] for other in range(batch) if parts[other] == parts[batch]))
+        self.collectors = {part: self._collector(part, torch.arange(0), []) for part in sorted(set(parts))}
+        self.seen: dict[int, Collector] = {}  # what each batch has shown, until it is added to its part's
+        self.active: Collector | None = None
+
+    def _collector(self, part: _Part, positions: Tensor, sizes: list[int]) -> Collector:
+        wanted = RECONSTRUCTION if part[1] else self.needs
+        if sizes and needs_heldout(self.needs):  # so that every rank knows what the router is called with
+            wanted |= {"router_arguments"}
+        return Collector(self.layer, self.watched, wanted, positions, sizes, self.seed)
+
+    def enter(self, batch: int) -> None:
+        """The batch of this number is about to run: observe it."""
+        self.detach()
+        part, start, size = self.parts[batch], self.starts[batch], self.sizes[batch]
+        if part[1] and not needs_heldout(self.needs):
+            return
+        if here().is_alone:  # batches run in their order
+            self._add()
+        positions = self.positions[part]
+        inside = (positions >= start) & (positions < start + size)
+        self.active = self.seen[batch] = self._collector(part, positions[inside] - start, [size])
+        self.active.enter(0)
+
+    def detach(self) -> None:
+        """Stop observing."""
+        if self.active is not None:
+            self.active.detach()
+        self.active = None
+
+    def _add(self) -> None:
+        """Add what batches have shown, in their order, to what their parts have."""
+        for batch, collector in sorted(self.seen.items()):
+            self.collectors[self.parts[batch]].absorb(collector)
+        self.seen.clear()
+
+    def _gather(self) -> None:
+        """Have the first rank see what every rank's batches have shown."""
+        like = {name: meter for collector in self.seen.values() for name, meter in collector.meters.items()}
+        packed = handed(self.seen)
+        self.seen = {} if not here().is_first else self.seen
+        for content in here().gathered(packed)[1:]:
+            for batch, tensors in unpacked(content).items():
+                self.seen[batch] = self._collector(self.parts[batch], torch.arange(0), [])
+                self.seen[batch].restore(tensors, like)
+
+    def finish(self) -> LayerStatistics:
+        """The statistics of the layer, with the held-out tokens' among them where they are needed.
+
+        Of several ranks the first has them, of the batches of all; the others get the bare layer.
+        """
+        self.detach()
+        if not here().is_alone:
+            self._gather()
+            if not here().is_first:
+                return LayerStatistics(self.layer, seed=self.seed)
+        self._add()
+
+        def smaller(count: int) -> Any:
+            return self.routers.get(self.layer, count)
+
+        def of(heldout: bool) -> dict[int, Collector]:
+            return {n: self.collectors[n, held] for n, held in sorted(self.collectors) if held is heldout}
+
+        def together(parts: dict[int, Collector]) -> Collector:
+            return combined(list(parts.values()), [self.shares[source] for source in parts])
+
+        judged, fit, held = needs_heldout(self.needs), of(False), of(True)
+        heldout = together(held).finish(smaller) if judged else None
+        whole = together(fit)
+        several = self.per_source and len(fit) > 1
+        own = {n: held[n].finish(smaller) for n in held} if several and judged and len(held) > 1 else {}
+        parts = tuple(fit[n].finish(smaller, own.get(n, heldout)) for n in fit) if several else ()
+        return whole.finish(smaller, heldout, parts)
+
+
+def collect(
+    model: OpenModel,
+    needs: frozenset[str],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    per_source: bool = False,
+    end: LayerVisitor | None = None,
+) -> Iterator[LayerStatistics]:
+    """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
+
+    Needs that are met by weights alone load the experts and run nothing. `per_source` keeps each calibration source's
+    own statistics too. For the sake of a visitor `end` the batches go on to the model's output.
+    """
+    routers = Routers(model)
+    if calibration is None:
+        if needs_data(needs):
+            raise CompressionError("this strategy needs calibration data; pass --calibration")
+        yield from _from_weights(model, needs, routers, progress, seed)
+        return
+    if needs_heldout(needs) and not calibration.heldout:
+        raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
+    by_unit = layers_by_unit(model.architecture.layers)
+    watching = _Watching(by_unit, lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
+    batches, units = calibration.batches, model.architecture.units
+    wanted, finishing = (by_unit, range(0)) if end is None else (units, range(len(batches)))
+    stream = LayerStream(model.partial, batches, units, wanted, finishing, own=here().own(batches))
+    progress.start("calibrate and plan", len(model.architecture.layers))
+    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching, *([end] if end else []))) as passed:
+        torch.manual_seed(seed)
+        try:
+            for _ in passed:
+                for seen in watching.active:
+                    yield seen.finish()
+                    progress.advance(seen.layer.name)
+                watching.active = []  # before their layer's memory is given back
+        finally:
+            for seen in watching.active:
+                seen.detach()
+
+
+def _from_weights(
+    model: OpenModel, needs: frozenset[str], routers: Routers, progress: Progress, seed: int
+) -> Iterator[LayerStatistics]:
+    layers, partial = model.architecture.layers, model.partial
+    if not here().is_first:
+        yield from (LayerStatistics(layer, seed=seed) for layer in layers)
+        return
+    progress.start("plan", len(layers))
+    for layer in layers:
+        partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
+        collector = Collector(layer, partial.model, needs, torch.zeros(0), [], seed)
+        try:
+            yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
+        finally:
+            partial.release(layer.block)
+            give_back()
+        progress.advance(layer.name)
+
+
+class _Watching(LayerVisitor):
+    """Has the observers of each layer watch the batches that pass it."""
+
+    def __init__(self, layers: Mapping[str, list[MoeLayer]], observers: Callable[[MoeLayer], Observers]) -> None:
+        self.layers, self.observers, self.active = layers, observers, list[Observers]()
+
+    def loaded(self, unit: str) -> None:
+        self.active = [self.observers(layer) for layer in self.layers.get(unit, ())]
+
+    def entering(self, batch: int) -> None:
+        for observers in self.active:
+            observers.enter(batch)

@@ -1,0 +1,298 @@
+"""Statistics of one MoE layer, collected while every calibration batch passes it; frozen afterwards.
+
+A statistic is a meter in `compressor.statistics.meters` and a line of `LayerStatistics`.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.buffers import as_arguments
+from compressor.model.experts import observed_forward
+from compressor.statistics.meters import METERS
+from compressor.statistics.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterArguments, RouterCall
+from compressor.statistics.read_only import ReadOnly, opened
+from compressor.statistics.samples import mix_tokens
+
+__all__ = [
+    "ALL",
+    "ATTRIBUTED",
+    "DENSE",
+    "HELDOUT",
+    "RECONSTRUCTION",
+    "ROUTED",
+    "ROUTED_OUTPUTS",
+    "SAMPLED",
+    "SAMPLE_TOKENS",
+    "WEIGHTS",
+    "Collector",
+    "LayerStatistics",
+    "LayerWeights",
+    "RouterArguments",
+    "check_needs",
+    "combined",
+    "mix_tokens",
+    "needs_attribution",
+    "needs_data",
+    "needs_heldout",
+]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
+
+
+def _of(kind: str) -> frozenset[str]:
+    return frozenset(name for name, meter in METERS.items() if meter.kind == kind)
+
+
+ROUTED, SAMPLED, DENSE, WEIGHTS, HELDOUT, ATTRIBUTED = map(
+    _of, ("routed", "sampled", "dense", "weights", "heldout", "attributed")
+)
+ROUTED_OUTPUTS = _of("routed outputs")  # need every output: a slower forward
+ALL = frozenset(METERS)
+RECONSTRUCTION = frozenset(
+    {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
+)  # what the output of a planned layer can be computed from
+
+
+class _Collected(Generic[T]):
+    """A statistic of a layer; one that was not declared as a need is an error, not a guess."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, stats: "LayerStatistics | None", owner: type) -> T:
+        if stats is None:
+            return cast(T, self)
+        if self.name not in stats.values:
+            raise CompressionError(
+                f"statistic {self.name!r} was not collected for {stats.layer.name}; the strategy must declare it in "
+                "its NEEDS"
+            )
+        return cast(T, stats.values[self.name])
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What was measured of one layer, read-only; shapes and meanings stand with the meters.
+
+    A statistic that was not declared as a need is a `CompressionError`. `values` holds those that were, by name.
+    """
+
+    layer: MoeLayer
+    tokens: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    by_source: tuple["LayerStatistics", ...] = ()  # the same of each calibration source, where that was asked for
+
+    routed_count = _Collected[Tensor]()
+    gate_weight_sum = _Collected[Tensor]()
+    probability_sum = _Collected[Tensor]()
+    norm_sum = _Collected[Tensor]()
+    squared_norm_sum = _Collected[Tensor]()
+    gated_norm_sum = _Collected[Tensor]()
+    squared_gate_sum = _Collected[Tensor]()
+    squared_gate_output_sum = _Collected[Tensor]()
+    squared_gated_norm_sum = _Collected[Tensor]()
+    inputs = _Collected[Tensor]()
+    router_logits = _Collected[Tensor]()
+    top_k_index = _Collected[Tensor]()
+    top_k_weights = _Collected[Tensor]()
+    router_arguments = _Collected[RouterArguments]()
+    expert_outputs = _Collected[Tensor]()
+    mixed_outputs = _Collected[Tensor]()
+    weights = _Collected[LayerWeights]()
+    heldout = _Collected["LayerStatistics"]()
+    rank_change = _Collected[Tensor]()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _Values(self.values, self.layer.name))
+
+    def adding(self, **values: Any) -> "LayerStatistics":
+        """The same with these statistics too, by name."""
+        return replace(self, values={**self.values, **values})
+
+
+class _Values(Mapping[str, Any]):
+    """Statistics by name, the tensors read-only, anew each time they are asked for."""
+
+    def __init__(self, values: Mapping[str, Any], layer: str) -> None:
+        self._values, self._layer = {name: opened(value) for name, value in values.items()}, layer
+
+    def __getitem__(self, name: str) -> Any:
+        value, label = self._values[name], f"statistic {name!r} of {self._layer}"
+        if isinstance(value, Tensor):
+            return ReadOnly(value, label)
+        if not isinstance(value, RouterArguments):
+            return value
+
+        def guarded(place: int | str, argument: Any) -> Any:  # others are the layer's own tensors
+            return argument if value.dims.get(place) is None else ReadOnly(opened(argument), label)
+
+        positional = tuple(guarded(place, argument) for place, argument in enumerate(value.positional))
+        by_keyword = {place: guarded(place, argument) for place, argument in value.by_keyword.items()}
+        return replace(value, positional=positional, by_keyword=MappingProxyType(by_keyword))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def check_needs(needs: frozenset[str], strategy: str) -> None:
+    """Refuse a need that nobody can measure, before anything is read."""
+    if unknown := sorted(needs - ALL):
+        raise CompressionError(
+            f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
+            f"{', '.join(sorted(ALL))}"
+        )
+
+
+def needs_data(needs: frozenset[str]) -> bool:
+    """Whether calibration data must run through the model for these needs."""
+    return bool(needs - WEIGHTS)
+
+
+def needs_heldout(needs: frozenset[str]) -> bool:
+    """Whether a part of the calibration data must be held out for these needs."""
+    return bool(needs & HELDOUT)
+
+
+def needs_attribution(needs: frozenset[str]) -> bool:
+    """Whether the routers' logits must be attributed for these needs."""
+    return bool(needs & ATTRIBUTED)
+
+
+class Collector:
+    """Has the meters of `needs` observe one layer while batches of so many tokens (`sizes`) pass it.
+
+    `positions` [S] are the tokens of the sample, numbered through all batches.
+    """
+
+    def __init__(
+        self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: Tensor, sizes: list[int], seed: int
+    ) -> None:
+        self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT - ATTRIBUTED, seed
+        self.positions, self.sizes = positions, sizes
+        self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.batch, self.tokens = 0, 0
+        experts, router, block = (model.get_submodule(name) for name in (layer.name, layer.router, layer.block))
+        self.observed = Observed(layer, experts, router, block, seed)
+        self.meters: dict[str, Meter] = {
+            name: meter(self.observed) for name, meter in METERS.items() if name in self.needs
+        }
+        self.handles: list[Any] = []
+
+    def enter(self, batch: int) -> None:
+        """Observe this batch, numbered among the collector's own; the stock computation is not changed."""
+        self.batch = batch
+        experts = self.observed.experts
+        self.handles = [
+            experts.register_forward_pre_hook(self._before_experts),
+            self.observed.router.register_forward_hook(self._after_router, with_kwargs=True),
+        ]
+        if any(meter.outputs for meter in self.meters.values()):
+            experts.forward = partial(observed_forward, experts, observe=self._observe_outputs)
+
+    def detach(self) -> None:
+        """Stop observing; the module is as it was."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        self.observed.experts.__dict__.pop("forward", None)
+
+    def _rows(self, tokens: int) -> Tensor:
+        """Rows of the current batch that belong to the sample."""
+        if tokens != self.sizes[self.batch]:
+            return torch.arange(0)
+        start = self.starts[self.batch]
+        inside = (self.positions >= start) & (self.positions < start + tokens)
+        return self.positions[inside] - start
+
+    def _before_experts(self, module: Any, args: tuple[Tensor, ...]) -> None:
+        hidden, index, weights = args
+        if hidden.numel() == 0:
+            return
+        if not bool(torch.isfinite(hidden.sum(dtype=torch.float32))) and not bool(torch.isfinite(hidden).all()):
+            raise CompressionError(
+                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
+            )
+        self.tokens += len(hidden)
+        call = ExpertsCall(hidden, index, weights, self._rows(len(hidden)))
+        for meter in self.meters.values():
+            meter.experts_called(call)
+
+    def _after_router(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
+    ) -> None:
+        logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
+        call = RouterCall(logits, as_arguments(args, kwargs), self._rows(len(logits)))
+        for meter in self.meters.values():
+            meter.router_called(call)
+
+    def _observe_outputs(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
+        norms = outputs.double().norm(dim=-1)
+        for meter in self.meters.values():
+            meter.expert_ran(expert, weights, norms)
+            meter.expert_put_out(expert, weights, outputs)
+
+    def absorb(self, other: Self, scale: float = 1.0) -> None:
+        """Take in what another collector of the same layer has seen, its sums times `scale`."""
+        self.tokens += other.tokens
+        for name, meter in self.meters.items():
+            meter.absorb(other.meters[name], scale)
+
+    def restore(self, tensors: Mapping[str, list[Tensor]], like: Mapping[str, Meter]) -> None:
+        """Have seen what a collector of another process has (`compressor.statistics.handing`).
+
+        `like` are meters of the same layer that have watched a batch here.
+        """
+        self.tokens = int(tensors[""][0])
+        for name, meter in self.meters.items():
+            if name in tensors:
+                meter.restore(tensors[name], like.get(name, meter))
+
+    def finish(
+        self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
+    ) -> LayerStatistics:
+        """Stop observing, compute the dense statistics, and freeze."""
+        self.detach()
+        sampling = [meter for name, meter in self.meters.items() if name in SAMPLED | DENSE]
+        if sampling and self.tokens and not any(meter.sampled for meter in sampling):
+            logger.warning(
+                "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
+            )
+        values = {name: meter.finish(smaller_router) for name, meter in self.meters.items()}
+        if heldout is not None:
+            values["heldout"] = heldout
+        return LayerStatistics(self.layer, self.tokens, values, self.seed, by_source)
+
+
+def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collector:
+    """One collector that has seen what all have, each source's sums weighted to its share of all tokens."""
+    first, tokens = collectors[0], sum(collector.tokens for collector in collectors)
+    if len(collectors) == 1:
+        return first
+    whole = Collector(first.layer, first.model, first.needs, first.positions, [], first.seed)
+    for collector, share in zip(collectors, shares, strict=True):
+        whole.absorb(collector, share / sum(shares) * tokens / max(collector.tokens, 1))
+    return whole
+
+
+def _as_logits(scores: Tensor) -> Tensor:
+    """A router's logits in float32, [T, E]; of one that hands on probabilities, the logarithms: same softmax."""
+    scores = scores.detach().float()
+    if len(scores) and bool((scores >= 0).all()) and bool(((scores.sum(-1) - 1).abs() < 1e-2).all()):
+        return scores.clamp(min=torch.finfo(torch.float32).tiny).log()
+    return scores

@@ -1,0 +1,252 @@
+"""Layers in order, each on what the compressed earlier layers make of the calibration text.
+
+For each layer: run the original on the batches that have come as far as it, plan it (or take the plan that there is),
+cut it, correct it toward what the original put out, and let the batches pass the smaller layer. One pass, one layer in
+memory.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from compressor.data.batches import Calibration
+from compressor.distributed.present import here
+from compressor.errors import CompressionError
+from compressor.evaluation.heldout import Judge
+from compressor.memory import give_back
+from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
+from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
+from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
+from compressor.plans.plan import LayerPlan
+from compressor.progress import Progress
+from compressor.statistics.collecting import Observers, Routers
+from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.correct.cut_layer import Recording
+from compressor.steps.correct.refit import Correction, correct_layer
+from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
+
+Decide = Callable[[LayerStatistics], LayerPlan]
+Visited = Callable[[MoeLayer, torch.Tensor, int], None]  # told the visits [N] of a smaller layer, on so many tokens
+UNCORRECTED = Correction()
+COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What is done to every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
+
+    `measure` has the error of layers measured that are not corrected. `visited` is told whom the batches that pass the
+    smaller layers visit there, held-out ones excepted.
+    """
+
+    experts: int  # kept in each
+    decide: Decide
+    needs: frozenset[str] = frozenset()
+    correction: Correction = UNCORRECTED
+    seed: int = 0
+    measure: bool = False
+    visited: Visited | None = None
+
+
+class ShadowModel:
+    """The stock model with fewer experts on meta; one decoder layer of it at a time is filled and takes over."""
+
+    def __init__(self, model: OpenModel, experts: int) -> None:
+        self.partial = model.partial
+        self.model = build_meta(model.architecture.with_experts(experts), model.partial.dtype)
+        self.filled: str | None = None  # the layer that is
+        self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
+
+    def fill(self, unit: str, cut: Mapping[str, torch.Tensor]) -> None:
+        """Fill a layer with the cut tensors and, for the rest, the original's own, which must be loaded.
+
+        Tensors are shared, not copied.
+        """
+        original = self.partial.model.get_submodule(unit)
+        for key in self.partial.keys_under(unit):
+            module, name = parent_and_name(self.partial.model, key)
+            set_tensor(self.model, key, cut[key] if key in cut else getattr(module, name))
+        for name, part in self.model.get_submodule(unit).named_modules():
+            for key in part._non_persistent_buffers_set:
+                part._buffers[key] = original.get_submodule(name)._buffers[key]
+        self.filled = unit
+
+    def empty_again(self) -> None:
+        """Empty the layer that is filled, if one is."""
+        if self.filled is not None:
+            for key in self.partial.keys_under(self.filled):
+                set_tensor(self.model, key, self.empty[key])
+        self.filled = None
+
+
+@dataclass(slots=True)
+class _InOrder(LayerVisitor):
+    """One layer at a time of a pass in order."""
+
+    model: OpenModel
+    work: LayerWork
+    calibration: Calibration | None
+    files: CutFiles | None
+    progress: Progress
+    plans: dict[str, LayerPlan] = field(default_factory=dict)
+    active: list[Observers | Recording] = field(default_factory=list)  # what watches the batches of a replay
+    shadow: ShadowModel = field(init=False)
+    routers: Routers = field(init=False)
+    by_unit: dict[str, list[MoeLayer]] = field(init=False)
+    told: list[Callable[[], None]] = field(default_factory=list)  # to do when all batches have passed the layer
+    batch: int = 0  # the one that runs
+
+    def __post_init__(self) -> None:
+        self.shadow, self.routers = ShadowModel(self.model, self.work.experts), Routers(self.model)
+        self.by_unit = layers_by_unit(self.model.architecture.layers)
+
+    def before(self, unit: str, replay: Replay) -> None:
+        """Have the smaller layer take over the loaded one."""
+        layers = self.by_unit.get(unit, [])
+        if layers and not self._from_files(unit, layers):
+            self._compress(unit, layers, replay)
+        if self.work.visited is not None and self.calibration is not None:
+            self.told = [self._counting(layer, self.work.visited, self.calibration) for layer in layers]
+
+    def _counting(self, layer: MoeLayer, visited: Visited, data: Calibration) -> Callable[[], None]:
+        """Count who visits whom in a smaller layer, until the function that is returned tells it."""
+        counts, fit = torch.zeros(self.work.experts, dtype=torch.int64), {*range(len(data.batches))} - data.heldout
+
+        def count(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            _, index, weights = args
+            if self.batch in fit:
+                counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
+
+        handle = self.shadow.model.get_submodule(layer.name).register_forward_pre_hook(count)
+
+        def tell() -> None:
+            handle.remove()
+            visited(layer, here().summed(counts), sum(data.batches[number].numel() for number in fit))
+
+        return tell
+
+    def entering(self, batch: int) -> None:
+        self.batch = batch
+        for watching in self.active:
+            watching.enter(batch)
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
+
+    def passed(self, unit: str) -> None:
+        if unit in self.by_unit:
+            for tell in self.told:
+                tell()
+            self.told = []
+            self.shadow.empty_again()
+            self.progress.advance(unit)
+
+    def _from_files(self, unit: str, layers: list[MoeLayer]) -> bool:
+        """Take what an earlier run has cut, if it has cut all of these layers."""
+        if self.files is None:
+            return False
+        found = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
+        if len(found) < here().told(lambda: len(found)):
+            raise CompressionError(f"rank {here().rank} does not see {unit} in {self.files.folder}, which rank 0 sees")
+        if not here().told(lambda: len(found) == len(layers)):
+            return False
+        self.plans.update(found)
+        device = self.model.partial.device
+        cut = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
+        self._take_over(unit, layers, cut)
+        return True
+
+    def _compress(self, unit: str, layers: list[MoeLayer], replay: Replay) -> None:
+        """Plan, cut, correct and keep the layers of a unit."""
+        statistics, recordings = self._watched(layers, replay)
+        for layer, seen in zip(layers, statistics, strict=True):
+            self.plans[layer.name] = self.work.decide(seen)
+        del statistics
+        self._take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
+        for layer, recording in zip(layers, recordings, strict=False):
+            give_back()
+            writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
+            figures = correct_layer(self.shadow.model, layer, recording, self.work.correction, self.work.seed, writing)
+            plan = self.plans[layer.name]
+            self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
+        give_back()
+        state = self.shadow.model.state_dict()
+        for layer in layers:
+            made = {key: state[key] for key in cut_keys(layer)}
+            if not here().is_alone:
+                sums = [float(value.sum(dtype=torch.float64)) for value in made.values()]
+                here().agreed(sums, f"result for {layer.name}")
+            if self.files is not None and here().takes_turn(layer.index):
+                self.files.save(self.plans[layer.name], layer, made)
+
+    def _take_over(self, unit: str, layers: list[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
+        """Fill the smaller layer, and give the original experts' memory back."""
+        self.shadow.fill(unit, cut)
+        for layer in layers:
+            self.model.partial.release(layer.name)
+
+    def _watched(self, layers: list[MoeLayer], replay: Replay) -> tuple[list[LayerStatistics], list[Recording]]:
+        """What the original layer shows on the calibration batches: statistics, and what to correct toward."""
+        work, calibration = self.work, self.calibration
+        bare = [LayerStatistics(layer, seed=work.seed) for layer in layers]
+        if calibration is None:
+            return bare, []
+        observers = [
+            Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
+            for layer in (layers if work.needs else ())
+        ]
+        wanted = work.measure or work.correction.wanted
+        recordings = [Recording(layer, calibration.tokens, calibration.heldout) for layer in (layers if wanted else ())]
+        for recording in recordings:
+            recording.attach(self.model.partial.model)
+        self.active = [*observers, *recordings]
+        if self.active:
+            replay(range(len(calibration.batches)))
+        self.active = []
+        for recording in recordings:
+            recording.detach()
+        return [watching.finish() for watching in observers] or bare, recordings
+
+
+def compress_in_order(
+    model: OpenModel,
+    work: LayerWork,
+    calibration: Calibration | None,
+    progress: Progress,
+    files: CutFiles | None = None,
+    judge: Judge | None = None,
+    phase: str = "correct",
+    end: LayerVisitor | None = None,
+) -> tuple[LayerPlan, ...]:
+    """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
+
+    `files` keeps the cut layers, and those that it has are not made again. The batches of `judge` run through the
+    compressed model to its end; so do the calibration's for the sake of a visitor `end`.
+    """
+    refuse_shared_experts(model)
+    batches = () if calibration is None else calibration.batches
+    state = _InOrder(model, work, calibration, files, progress)
+    visitors: list[LayerVisitor] = [state]
+    evaluation: list[torch.Tensor] = []
+    if judge is not None:
+        judge.first, evaluation = len(batches), judge.tokens
+        visitors.append(judge)
+    if end is not None:
+        visitors.append(end)
+    units = model.architecture.units
+    stream = LayerStream(
+        model.partial,
+        [*batches, *evaluation],
+        units,
+        wanted=units if evaluation or end else state.by_unit,
+        finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
+        own=here().own(batches, evaluation),
+    )
+    progress.start(phase, len(state.by_unit))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(work.seed)
+        stream.run(*visitors)
+    here().wait()  # until all layers are kept
+    return tuple(state.plans[layer.name] for layer in model.architecture.layers)

@@ -1,0 +1,212 @@
+"""Output-space correction of one cut layer: refit the survivors until the original layer's output comes back.
+
+`ridge` refits the down projections in closed form; `tune` goes on from there with optimiser steps on router, gate, up
+and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from compressor.distributed.present import here
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.loading import parent_and_name, set_tensor
+from compressor.steps.correct.cut_layer import CutLayer, Recording
+from compressor.steps.correct.ridge import refit_down
+from compressor.steps.correct.tuning import STEPS, TOKENS, Schedule, tune
+
+RATE = 0.3  # of tuning, times the error that is left: see `compressor.steps.correct.tuning.Schedule`
+MOST_RATE = 0.03
+MOST_STEPS, MOST_TOKENS = 10**5, 10**6  # of tuning a layer, and of a step: far beyond what brings anything back
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """What a step of a correction works on: the cut layer's float32 parameters and router tensors, changed in place."""
+
+    cut: CutLayer
+    router: Mapping[str, torch.Tensor]  # expert-sized tensors of the live router, by key
+    rows: torch.Tensor  # [n] recorded tokens to fit to
+    judged: torch.Tensor  # [m] those that are held out
+    correction: "Correction"
+    error: float  # that is left on the held-out ones
+    seed: int
+
+
+def _ridge(refit: Refit) -> None:
+    refit_down(refit.cut, refit.rows, refit.judged)
+
+
+def _tune(refit: Refit) -> None:
+    asked = refit.correction
+    rate = min(asked.rate * refit.error, MOST_RATE)  # bold steps only shake a layer that is near
+    tune(refit.cut, refit.rows, list(refit.router.values()), Schedule(asked.steps, asked.tokens, rate, refit.seed))
+
+
+Step = Callable[[Refit], None]
+STEPS_OF: Mapping[str, Mapping[str, Step]] = {  # of each correction, by name; what one does not better is undone
+    "none": {},
+    "ridge": {"ridge": _ridge},
+    "tune": {"ridge": _ridge, "tune": _tune},
+}
+METHODS = tuple(STEPS_OF)
+CONSTANTS = "constants"  # refits the constants alone: for layers that have some
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What to refit after the plan is chosen, and all that decides the result."""
+
+    method: str = "none"
+    steps: int = STEPS
+    tokens: int = TOKENS
+    rate: float = RATE
+    deterministic: bool = False  # whether a run that carries it out keeps to operations whose bits repeat
+
+    def __post_init__(self) -> None:
+        if self.method not in (*METHODS, CONSTANTS):
+            raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
+        whole = isinstance(self.steps, int) and isinstance(self.tokens, int)
+        counted = whole and 1 <= self.steps <= MOST_STEPS and 1 <= self.tokens <= MOST_TOKENS
+        if not isinstance(self.deterministic, bool):
+            raise CompressionError(f"a correction's deterministic is {self.deterministic!r}; give true or false")
+        if not counted or not 0 < self.rate < 1:
+            raise CompressionError(
+                f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; give 1 to "
+                f"{MOST_STEPS:,} steps of 1 to {MOST_TOKENS:,} tokens, and a rate between 0 and 1"
+            )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is refitted."""
+        return self.method != "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; only what the method uses."""
+        own = asdict(self) if self.method == "tune" else {"method": self.method, "deterministic": self.deterministic}
+        return {name: value for name, value in own.items() if name != "deterministic" or value}
+
+    @classmethod
+    def from_plan(cls, content: Mapping[str, Any] | None) -> Self:
+        """What a plan asks for; raises `CompressionError` for an unknown field or an impossible value."""
+        asked = {name: value for name, value in (content or {}).items() if name != "dtype"}
+        try:
+            return cls(**asked)
+        except TypeError as error:
+            raise CompressionError(f"the plan's correction {asked!r} is not understood; restore it") from error
+
+
+@contextmanager
+def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
+    """The smaller router in float32 while the block runs; yields its expert-sized tensors that may be tuned, by key.
+
+    Afterwards these are back in their own dtype with their new values, the others as they were.
+    """
+    block_keys = [f"{layer.block}.{argument.key}" for argument in recording.arguments if argument.key is not None]
+    state = model.get_submodule(layer.router).state_dict(prefix=f"{layer.router}.", keep_vars=True)
+    own = {key: getattr(*parent_and_name(model, key)) for key in block_keys}
+    before = {key: value for key, value in {**state, **own}.items() if value.is_floating_point()}
+    for key, value in before.items():
+        set_tensor(model, key, value.detach().to(torch.float32, copy=True))
+    sized = {tensor.key for tensor in layer.tensors}
+    tuned = {
+        key: getattr(*parent_and_name(model, key))
+        for key, value in before.items()
+        if key in sized and isinstance(value, torch.nn.Parameter)
+    }
+    try:
+        yield tuned
+    finally:
+        for key, value in before.items():
+            set_tensor(model, key, tuned[key].detach().to(value.dtype) if key in tuned else value)
+
+
+class _Guard:
+    """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller model itself."""
+
+    def __init__(
+        self,
+        cut: CutLayer,
+        router: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        writing: torch.dtype | None,
+    ) -> None:
+        self.cut, self.rows = cut, cut.recording.positions(heldout=True)
+        self.computing: torch.dtype = next(cut.experts.parameters()).dtype
+        self.writing = writing or self.computing
+        # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
+        self.kept_at = [
+            (value, getattr(cut.experts, name)[expert].detach())
+            for expert, parameters in enumerate(cut.parameters)
+            for name, value in parameters.items()
+        ]
+        self.kept_at += cut.more_kept()
+        self.kept_at += [(value, self._stored(value.detach(), dtypes[key]).clone()) for key, value in router.items()]
+        self.kept, self.best = "none", self._error()
+
+    def _stored(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A value rounded as writing will: what is computed in one dtype may be stored in another."""
+        return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
+
+    @torch.no_grad()
+    def _error(self) -> float:
+        """The error with all values rounded as they will be stored; they stay so."""
+        for value, place in self.kept_at:
+            value.copy_(self._stored(value, place.dtype))
+        return self.cut.error(self.rows)
+
+    @torch.no_grad()
+    def judge(self, name: str) -> float:
+        """Keep the present state if it is better than the best so far, and go back to the best; returns its error."""
+        error = self._error()
+        better = error < self.best
+        if better:
+            self.kept, self.best = name, error
+        for value, place in self.kept_at:
+            into, source = (place, value) if better else (value, place)
+            into.copy_(source)
+        return error
+
+
+def _anywhere(rows: torch.Tensor) -> bool:
+    """Whether any rank has any tokens."""
+    return bool(here().summed(torch.tensor(len(rows))))
+
+
+def correct_layer(
+    model: Any,
+    layer: MoeLayer,
+    recording: Recording,
+    correction: Correction,
+    seed: int = 0,
+    writing: torch.dtype | None = None,
+    cut_layer: Callable[[Recording, Any, Any, Any], CutLayer] = CutLayer.of,
+    steps_of: Mapping[str, Mapping[str, Step]] = STEPS_OF,
+) -> dict[str, Any]:
+    """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
+
+    Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept.
+
+    `cut_layer` makes what the steps of `steps_of` work on, of a recording, experts, router and block.
+    Errors are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
+    (`CutLayer.error`). A layer that none reached stays as it is.
+    """
+    rows, judged = recording.positions(heldout=False), recording.positions(heldout=True)
+    if not _anywhere(judged):
+        return {"kept": "none", "reason": "no calibration token reached the layer"}
+    experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
+    dtypes = {key: value.dtype for key, value in model.state_dict().items()}
+    with _float_router(model, layer, recording) as router:
+        cut = cut_layer(recording, experts, model.get_submodule(layer.router), block)
+        guard = _Guard(cut, router, dtypes, writing)
+        errors = {"before": guard.best}
+        steps = steps_of[correction.method] if guard.best > 0 and _anywhere(rows) else {}
+        for name, step in steps.items():
+            step(Refit(cut, router, rows, judged, correction, guard.best, seed))
+            errors[name] = guard.judge(name)
+    tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
+    return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

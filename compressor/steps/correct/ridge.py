@@ -1,0 +1,244 @@
+"""Ridge correction: down projections refitted in closed form, so that the cut layer's output comes back.
+
+With phi the gate-weighted intermediate activations of the kept experts, laid side by side, and r = y - y' what the cut
+layer misses, the change D of the down projections minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
+weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on what the
+others leave. The penalty is the one of least error on held-out tokens for the first block; a later block stays as it is
+where that penalty does not help it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from compressor.distributed.present import here
+from compressor.model.experts import intermediate, routed
+from compressor.steps.correct.cut_layer import CHUNK, CutLayer
+
+LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
+MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
+TOKENS = 32_768  # fitted on at most
+SWEEPS = 2  # over the blocks, where there are several
+PARTS = 8  # of the columns that a block is solved for, however many ranks take turns in solving them
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neurons [begin, end) of one expert, at columns from `place` on of a block."""
+
+    expert: int
+    begin: int
+    end: int
+    place: int
+
+    @property
+    def columns(self) -> slice:
+        """Its columns of the block's features."""
+        return slice(self.place, self.place + self.end - self.begin)
+
+
+def block_width(layer_bytes: int) -> int:
+    """Neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
+    return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
+
+
+def features_room(layer_bytes: int) -> float:
+    """Bytes that a block's features may be kept in: an eighth of the layer."""
+    return layer_bytes / 8
+
+
+def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
+    """All neurons of all experts, in order, in blocks of at most `width`.
+
+    A block is of whole experts, or a part of one that is wider: activations are computed anew for each block.
+    """
+    if neurons > width:
+        parts = [(begin, min(begin + width, neurons)) for begin in range(0, neurons, width)]
+        return [[Span(expert, begin, end, 0)] for expert in range(experts) for begin, end in parts]
+    count = width // neurons
+    groups = [range(first, min(first + count, experts)) for first in range(0, experts, count)]
+    return [[Span(expert, 0, neurons, place * neurons) for place, expert in enumerate(group)] for group in groups]
+
+
+def sweeps(blocks: int) -> int:
+    """How often so many blocks are solved: one alone has nothing to see of others."""
+    return SWEEPS if blocks > 1 else 1
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Tokens to fit on or to judge by: positions [T], routing by chunk, and what the layer still misses [T, H]."""
+
+    rows: torch.Tensor
+    routes: list[tuple[torch.Tensor, torch.Tensor]]
+    residual: torch.Tensor
+    scales: torch.Tensor  # [T] square roots of the tokens' weights; residual and features are multiplied by them
+    starts: list[int]  # of each chunk among the tokens
+    chunks: list[list[int]]  # of each piece of the layer
+
+    @classmethod
+    def of(cls, layer: CutLayer, rows: torch.Tensor) -> "_Tokens":
+        chunks, numbers = list[torch.Tensor](), list[list[int]]()
+        for part in layer.pieces.split(rows):
+            own = [chunk for chunk in part.split(CHUNK) if len(chunk)]
+            numbers.append(list(range(len(chunks), len(chunks) + len(own))))
+            chunks += own
+        starts = [sum(map(len, chunks[:number])) for number in range(len(chunks))]
+        if not chunks:  # of another rank all of them
+            none = layer.recording.outputs.new_zeros(0, 1, dtype=torch.float32)
+            return cls(rows, [], none, none[:, 0], starts, numbers)
+        scales = torch.cat([layer.token_weights(layer.targets(chunk)).sqrt() for chunk in chunks])
+        routes = [layer.route(chunk) for chunk in chunks]
+        return cls(torch.cat(chunks), routes, layer.residual(chunks) * scales[:, None], scales, starts, numbers)
+
+
+def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
+    weights, index = tokens.routes[chunk]
+    wanted = {span.expert: span for span in block}
+    inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
+    reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
+    places = tokens.starts[chunk] + reached.cpu()
+    x, weights = layer.inputs(tokens.rows[places]), weights[reached]
+    phi = x.new_zeros(len(reached), block[-1].columns.stop)
+    for expert, rows, slots in routed(weights, index[reached], wanted):
+        shares = weights[rows, slots] * tokens.scales[places][rows]
+        active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
+        span = wanted[expert]
+        phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
+    return places, phi
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block's features of some tokens, chunk by chunk: those that there is room for are kept, others made anew."""
+
+    layer: CutLayer
+    tokens: _Tokens
+    spans: list[Span]
+    room: float = math.inf  # bytes
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def features(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
+        if chunk in self.kept:
+            return self.kept[chunk]
+        found = _features(self.layer, self.tokens, chunk, self.spans)
+        if found[1].nbytes <= self.room:
+            self.room -= found[1].nbytes
+            self.kept[chunk] = found
+        return found
+
+    def take(self, change: torch.Tensor) -> None:
+        """Subtract what the change brings back from the tokens' residual."""
+        for chunk in range(len(self.tokens.routes)):
+            places, phi = self.features(chunk)
+            self.tokens.residual[places] -= phi @ change
+
+
+def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi^T phi [D, D] and phi^T r [D, H] in float64, over the fitted tokens of all ranks."""
+    layer, fit = block.layer, block.tokens
+    width, down = block.spans[-1].columns.stop, layer.parameters[0]["down_proj"]
+    hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
+    like = torch.zeros(width, width + hidden, dtype=torch.float64, device=fit.residual.device)
+
+    def products(piece: int) -> torch.Tensor:
+        found = torch.zeros_like(like)
+        for chunk in fit.chunks[piece]:
+            places, phi = block.features(chunk)
+            found[:, :width] += phi.T @ phi
+            found[:, width:] += phi.T @ fit.residual[places]
+        return found
+
+    both = layer.pieces.sum(like, products)
+    return both[:, :width].contiguous(), both[:, width:].contiguous()
+
+
+def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[torch.Tensor, float] | None:
+    """The block's change of the down projections [D, H], and its penalty; None if none lowers the held-out error."""
+    normal, right = _normal(fit)
+    scale = float(normal.diagonal().mean())
+    if scale == 0:
+        return None
+
+    def missed(change: torch.Tensor | None) -> float:
+        """The squares of what the judged tokens miss, in all."""
+
+        def off(piece: int) -> torch.Tensor:
+            found = torch.zeros(1, dtype=torch.float64)
+            for places, phi in (judge.features(chunk) for chunk in judge.tokens.chunks[piece]):
+                left = judge.tokens.residual[places]
+                found += float((left if change is None else left - phi @ change).square().sum())
+            return found
+
+        return float(judge.layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
+
+    parts = math.gcd(right.shape[1], PARTS)
+    columns = right.chunk(parts, dim=1)
+
+    @lru_cache(maxsize=1)
+    def factored(penalty: float) -> torch.Tensor | None:
+        """The Cholesky factor with a penalty; None where rounding, or float32's range, leaves none."""
+        regular = normal.clone()
+        regular.diagonal().add_(penalty * scale)
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        return None if failed else factor
+
+    def solved(job: int) -> torch.Tensor:
+        """Some columns of the change [D, H] with a penalty; not a number where there is no factor."""
+        number, part = divmod(job, parts)
+        factor, wanted = factored(penalties[number]), columns[part]
+        if factor is None:
+            return torch.full_like(wanted, math.nan, dtype=torch.float32)
+        return torch.cholesky_solve(wanted, factor).float()
+
+    best: tuple[torch.Tensor, float] | None = None
+    least = missed(None)
+    like = torch.empty_like(columns[0], dtype=torch.float32)
+    turns = [job % here().size for job in range(len(penalties) * parts)]
+    found = here().pieces(like, turns, solved)
+    for penalty in penalties:
+        change = torch.cat([next(found) for _ in range(parts)], dim=1)
+        off = missed(change)
+        if off < least:
+            best, least = (change, penalty), off
+    return best
+
+
+@torch.no_grad()
+def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor) -> None:
+    """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, judged by those at `judge_rows`.
+
+    Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
+    """
+    count = int(layer.pieces.counts(fit_rows).sum())
+    if getattr(layer.experts, "has_post_expert_norm", False) or not count:
+        return
+    step = -(-count // TOKENS)  # every step-th token
+    fit, judge = _Tokens.of(layer, layer.pieces.every(fit_rows, step)), _Tokens.of(layer, judge_rows)
+    first = layer.parameters[0]["down_proj"]
+    neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
+    nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
+    blocks = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
+    turns = blocks * sweeps(len(blocks))
+    penalties: Sequence[float] = PENALTIES
+    for number, spans in enumerate(turns, start=1):
+        fitted, judged = _Block(layer, fit, spans, features_room(nbytes)), _Block(layer, judge, spans)
+        found = _change(fitted, judged, penalties)
+        if found is None:
+            continue
+        change, penalties = found[0], found[1:]
+        if number < len(turns):  # no other block asks what is left after the last
+            fitted.take(change)
+            judged.take(change)
+        for span in spans:
+            down, part = layer.parameters[span.expert]["down_proj"], change[span.columns]
+            if layer.experts.is_transposed:
+                down[span.begin : span.end] += part
+            else:
+                down[:, span.begin : span.end] += part.T

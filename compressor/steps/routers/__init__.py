@@ -1,0 +1,1 @@
+"""The step that moves router weights or biases toward the base model."""

@@ -1,0 +1,115 @@
+"""The average optimised pathway: what C3PO does to the items of a reference set, in the mean over them.
+
+L late MoE layers, E experts.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.evaluation.answers import positions
+from compressor.evaluation.items import Item, rows_of
+from compressor.evaluation.teacher import Distributions
+from compressor.model.opened import OpenModel
+from compressor.model.tokenizer import load_tokenizer
+from compressor.pathways.answering import load_answering
+from compressor.pathways.building import build_reference
+from compressor.pathways.engine import PathwayModel
+from compressor.pathways.optimisers import oracle
+from compressor.pathways.options import OWN, Optimizer, PathwayOptions
+from compressor.pathways.reference import ReferenceSet
+from compressor.pathways.scores import logits_of, weights_of
+from compressor.progress import Progress
+from compressor.steps.routers.bake import OWN_ANSWER
+
+MOST = 64  # items that are averaged over
+PROMPT = 64  # tokens of a prompt that is taken from text
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """What optimising adds to the router logits of the late layers and to their scores, over all items (both [L, E]).
+
+    `agreement` is the root mean square of the mean change of a logit over that of the changes of single items.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    items: int
+    agreement: float
+
+
+def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progress: Progress) -> Average:
+    """Optimise the pathway of up to 64 items of the set: by neighbours, never itself, or `own`: by its known answer.
+
+    Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
+    """
+    own_answer = optimizer == OWN_ANSWER
+    options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
+    answering = load_answering(model, load_tokenizer(model.source.folder), found, options)
+    loaded = answering.model
+    items = found.items if len(found.items) <= MOST else random.Random(0).sample(found.items, MOST)
+    progress.start("optimise pathways", len(items))
+    changes, scores = list[Tensor](), list[Tensor]()
+    for item in items:
+        plain = answering.answered(item)
+        own = plain.pathway[-loaded.late :]
+        change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
+        changes.append(change.detach())
+        scores.append(_rescored(loaded, own, changes[-1]) - own)
+        progress.advance("")
+    every = torch.stack(changes).double()
+    mean = every.mean(0)
+    size = float(every.square().mean().sqrt())
+    agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
+    return Average(mean, torch.stack(scores).double().mean(0), len(items), agreement)
+
+
+def _rescored(model: PathwayModel, own: Tensor, change: Tensor) -> Tensor:
+    layers = zip(own, change, model.late_scores, strict=True)
+    return torch.stack([weights_of(logits_of(weights, score) + added, score) for weights, added, score in layers])
+
+
+def text_reference(
+    model: OpenModel, batches: Sequence[Tensor], original: Sequence[Distributions], progress: Progress
+) -> ReferenceSet:
+    """A reference set of text (token ids [B, L]): a place of each sequence, and the token that the original expects.
+
+    Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
+    """
+    tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
+    found = [
+        _text_item(sequence.tolist(), likeliest.tolist(), tokenizer, draw)
+        for batch, asked in zip(batches, original, strict=True)
+        for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
+    ]
+    items = [item for item in found if item is not None and _can_be_asked(item, tokenizer, model)]
+    if not items:
+        raise CompressionError("nothing that the original expects can be written as text; give --reference items")
+    return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
+
+
+def _can_be_asked(item: Item, tokenizer: Any, model: OpenModel) -> bool:
+    """Whether prompt and answer still have tokens of their own when they are read as text."""
+    try:
+        rows_of(item, tokenizer, model.vocabulary, positions(model.config))
+    except CompressionError:
+        return False
+    return True
+
+
+def _text_item(tokens: list[int], likeliest: list[int], tokenizer: Any, draw: random.Random) -> Item | None:
+    """What is expected at a place drawn from a sequence's later half; None where it cannot be written as text."""
+    later = range(max(1, len(tokens) // 2), len(tokens))
+    place = draw.choice([at for at in later if likeliest[at - 1] == tokens[at]] or later)
+    before = tokens[max(0, place - PROMPT) : place]
+    prompt, whole = (tokenizer.decode(part) for part in (before, [*before, likeliest[place - 1]]))
+    answer = whole[len(prompt) :]
+    if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
+        return None
+    return Item(prompt, answer)

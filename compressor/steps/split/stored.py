@@ -1,0 +1,289 @@
+"""Parts of a quantised checkpoint's experts, cut from its stored tensors where they are made of whole stored blocks.
+
+Gate and up projections, and all that is stored beside them, count neurons along their rows; the down projection along
+its columns. So a part takes its own entries, and no number is rounded anew. What the down projection is multiplied by
+goes into its scales, which a power of two leaves exact.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.headers import TensorInfo
+from compressor.checkpoint.reader import is_finite, refuse_nan
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.experts import width_of
+from compressor.model.layout import Role, expert_prefixes
+from compressor.model.opened import OpenModel
+from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.steps.split.tensors import Factors, split_beside
+from compressor.steps.split.view import SplitModel
+from compressor.surgery.configuration import renumbered_quantization
+from compressor.surgery.cutting import mixed_rows
+from compressor.surgery.equal_rows import is_cut, told_apart
+from compressor.surgery.tensors import OutputTensor, Piece, Portion, pieces, remap_table, tensor_bytes_view
+
+PLAIN = ("F32", "BF16", "F16")
+SCALES = (".weight_scale_inv", ".weight_scale")
+COMPANIONS = (*SCALES, ".weight_packed", ".weight_zero_point")
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")  # of compressed-tensors
+MXFP4 = 32  # neurons under one scale of a down projection
+PACKED = 8  # numbers of 4 bits in one of 32
+FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
+
+Made = tuple[OutputTensor, Callable[[], Iterator[Piece]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one expert's stored tensor is shared out to its parts."""
+
+    axis: int = 0  # the dimension that counts neurons
+    neurons: int = 0  # under one entry along it; 0: every part has the whole tensor
+    paired: bool = False  # the gate and up rows of a neuron stand beside each other
+    factor: float = 1.0  # what plain numbers, scales and exponents are multiplied by
+    says_shape: bool = False  # two numbers: the shape of the packed weight
+
+    def shape(self, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+        """That of a part's tensor."""
+        if not self.neurons:
+            return shape
+        return (*shape[: self.axis], shape[self.axis] // parts, *shape[self.axis + 1 :])
+
+    def part(self, name: str, value: Tensor, neurons: Tensor) -> Tensor:
+        """One expert's tensor for a part of these neurons [n], which are whole blocks in ascending order."""
+        if self.says_shape:
+            made = value.clone()
+            made[self.axis] = len(neurons)
+            return made
+        if self.neurons:
+            rows = neurons[:: self.neurons] // self.neurons
+            rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten() if self.paired else rows
+            raw = value.view(torch.uint8) if value.element_size() == 1 else value  # float8 has few operations
+            value = raw.index_select(self.axis, rows).view(value.dtype)
+        return value if self.factor == 1.0 else _multiplied(name, value, self.factor)
+
+
+def _multiplied(name: str, value: Tensor, factor: float) -> Tensor:
+    """Plain numbers, scales, or exponents of two plus 127 as bytes, times the factor."""
+    if value.dtype == torch.uint8:
+        exponents = value.int() + round(math.log2(factor))
+        made, fits = exponents.to(torch.uint8), bool((exponents < 255).all())
+    else:
+        made = (value.float() * factor).to(value.dtype)
+        fits = is_finite(made.float())
+    if not fits:
+        raise CompressionError(f"tensor {name!r} times {factor:g} overflows {value.dtype}; download it again")
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """How every expert's stored tensors are cut; `block` neighbouring neurons stay together."""
+
+    parts: int
+    factors: Factors
+    block: int
+    cuts: Mapping[str, Cut]
+
+    def check(self, orders: Mapping[str, Tensor]) -> None:
+        """Refuse orders of neurons [E, I] that tear a block apart."""
+        for name, order in orders.items():
+            runs = order.unflatten(1, (-1, self.block))
+            first = runs[..., :1]
+            if not bool(((first % self.block == 0) & (runs == first + torch.arange(self.block))).all()):
+                raise CompressionError(f"{name}: its neurons are not dealt out in blocks of {self.block}; restore them")
+
+    def cut(
+        self, model: OpenModel, plan: CompressionPlan
+    ) -> tuple[list[OutputTensor], Callable[[str], Iterable[tuple[str, Iterator[Piece]]]]]:
+        """The output's tensors, and a unit's names and bytes, of a plan that keeps or drops parts of a split model.
+
+        The neurons' order need be known only once bytes are asked for.
+        """
+        order = {unit: position for position, unit in enumerate(("", *model.architecture.units))}
+        made = sorted(_made(self, model, plan), key=lambda each: order[each[0].unit])  # stable: the source's order
+        return [output for output, _ in made], lambda unit: (
+            (output.name, produce()) for output, produce in made if output.unit == unit
+        )
+
+
+def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Iterator[Made]:
+    checkpoint, roles = model.checkpoint, model.layout.roles
+    plans = {each.module: each for each in plan.layers}
+    layers = {layer.name: layer for layer in model.architecture.layers}
+    owned: dict[str, dict[str, list[str]]] = {}
+    for name, role in roles.items():
+        if role.kind == "expert":
+            owned.setdefault(role.layer, {}).setdefault(role.family, []).append(name)
+    for name, role in roles.items():
+        info = checkpoint.tensors[name]
+        output = OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),))
+        if role.kind == "plain":
+            yield output, partial(pieces, checkpoint, output)
+            continue
+        layer, cut_plan = layers[role.layer], plans[role.layer]
+        members = [group.members[0] for group in cut_plan.groups]
+        if role.kind == "table" or role.is_router:
+            shape = list(info.shape)
+            if role.kind == "table":
+                shape[-1] *= stored.parts
+            else:
+                shape[role.dim] = len(members) + role.extra
+            yield replace(output, shape=tuple(shape)), partial(_beside, stored, model, name, layer, cut_plan)
+        elif role.kind == "fused":
+            part_shape = stored.cuts[name].shape(info.shape[1:], stored.parts)
+            produce = partial(_parts, stored, model, role, [(name, member) for member in members])
+            yield replace(output, shape=(len(members), *part_shape)), produce
+        elif families := owned.pop(role.layer, None):
+            prefix = expert_prefixes(model.layout, layer)[0]
+            names = [sorted(each, key=lambda name: roles[name].expert) for each in families.values()]
+            for slot, member in enumerate(members):
+                for family in names:
+                    source = family[member // stored.parts]
+                    part_shape = stored.cuts[source].shape(checkpoint.tensors[source].shape, stored.parts)
+                    own = f"{prefix.rpartition('.')[0]}.{slot}{family[0].removeprefix(prefix)}"
+                    produce = partial(_parts, stored, model, role, [(source, member)])
+                    dtype = checkpoint.tensors[source].dtype
+                    yield OutputTensor(own, dtype, part_shape, role.unit), produce
+
+
+def _parts(stored: StoredParts, model: OpenModel, role: Role, wanted: Iterable[tuple[str, int]]) -> Iterator[Piece]:
+    """The bytes of parts, each from a stored tensor by the part's number."""
+    assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
+    order, known = model.partial.orders[role.layer].long(), dict[str, Tensor]()
+    for name, member in wanted:
+        if name not in known:
+            known = {name: model.checkpoint.read(name)}
+            refuse_nan(name, model.checkpoint.tensors[name].file, known[name])
+        expert, part = divmod(member, stored.parts)
+        value = known[name][expert] if role.kind == "fused" else known[name]
+        yield tensor_bytes_view(stored.cuts[name].part(name, value, order[expert].chunk(stored.parts)[part]))
+
+
+def _beside(stored: StoredParts, model: OpenModel, name: str, layer: MoeLayer, plan: LayerPlan) -> Iterator[Piece]:
+    """The bytes of a router's tensor, or of a table of expert ids."""
+    assert model.whole is not None
+    whole = next(each for each in model.whole.architecture.layers if each.name == layer.name)
+    key, role, value = model.partial.plain_keys.targets[name], model.layout.roles[name], model.checkpoint.read(name)
+    refuse_nan(name, model.checkpoint.tensors[name].file, value)
+    made = split_beside({key: value}, whole, [key], stored.parts, stored.factors)[key]
+    if role.kind == "table":
+        made = remap_table(made, plan.remap())
+    else:
+        made = mixed_rows(name, made, role.dim, plan, True)
+        made = told_apart(made, role.dim, len(plan.groups)) if is_cut(layer, plan) else made
+    yield tensor_bytes_view(made)
+
+
+def stored_parts(whole: OpenModel, parts: int, factors: Factors) -> StoredParts:
+    """How the stored tensors of a quantised model are cut; raises `CompressionError` saying why they cannot be."""
+    raw, layout = whole.checkpoint.raw_config, whole.layout
+    nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
+    asked = [node["quantization_config"] for node in nodes if node.get("quantization_config")]
+    method = "".join(str(each.get("quant_method")) for each in asked)
+    if not layout.regular or method not in ("fp8", "mxfp4", "compressed-tensors"):
+        raise CompressionError(f"how {method or 'it'} stores experts is not known")
+    if method == "compressed-tensors" and not set(_values(asked, "format")) - {None} <= set(FORMATS):
+        raise CompressionError("this format of compressed-tensors is not known")
+    if math.frexp(factors.output)[0] != 0.5:
+        raise CompressionError(f"scales times {factors.output:g} are rounded")
+    blocks = {
+        int(each)
+        for name in ("weight_block_size", "group_size", "block_structure")
+        for each in _flat(_values(asked, name))
+        if isinstance(each, int) and each > 0
+    }
+    layers = {layer.name: layer for layer in whole.architecture.layers}
+    for layer in layers.values():
+        _refuse_named(asked, whole, layer, parts)
+    scaled = {role.family.rpartition("|")[0] for role in layout.roles.values() if role.family.endswith(SCALES)}
+    cuts = dict[str, Cut]()
+    for name, role in layout.roles.items():
+        if role.kind == "plain":
+            continue
+        info, module = whole.checkpoint.tensors[name], whole.partial.model.get_submodule(role.layer)
+        if role.is_router or role.kind == "table":
+            if (role.is_router and info.dtype not in PLAIN) or whole.partial.plain_keys.patterns[name] is not None:
+                raise CompressionError(f"{name} is stored otherwise than the router computes")
+        elif role.kind == "expert":
+            cuts[name] = _cut_of_one(info, role, width_of(module), factors.output, scaled)
+        else:
+            cuts[name] = _cut_of_mxfp4(info, role, module, factors.output, parts)
+            blocks.add(MXFP4)
+        blocks |= {PACKED} if name.endswith("_packed") else set()
+    block = math.lcm(*blocks, *(cut.neurons or 1 for cut in cuts.values()))
+    for name in layers:
+        width = width_of(whole.partial.model.get_submodule(name)) // parts
+        if width % block:
+            raise CompressionError(f"parts of {width} neurons are not made of whole blocks of {block}")
+    return StoredParts(parts, factors, block, cuts)
+
+
+def _values(node: Any, wanted: str) -> Iterator[Any]:
+    """What stands under a name anywhere in JSON."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == wanted:
+            yield value
+        yield from _values(value, wanted)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, list) else (value,)
+
+
+def _refuse_named(asked: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
+    """Refuse names that do not count experts, and a quantisation that speaks of single ones, which become several."""
+    prefixes = expert_prefixes(whole.layout, layer)
+    if any(
+        role.kind == "expert" and role.layer == layer.name and not name.startswith(f"{prefixes.get(role.expert)}.")
+        for name, role in whole.layout.roles.items()
+    ):
+        raise CompressionError(f"the names of tensors of {layer.name} do not tell experts apart")
+    for part in range(parts):
+        renames = {old: f"{old.rpartition('.')[0]}.{expert * parts + part}" for expert, old in prefixes.items()}
+        if renumbered_quantization(asked, renames) != asked:
+            raise CompressionError("its quantization_config speaks of single experts")
+
+
+def _cut_of_one(info: TensorInfo, role: Role, width: int, factor: float, scaled: set[str]) -> Cut:
+    """That of a tensor which is one expert's alone."""
+    family, _, suffix = role.family.rpartition("|")
+    down, is_scale = ".down_proj" in role.family.removeprefix(role.layer).partition("|")[0], suffix in SCALES
+    axis = int(down)
+    if suffix == ".weight_shape" and info.shape == (2,):
+        return Cut(axis, says_shape=True)
+    if suffix not in ("", *COMPANIONS) or (is_scale and info.dtype not in (*PLAIN, "F8_E8M0")):
+        raise CompressionError(f"what {info.name} says is not known")
+    if suffix in ("", ".weight_packed") and (family in scaled) == (info.dtype in PLAIN):
+        raise CompressionError(f"{info.name} is not stored with its scales")
+    own = factor if down and (is_scale or info.dtype in PLAIN) else 1.0
+    beside = suffix not in ("", ".weight_packed")
+    if info.parameters == 1 or (beside and len(info.shape) == 2 and info.shape[axis] == 1):
+        return Cut(axis, factor=own)  # the same for all neurons
+    if len(info.shape) != 2 or width % info.shape[axis]:
+        raise CompressionError(f"{info.name} does not count neurons evenly")
+    return Cut(axis, width // info.shape[axis], factor=own)
+
+
+def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factor: float, parts: int) -> Cut:
+    """That of a tensor which holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
+    found, width = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0])), width_of(module)
+    if found is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
+        raise CompressionError(f"how {info.name} is stored is not known")
+    name, kind = found.groups()
+    if name == "gate_up" and info.shape[1] == 2 * width:
+        return Cut(0, 1, paired=True)
+    if name == "down" and kind == "bias":
+        return Cut(factor=factor / parts)
+    if name == "down" and info.dtype == "U8" and info.shape[2] * MXFP4 == width:
+        return Cut(1, MXFP4, factor=factor if kind == "scales" else 1.0)
+    raise CompressionError(f"{info.name} does not count neurons evenly")

@@ -1,0 +1,119 @@
+"""Asking a tuned model: scores against a row at a time, workload and cosines against loops over tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from compressor.comoe import comoe_layers
+from compressor.comoe.document import NAMES, ComoeEvaluation, write_evaluation
+from compressor.comoe.evaluating import TaskResult, ask
+from compressor.comoe.injection import inject_config
+from compressor.comoe.pictures import mean_cosine, pictures
+from compressor.evaluation.items import Item, rows_of
+from tests import small
+from tests.command_line import names
+from tests.tuned import CONFIG, dense, questions
+
+
+def tuned() -> Any:
+    """An injected model whose experts answer something."""
+    model = inject_config(dense(), CONFIG)
+    generator = torch.Generator().manual_seed(5)
+    for layer in comoe_layers(model).values():
+        layer.up.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def likelihood(model: Any, prompt: str, answer: str) -> float:
+    """Of an answer, one row at a time and without a mask."""
+    (row,) = rows_of(Item(prompt, answer), small.tokenizer(), small.VOCABULARY)
+    with torch.no_grad():
+        logits = model(torch.tensor([row.tokens])).logits[0]
+    scores = logits.log_softmax(-1)
+    return sum(float(scores[place - 1, row.tokens[place]]) for place in range(row.start, len(row.tokens)))
+
+
+def test_scores_are_those_of_a_row_at_a_time() -> None:
+    model, items = tuned(), questions(7)
+    found = {each.task: each for each in ask(model, small.tokenizer(), items, batch_size=3)}
+    choices = [item for item in items if item.choices]
+    right = sum(
+        max(item.choices, key=lambda choice: likelihood(model, item.prompt, choice)) == item.answer for item in choices
+    )
+    assert (found["digits"].items, found["digits"].right) == (7, right)
+    letters = [item for item in items if item.task == "letters"]
+    nats = -sum(likelihood(model, item.prompt, item.answer) for item in letters)
+    assert found["letters"].loss == pytest.approx(nats / (2 * 7), rel=1e-4)  # a blank and a letter
+
+
+def test_an_answer_without_choices_must_be_what_the_model_writes() -> None:
+    model, tokenizer = tuned(), small.tokenizer()
+    letters = [tokenizer.encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz"]
+    others = [token for token in range(small.VOCABULARY) if token not in letters]
+    model.lm_head.weight.data[others] = 0  # so that it goes on with a letter
+    with torch.no_grad():
+        written = tokenizer.decode(int(model(torch.tensor([tokenizer.encode("after a comes")])).logits[0, -1].argmax()))
+    assert written.isalpha()
+    items = [Item("after a comes", written, task="its own"), Item("after a comes", written.upper(), task="other")]
+    assert [each.right for each in ask(model, tokenizer, items)] == [1, 0]
+
+
+def test_workload_and_similarity_are_counted_over_the_tokens_of_right_answers() -> None:
+    model, items = tuned(), [item for item in questions(5) if item.task == "digits"]
+    (found,) = ask(model, small.tokenizer(), items, batch_size=2)
+    layers = comoe_layers(model)
+    counts = {name: torch.zeros(CONFIG.experts) for name in layers}
+    cosines, tokens = torch.zeros(CONFIG.experts, CONFIG.experts, dtype=torch.float64), 0
+    inputs: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0][0]}))
+    for item in items:
+        (row,) = rows_of(Item(item.prompt, item.answer), small.tokenizer(), small.VOCABULARY)
+        with torch.no_grad():
+            model(torch.tensor([row.tokens]))
+            for name, layer in layers.items():
+                for token in inputs[name]:
+                    counts[name][layer.gates(token[None])[1][0]] += 1
+                    answers = [layer.up[expert] @ layer.down[expert] @ token for expert in range(CONFIG.experts)]
+                    for one, a in enumerate(answers):
+                        for other, b in enumerate(answers):
+                            cosines[one, other] += float(functional.cosine_similarity(a, b, dim=0))
+        tokens += len(row.tokens) * len(layers)
+    shares = torch.stack([each / each.sum() for each in counts.values()])
+    torch.testing.assert_close(torch.tensor(found.workload), shares)
+    torch.testing.assert_close(torch.tensor(found.similarity, dtype=torch.float64), cosines / tokens, atol=1e-5, rtol=0)
+    assert sum(found.shares) == pytest.approx(1)
+
+
+def test_a_model_without_experts_has_scores_alone() -> None:
+    found = ask(dense(), small.tokenizer(), questions(3))
+    assert [each.task for each in found] == ["letters", "digits"]
+    assert all(each.workload == each.similarity == () for each in found)
+
+
+def result(task: str) -> TaskResult:
+    """Two layers of three experts."""
+    return TaskResult(task, 8, 4, 0.5, ((0.5, 0.5, 0.0), (0.3, 0.3, 0.4)), ((1, 0.5, 0), (0.5, 1, -0.5), (0, -0.5, 1)))
+
+
+def test_pictures_say_their_figures() -> None:
+    workload, similarity = pictures((result("one"), result("two")))
+    assert "40.0%, 40.0%, 20.0%" in workload.alt and workload.alt.count("Experts from 1 on") == 2
+    assert "Mean cosine of different experts 0.000: 2 and 1 0.50, 3 and 1 0.00, 3 and 2 -0.50." in similarity.alt
+    assert mean_cosine(result("one")) == 0
+
+
+def test_the_reports_are_whole_and_agree(tmp_path: Path) -> None:
+    made = ComoeEvaluation("tiny", "adapters", 3, 2, ("a", "b"), (result("one"), result("<two>")), (result("one"),))
+    written = write_evaluation(made, tmp_path / "out")
+    assert names(tmp_path / "out") == sorted(NAMES) == sorted(path.name for path in written)
+    text, page = ((tmp_path / "out" / name).read_text() for name in NAMES[1:3])
+    assert "50.0%" in text and "workload.png" in text and "similarity.png" in text
+    assert "&lt;two&gt;" in page and "<two>" not in page and page.count("<svg") == 4
+    content = json.loads((tmp_path / "out" / NAMES[0]).read_text())
+    assert content["tasks"][0]["workload"] == [[0.5, 0.5, 0.0], [0.3, 0.3, 0.4]]
+    assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in NAMES[3:])

@@ -1,0 +1,161 @@
+"""LoRA experts beside linear layers: against equations 1 to 3 written as loops, and as nothing while B is 0."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject
+from compressor.comoe.contrast import Contrast, apart, model_contrast
+from compressor.comoe.layer import watching
+from compressor.errors import CompressionError
+from tests import zoo
+
+
+def layer(experts: int = 5, top_k: int = 2, seed: int = 0) -> LoraExperts:
+    """A layer from 7 to 6 features with rank 3, whose B is not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    made = LoraExperts(nn.Linear(7, 6), ComoeConfig(3, experts, top_k, dropout=0.0), generator)
+    made.up.data.normal_(generator=generator)
+    return made
+
+
+def tokens(count: int = 8, seed: int = 1) -> Tensor:
+    return torch.randn(count, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def by_the_equations(made: LoraExperts, token: Tensor) -> list[float]:
+    """Equations 2 and 3 for one token, in plain numbers."""
+    x = token.double().tolist()
+    router, down, up = (getattr(made, name).double().tolist() for name in ("router", "down", "up"))
+    scores = [math.exp(sum(a * b for a, b in zip(row, x, strict=True))) for row in router]
+    top = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))[: made.top_k]
+    gates = {expert: scores[expert] / sum(scores[each] for each in top) for expert in top}
+    out = made.base(token).double().tolist()
+    for expert, gate in gates.items():
+        inner = [sum(a * b for a, b in zip(row, x, strict=True)) for row in down[expert]]
+        for place, row in enumerate(up[expert]):
+            out[place] += made.scaling * gate * sum(a * b for a, b in zip(row, inner, strict=True))
+    return out
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(5, 2), (4, 1), (3, 3)])
+def test_a_layer_is_what_the_equations_say(experts: int, top_k: int) -> None:
+    made, hidden = layer(experts, top_k), tokens()
+    expected = torch.tensor([by_the_equations(made, token) for token in hidden], dtype=torch.float32)
+    torch.testing.assert_close(made(hidden), expected, rtol=1e-4, atol=1e-5)
+    assert made(hidden.reshape(2, 4, 7)).shape == (2, 4, 6)
+
+
+def test_of_equally_important_experts_the_first_are_chosen() -> None:
+    made = layer()
+    made.router.data.zero_()
+    gates, chosen = made.gates(tokens(3))
+    assert chosen.tolist() == [[0, 1]] * 3 and gates.tolist() == [[0.5, 0.5, 0, 0, 0]] * 3
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_injected_model_is_its_base_exactly(name: str, dtype: torch.dtype) -> None:
+    model = zoo.build(name).to(dtype)
+    batch = zoo.tokens(model, 2, 9, seed=3)
+    with torch.no_grad():
+        before = model(batch).logits
+        inject(model, r=4, experts=3)
+        after, training = model(batch).logits, model.train()(batch).logits
+    assert torch.equal(before, after) and torch.equal(before, training)
+    layers = comoe_layers(model)
+    assert len(layers) == 4 * len(model.model.layers) and all(
+        made.up.dtype == torch.float32 for made in layers.values()
+    )
+
+
+def test_only_experts_and_routers_are_trained() -> None:
+    model = inject(zoo.build("mixtral"), r=4)
+    trained = {name.rpartition(".")[2] for name, value in model.named_parameters() if value.requires_grad}
+    assert trained == {"router", "down", "up"}
+    loss = model(zoo.tokens(model, 1, 6, seed=0)).logits.square().mean()
+    loss.backward()
+    assert all(made.up.grad is not None and made.up.grad.any() for made in comoe_layers(model).values())
+    assert not any(value.grad is not None for value in model.parameters() if not value.requires_grad)
+
+
+def test_the_same_seed_begins_alike_and_another_does_not() -> None:
+    one, same, other = (inject(zoo.build("mixtral"), seed=seed) for seed in (3, 3, 4))
+    first = next(iter(comoe_layers(one)))
+    assert torch.equal(comoe_layers(one)[first].down, comoe_layers(same)[first].down)
+    assert not torch.equal(comoe_layers(one)[first].down, comoe_layers(other)[first].down)
+
+
+def test_anchor_positives_and_negatives_are_algorithm_1s() -> None:
+    outputs = torch.arange(2 * 5 * 1.0).reshape(2, 5, 1)  # expert e of token t answers 5 t + e
+    chosen = torch.tensor([[3, 0, 1], [2, 4, 0]])
+    anchor, positives, negatives = apart(outputs, chosen, torch.tensor([1, 0]))
+    assert anchor.flatten().tolist() == [0, 7]
+    assert positives.squeeze(-1).tolist() == [[1, 3], [5, 9]]
+    assert negatives.squeeze(-1).tolist() == [[2, 4], [6, 8]]
+
+
+def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int | None, seed: int) -> Tensor:
+    with watching({"": made}):
+        made(hidden)
+        return model_contrast([made], mask, Contrast(tokens=count), torch.Generator().manual_seed(seed))
+
+
+def test_the_models_loss_is_algorithm_1_over_tokens_that_count() -> None:
+    """Which of two chosen experts is the anchor is drawn, so all draws by hand."""
+    made, hidden = layer(), tokens(6)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    losses = []
+    for token in hidden[mask.flatten().bool()]:
+        outputs = [(made.up[expert] @ made.down[expert] @ token).double() for expert in range(5)]
+        unit = [vector / vector.norm() for vector in outputs]
+        top = made.gates(token[None])[1][0].tolist()
+        both = []
+        for anchor, positive in (top, top[::-1]):
+            near = torch.exp(unit[anchor] @ unit[positive] / 0.07)
+            far = sum(torch.exp(unit[anchor] @ unit[each] / 0.07) for each in range(5) if each not in top)
+            both.append(float(-torch.log(near / (near + far + 1e-3))))
+        losses.append(both)
+    found = float(seen_contrast(made, hidden.reshape(2, 3, 7), mask, None, seed=0))
+    possible = [sum(pick) / 3 for pick in torch.cartesian_prod(*map(torch.tensor, losses)).tolist()]
+    assert min(abs(found - each) for each in possible) < 1e-4
+
+
+def test_sampled_tokens_hang_on_the_seed_alone() -> None:
+    made, hidden = layer(), tokens(64)
+    one, same, other = (float(seen_contrast(made, hidden, None, 5, seed)) for seed in (1, 1, 2))
+    assert one == same != other
+    assert made.watched is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_k": 5}, "top-k is 5 of 4 experts"),
+        ({"r": 0}, "rank 0"),
+        ({"targets": ("q_proj", "qkv_proj")}, "ends with 'qkv_proj'; they end with .*q_proj"),
+        ({"targets": ()}, "no layer is named"),
+        ({"dropout": 1.0}, "dropout 1"),
+        ({"seed": -1}, "seed -1"),
+    ],
+)
+def test_refusals(settings: dict[str, object], message: str) -> None:
+    model = zoo.build("mixtral")
+    with pytest.raises(CompressionError, match=message):
+        inject(model, **settings)  # type: ignore[arg-type]
+    assert not comoe_layers(model) and all(value.requires_grad for value in model.parameters())
+
+
+def test_a_model_without_linear_layers_or_with_experts_already_is_refused() -> None:
+    with pytest.raises(CompressionError, match="it has none"):
+        inject(nn.Sequential(nn.ReLU()))
+    with pytest.raises(CompressionError, match="already"):
+        inject(inject(zoo.build("mixtral")))
+
+
+@pytest.mark.parametrize(("top_k", "message"), [(1, "no positives"), (4, "no negatives")])
+def test_a_contrastive_loss_needs_positives_and_negatives(top_k: int, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        ComoeConfig(top_k=top_k).check_contrast()

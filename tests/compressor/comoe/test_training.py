@@ -1,0 +1,180 @@
+"""Training: plain tuning where the contrastive loss has no weight, and the same bytes after a break as without one."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from compressor.comoe import comoe_layers, load_adapters, training
+from compressor.comoe.adapters import adapter_tensors
+from compressor.comoe.config import ComoeConfig
+from compressor.comoe.examples import IGNORED, collate, examples
+from compressor.comoe.injection import inject_config
+from compressor.comoe.options import TuningOptions
+from compressor.comoe.training import Trained, train
+from compressor.errors import CompressionError
+from compressor.progress import Silent
+from tests import small
+from tests.command_line import names
+from tests.tuned import CONFIG, OPTIONS, dense, questions
+
+
+def tune(out: Path, options: TuningOptions = OPTIONS, config: ComoeConfig = CONFIG, **more: Any) -> tuple[Any, Trained]:
+    model = dense()
+    return model, train(model, small.tokenizer(), questions(), config, options, out, **more)
+
+
+def lines(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_only_the_tokens_of_the_answer_have_a_loss() -> None:
+    item = questions()[0]
+    (made,) = examples([item], small.tokenizer(), small.VOCABULARY, 128)
+    labelled = [token for token, label in zip(made["input_ids"], made["labels"], strict=True) if label != IGNORED]
+    assert small.tokenizer().decode(labelled) == item.answer
+    assert small.tokenizer().decode(made["input_ids"]).endswith(item.prompt + item.answer)
+    batch = collate([made, {"input_ids": [5], "labels": [5]}], pad=9)
+    assert batch["input_ids"][1].tolist() == [5] + [9] * (len(made["labels"]) - 1)
+    assert batch["attention_mask"].sum(1).tolist() == [len(made["labels"]), 1]
+    assert batch["labels"][1].tolist() == [5] + [IGNORED] * (len(made["labels"]) - 1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_without_weight_it_is_plain_tuning_bit_for_bit(tmp_path: Path, accumulation: int) -> None:
+    model, _ = tune(tmp_path / "out", replace(OPTIONS, contrastive=0.0, accumulation=accumulation))
+    plain = dense()
+    inject_config(plain, CONFIG)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "plain"), max_steps=OPTIONS.steps or 0, per_device_train_batch_size=4, use_cpu=True,
+        gradient_accumulation_steps=accumulation, learning_rate=OPTIONS.learning_rate, seed=OPTIONS.seed,
+        data_seed=OPTIONS.seed, report_to="none", disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
+    )  # fmt: skip
+    data: Any = examples(questions(), small.tokenizer(), small.VOCABULARY, 128)
+    Trainer(plain, arguments, train_dataset=data, data_collator=partial(collate, pad=0)).train()
+    assert same(adapter_tensors(model), adapter_tensors(plain))
+    assert any(layer.up.any() for layer in comoe_layers(model).values())
+
+
+def test_the_log_tells_the_loss_by_its_parts_and_the_gap(tmp_path: Path) -> None:
+    _, made = tune(tmp_path / "out", replace(OPTIONS, contrastive=0.5, steps=5))
+    assert [line["step"] for line in made.log] == [2, 4, 5] and lines(tmp_path / "out") == [dict(x) for x in made.log]
+    for line in made.log:
+        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.5 * line["contrastive"], rel=1e-5)
+        assert line["information_gap"] == pytest.approx(math.log(2) - line["contrastive"])
+
+
+def test_accumulated_batches_have_the_loss_of_one(tmp_path: Path) -> None:
+    """The first step's cross entropy, without dropout, is that of all its items whichever way they are cut."""
+    config = replace(CONFIG, dropout=0.0)
+    whole, cut = (
+        tune(tmp_path / str(size), replace(OPTIONS, batch_size=size, accumulation=8 // size, steps=2), config)[1].log[0]
+        for size in (8, 4)
+    )
+    assert whole["cross_entropy"] == pytest.approx(cut["cross_entropy"], rel=1e-4)
+    assert whole["loss"] == pytest.approx(whole["cross_entropy"] + 0.01 * whole["contrastive"], rel=1e-5)
+    assert cut["loss"] == pytest.approx(cut["cross_entropy"] + 0.01 * cut["contrastive"], rel=1e-5)
+
+
+def test_the_contrastive_loss_falls_where_it_counts(tmp_path: Path) -> None:
+    options = replace(OPTIONS, steps=20, contrastive_tokens=None)
+    _, without = tune(tmp_path / "without", replace(options, contrastive=0.0))
+    _, with_it = tune(tmp_path / "with", replace(options, contrastive=0.5))
+    assert with_it.log[-1]["contrastive"] < 0.8 * without.log[-1]["contrastive"]
+
+
+class Broken(Silent):
+    """Breaks off after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def advance(self, detail: str) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("contrastive", [0.0, 0.3])
+def test_a_run_that_breaks_off_goes_on_to_the_same_bytes(tmp_path: Path, contrastive: float) -> None:
+    options = replace(OPTIONS, contrastive=contrastive, accumulation=2)
+    tune(tmp_path / "whole", options)
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path / "broken", options, progress=Broken(5))
+    assert names(tmp_path) == [".broken.moe-compressor", "whole"]
+    seen = Broken(100)
+    tune(tmp_path / "broken", options, progress=seen)
+    assert seen.left == 100 - 6  # which counts those that were done before
+    assert names(tmp_path) == ["broken", "whole"]
+    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
+
+
+def test_another_run_does_not_go_on_from_it(tmp_path: Path) -> None:
+    tune(tmp_path / "whole", replace(OPTIONS, learning_rate=1e-3))
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path / "broken", progress=Broken(5))
+    tune(tmp_path / "broken", replace(OPTIONS, learning_rate=1e-3))
+    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
+
+
+def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
+    model, made = tune(tmp_path / "out", label="tiny")
+    fresh = load_adapters(dense(), tmp_path / "out")
+    assert same(adapter_tensors(model), adapter_tensors(fresh))
+    assert made.parameters == sum(value.numel() for value in adapter_tensors(model).values())
+    facts = json.loads((tmp_path / "out" / "comoe.json").read_text())
+    assert facts["model"] == "tiny" and facts["training"]["tasks"] == {"letters": 12, "digits": 12}
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        (OPTIONS, replace(CONFIG, top_k=1), "no positives"),
+        (OPTIONS, replace(CONFIG, targets=("qkv",)), "'qkv'"),
+        (
+            replace(OPTIONS, learning_rate=1e38),
+            CONFIG,
+            r"the loss is (nan|inf) at step [2-6]; lower",
+        ),
+    ],
+)
+def test_refusals_leave_no_output(tmp_path: Path, options: TuningOptions, config: ComoeConfig, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        tune(tmp_path / "out", options, config)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("contrastive", -1), ("learning_rate", math.nan), ("temperature", 0), ("warmup", 2), ("epochs", 0), ("steps", 0),
+     ("seed", -1), ("save_every", 5)],
+)  # fmt: skip
+def test_options_that_cannot_be_meant(name: str, value: float) -> None:
+    with pytest.raises(CompressionError, match=f"--{name.replace('_', '-')}"):
+        replace(OPTIONS, **{name: value})
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+def test_a_run_that_breaks_off_while_it_writes_trains_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    options = replace(OPTIONS, steps=steps, accumulation=2)
+    tune(tmp_path / "whole", options)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "write_adapters", lambda *_: Broken(0).advance(""))
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "broken", options)
+    assert names(tmp_path) == [".broken.moe-compressor", "whole"]
+    tune(tmp_path / "broken", options)
+    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")

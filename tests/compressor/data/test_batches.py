@@ -1,0 +1,297 @@
+"""Calibration: sequences against a naive loop, several sources, held-out and reserved parts, and repetition."""
+
+import hashlib
+import math
+import random
+import struct
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressor.data.batches import (
+    Calibration,
+    WeightedSource,
+    evaluation_sets,
+    load_tokenizer,
+    sample_positions,
+)
+from compressor.data.sources import divide
+from compressor.errors import CompressionError
+from tests import small
+from tests.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, write
+
+
+def fit_tokens(data: Calibration) -> int:
+    """Number of tokens that a plan may see."""
+    return sum(batch.numel() for number, batch in enumerate(data.batches) if number not in data.heldout)
+
+
+def test_too_little_text_and_impossible_sizes(tmp_path: Path) -> None:
+    path = write(tmp_path, "a")
+    with pytest.raises(CompressionError, match="gives 1 tokens; give it more text"):
+        run(write(tmp_path, '{"text": "a"}', "b.jsonl"), Words(None))
+    with pytest.raises(CompressionError, match="--samples 0 and --sequence-length 8 leave nothing"):
+        run(path, samples=0)
+    with pytest.raises(CompressionError, match="leave nothing to run"):
+        run(path, length=1)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompressionError, match=r"the tokenizer makes token \d+, the model knows 50"):
+        run(write(tmp_path, "zzzzzz"), vocab=50)
+    with pytest.raises(CompressionError, match="has no usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_tokenizer_is_not_asked_to_warn_of_long_text(tmp_path: Path) -> None:
+    limits: list[int] = []
+
+    class Watched(Numbers):
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            limits.append(self.model_max_length)
+            return super().__call__(text, add_special_tokens)
+
+    tokenizer = Watched()
+    run(count_up(tmp_path, 0, 40), tokenizer, vocab=VOCAB)
+    assert min(limits) > 10**20 and tokenizer.model_max_length == 5
+
+
+def test_seed_orders_documents_and_repeats(tmp_path: Path) -> None:
+    path = write(tmp_path, "\n\n".join(f"{number:03d}" for number in range(50)))
+    first, again, other = run(path, seed=1), run(path, seed=1), run(path, seed=2)
+    assert first.identity == again.identity
+    assert all(torch.equal(one, two) for one, two in zip(first.batches, again.batches, strict=True))
+    assert first.identity["sha256"] != other.identity["sha256"]
+
+
+def test_nothing_outside_the_seed_matters(tmp_path: Path) -> None:
+    path = write(tmp_path, small.TEXT)
+    expected = run(path).identity
+    random.seed(5)
+    torch.manual_seed(5)
+    state = random.getstate()
+    assert run(path).identity == expected
+    assert random.getstate() == state
+    assert run(path, batch_size=1).identity == expected
+    assert TOKENIZER.model_max_length > 10**20 or TOKENIZER.model_max_length == small.tokenizer().model_max_length
+
+
+def test_a_longer_run_begins_like_a_shorter_one(tmp_path: Path) -> None:
+    path = write(tmp_path, small.TEXT)
+    few = torch.cat([batch.reshape(-1) for batch in run(path, samples=2).batches])
+    many = torch.cat([batch.reshape(-1) for batch in run(path, samples=5).batches])
+    assert torch.equal(many[: len(few)], few)
+
+
+def test_short_data_is_used_whole_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calibration = run(write(tmp_path, "abc"), samples=4, length=100)
+    assert [tuple(batch.shape) for batch in calibration.batches] == [(1, 5)]
+    assert calibration.tokens == 5
+    assert "fills 5 of 400 tokens" in caplog.text
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 5))
+def test_sampled_positions(tokens: int, count: int, seed: int) -> None:
+    found = sample_positions(tokens, count, seed).tolist()
+    assert found == sorted(set(found)) and len(found) == min(tokens, count)
+    assert all(0 <= position < tokens for position in found)
+    assert found == sample_positions(tokens, count, seed).tolist()
+
+
+def stream_of(source: str, seed: int = 3) -> list[int]:
+    """All tokens of a source in the order of the seed."""
+    parts = Path(source).read_text().split("\n\n")
+    random.Random(seed).shuffle(parts)
+    return [int(word) for part in parts for word in part.split()]
+
+
+def tokens_of(calibration: Calibration, source: int, held: bool) -> list[int]:
+    return [
+        token
+        for number, batch in enumerate(calibration.batches)
+        if calibration.source_of(number) == source and (number in calibration.heldout) == held
+        for token in batch.flatten().tolist()
+    ]
+
+
+@pytest.mark.parametrize("samples", [3, 99])
+def test_a_plain_calibration_is_what_it_was(samples: int, tmp_path: Path) -> None:
+    path = write(tmp_path, small.TEXT)
+    documents = [part.strip("\n") + "\n" for part in small.TEXT.split("\n\n")]
+    random.Random(7).shuffle(documents)
+    stream = [token for text in documents for token in [*TOKENIZER(text)["input_ids"], END]]
+    stream = stream[: min(samples, len(stream) // 50) * 50]
+    found = run(path, samples=samples, length=50, seed=7)
+    digest = hashlib.sha256(struct.pack(f"<{len(stream)}q", *stream)).hexdigest()
+    plain = {"source": str(path), "samples": len(stream) // 50, "sequence_length": 50, "tokens": len(stream)}
+    assert found.identity.items() >= (plain | {"seed": 7, "sha256": digest}).items()
+    assert [len(batch) for batch in found.batches[:-1]] == [8] * (len(found.batches) - 1)
+    assert (found.heldout, found.reserved, set(found.sources), found.weights) == (frozenset(), (), {0}, (1.0,))
+    assert fit_tokens(found) == found.tokens == len(stream)
+    assert found.source_names == ("data",)
+    assert found.identity["sources"] == [
+        {"source": str(path), "weight": 1.0, "samples": len(stream) // 50, "tokens": len(stream), "heldout_samples": 0}
+        | {"sha256": digest}
+    ]
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(16, 150), min_size=1, max_size=3),
+    weights=st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=3, max_size=3),
+    samples=st.integers(3, 20), reserve=st.sampled_from([0, 3, 9]), heldout=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+    batch=st.integers(1, 4),
+)  # fmt: skip
+def test_no_token_is_in_two_parts(
+    sizes: list[int],
+    weights: list[float],
+    samples: int,
+    reserve: int,
+    heldout: float,
+    batch: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("numbers")
+    sources = [WeightedSource(count_up(folder, number, size), weights[number]) for number, size in enumerate(sizes)]
+    made = numbered(sources, samples=samples, reserve=reserve, heldout=heldout, batch_size=batch)
+    owed, owed_more = divide(samples, weights[: len(sizes)]), (0,) * len(sizes)
+    if reserve:
+        owed_more = divide(reserve, weights[: len(sizes)])
+    for number, size in enumerate(sizes):
+        fit, held = tokens_of(made, number, False), tokens_of(made, number, True)
+        parts = made.reserved[number].batches if reserve else ()
+        beyond = [token for one in parts for token in one.flatten().tolist()]
+        together = fit + held + beyond
+        assert together == stream_of(sources[number].source)[: len(together)]  # each token is unique: nothing twice
+        assert len(together) == 8 * min(size // 8, owed[number] + owed_more[number])
+        assert fit and bool(beyond) == bool(reserve)
+        if size // 8 >= owed[number] + owed_more[number]:
+            assert len(fit + held) == 8 * owed[number]
+        elif reserve:
+            due = Fraction(size // 8 * owed[number], owed[number] + owed_more[number])
+            assert abs(Fraction(len(fit + held), 8) - due) < 1 or len(fit + held) == 8 or len(beyond) == 8
+        entry = made.identity["sources"][number]
+        assert entry["tokens"] == len(fit + held)
+        if len(fit + held) > 8:
+            assert abs(entry["heldout_samples"] - heldout * entry["samples"]) <= 1
+        blocks = [made.batches[place] for place in made.heldout if made.source_of(place) == number]
+        assert entry["heldout_samples"] == sum(map(len, blocks))
+    assert bool(made.heldout) == (heldout > 0)
+    assert made.tokens == sum(entry["tokens"] for entry in made.identity["sources"])
+    assert fit_tokens(made) == sum(len(tokens_of(made, number, False)) for number in range(len(sizes)))
+    assert math.fsum(made.weights) == pytest.approx(1)
+    assert all(len(one) <= batch for one in made.batches)
+
+
+def test_heldout_counts_by_hand(tmp_path: Path) -> None:
+    text = count_up(tmp_path, 0, 900)
+    for samples, share, expected in ((8, 0.25, 2), (8, 0.01, 1), (2, 0.99, 1), (6, 0.25, 2), (10, 0.0, 0)):
+        made = numbered(text, samples=samples, heldout=share, batch_size=3)
+        assert made.identity["sources"][0]["heldout_samples"] == expected
+        assert sum(len(made.batches[number]) for number in made.heldout) == expected
+        assert fit_tokens(made) == 8 * (samples - expected)
+    plain = numbered(text, samples=8)
+    assert numbered(text, samples=8, heldout=0.5).identity["sha256"] == plain.identity["sha256"]
+    assert numbered(text, samples=8, reserve=5).identity["sha256"] == plain.identity["sha256"]
+
+
+def test_at_least_one_of_several_sources_is_held_out(tmp_path: Path) -> None:
+    sources = [WeightedSource(count_up(tmp_path, number, 900), 1.0 + number) for number in range(3)]
+    made = numbered(sources, samples=12, heldout=0.01)  # 2, 4 and 6 sequences: none is due a whole one
+    assert [entry["heldout_samples"] for entry in made.identity["sources"]] == [0, 0, 1]
+    assert [entry["samples"] for entry in made.identity["sources"]] == [2, 4, 6]
+
+
+def test_a_single_sequence_is_cut_in_two(tmp_path: Path) -> None:
+    made = numbered(count_up(tmp_path, 0, 900), samples=1, length=10, heldout=0.1)
+    assert [tuple(batch.shape) for batch in made.batches] == [(1, 8), (1, 2)]
+    assert made.heldout == {1} and made.tokens == 10 and made.identity["sequence_length"] == 8
+    tiny = numbered(count_up(tmp_path, 1, 12), samples=99, length=512, heldout=0.1, reserve=50)
+    assert [batch.numel() for batch in (*tiny.batches, *tiny.reserved[0].batches)] == [7, 2, 3]
+    with pytest.raises(CompressionError, match=r"s2.txt gives 7 tokens, too few .* give it more text, 8 tokens"):
+        numbered(count_up(tmp_path, 2, 7), length=100, heldout=0.1)
+    with pytest.raises(CompressionError, match=r"s2.txt gives 7 tokens, too few"):
+        numbered(str(tmp_path / "s2.txt"), length=100, reserve=1)
+    assert numbered(str(tmp_path / "s2.txt"), length=100).tokens == 7
+
+
+def test_short_sources_are_shared_out_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = numbered(count_up(tmp_path, 0, 80), samples=12, reserve=4)
+    assert "s0.txt is short: 64 of 96 tokens asked for go to calibration, 16 of 32 are reserved" in caplog.text
+    assert made.tokens == 64 and sum(len(batch) for batch in made.reserved[0].batches) == 2
+    assert len(caplog.records) == 1
+    numbered(str(tmp_path / "s0.txt"), samples=8, reserve=2)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"samples": 1}, "--samples 1 is too few for 2 calibration sources; give one each"),
+        ({"reserve": 1}, "1 sequences cannot be reserved of 2 sources; give 0, or one for each"),
+        ({"reserve": -1}, "-1 sequences cannot be reserved"),
+        ({"heldout": 1.0}, "a share of 1.0 cannot be held out"),
+        ({"heldout": -0.1}, "a share of -0.1 cannot be held out"),
+        ({"heldout": math.nan}, "a share of nan cannot be held out"),
+    ],
+)
+def test_impossible_divisions_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    sources = [WeightedSource(count_up(tmp_path, number, 90), 1.0) for number in range(2)]
+    with pytest.raises(CompressionError, match=message):
+        numbered(sources, **settings)
+    with pytest.raises(CompressionError, match="no calibration source is given"):
+        numbered([])
+
+
+def test_a_source_is_read_no_further_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def endless(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
+        number = 0
+        while True:
+            taken.append(number)
+            yield f"{number} {number + 1}"
+            number += 2
+
+    monkeypatch.setattr("compressor.data.documents.documents", endless)
+    made = numbered("org/data", samples=3, reserve=2)
+    assert len(taken) == 5 * 8 // 2
+    assert made.identity["tokens"] == 24 and made.reserved[0].name == "org/data"
+
+
+def test_evaluation_sets_are_packed_like_calibration(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    names = [count_up(tmp_path, 0, 100), count_up(tmp_path / "other", 0, 20), count_up(tmp_path, 1, 5)]
+    found = evaluation_sets(names, Numbers(), length=8, seed=3, vocab=VOCAB, most=9)
+    assert [each.name for each in found] == ["s0", "s0-2", "s1"]
+    for each, name, tokens in zip(found, names, (72, 16, 5), strict=True):
+        assert torch.cat([batch.flatten() for batch in each.batches]).tolist() == stream_of(name)[:tokens]
+    with pytest.raises(CompressionError, match="0 sequences of 8 tokens leave nothing to evaluate"):
+        evaluation_sets(names, Numbers(), length=8, seed=3, vocab=VOCAB, most=0)
+    with pytest.raises(CompressionError, match="the tokenizer makes token 99, the model knows 99"):
+        evaluation_sets(names[:1], Numbers(), length=100, seed=3, vocab=99, most=1)
+
+
+def test_a_calibration_checks_itself() -> None:
+    batches = (torch.zeros(1, 4), torch.ones(1, 4))
+    with pytest.raises(CompressionError, match="2 batches have 1 sources"):
+        Calibration(batches, {}, sources=(0,))
+    with pytest.raises(CompressionError, match="batches are of source 1, but 1 have weights"):
+        Calibration(batches, {}, sources=(0, 1))
+    with pytest.raises(CompressionError, match=r"held-out batches \[2\] are not among the 2"):
+        Calibration(batches, {}, heldout=frozenset({2}))
+    plain = Calibration(batches, {})
+    assert plain.source_of(1) == 0 and fit_tokens(plain) == plain.tokens == 8
+
+
+def test_sources_have_names_and_weights(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    made = numbered([WeightedSource(count_up(tmp_path, 0, 90), 1), WeightedSource(count_up(tmp_path / "x", 0, 90), 3)])
+    assert made.source_names == ("s0", "s0-2") and made.weights == (0.25, 0.75)
+    assert Calibration((torch.zeros(1, 4),), {}).source_names == ("source 0",)

@@ -1,0 +1,130 @@
+"""Sources of calibration text: arguments, weights, division, names, and refusals."""
+
+import json
+import math
+from fractions import Fraction
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressor.data.sources import (
+    WeightedSource,
+    divide,
+    parse_sources,
+    short_names,
+    without_folders,
+)
+from compressor.errors import CompressionError
+from tests.texts import VOCAB, Numbers, count_up, run, write
+
+WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
+
+
+@given(WEIGHTS, st.integers(0, 500))
+def test_a_division_is_whole_and_proportional(weights: list[float], more: int) -> None:
+    total = len(weights) + more
+    counts = divide(total, weights)
+    due = [total * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    assert sum(counts) == total and min(counts) >= 1
+    if min(due) >= 1:
+        assert all(abs(count - share) < 1 for count, share in zip(counts, due, strict=True))
+    assert all(count == 1 for count, share in zip(counts, due, strict=True) if share < 1)
+    ordered = sorted(zip(weights, counts, strict=True))
+    assert all(one[1] <= two[1] for one, two in pairwise(ordered) if one[0] < two[0])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 6))
+def test_no_other_division_comes_nearer(weights: list[int], more: int) -> None:
+    total = len(weights) + more
+    due = [Fraction(total * weight, sum(weights)) for weight in weights]
+    if min(due) >= 1:
+        others = [each for each in product(range(1, total + 1), repeat=len(weights)) if sum(each) == total]
+        far = [sum((count - share) ** 2 for count, share in zip(each, due, strict=True)) for each in others]
+        counts = divide(total, weights)
+        assert sum((count - share) ** 2 for count, share in zip(counts, due, strict=True)) == min(far)
+
+
+def test_divisions_by_hand() -> None:
+    assert divide(10, (0.5, 0.5)) == (5, 5)
+    assert divide(10, (1, 1, 1)) == (4, 3, 3)
+    assert divide(10, (0.98, 0.01, 0.01)) == (8, 1, 1)
+    assert divide(3, (1e300, 1e-300, 1.0)) == (1, 1, 1)
+
+
+PARSED: list[tuple[list[str], list[tuple[str, float]]]] = [
+    (["x.jsonl"], [("x.jsonl", 1.0)]),
+    (["x.jsonl=0.5"], [("x.jsonl", 1.0)]),
+    (["x.jsonl=0.5", "y=1.5"], [("x.jsonl", 0.25), ("y", 0.75)]),
+    (["a", "b", "org/c:en"], [("a", 1 / 3), ("b", 1 / 3), ("org/c:en", 1 / 3)]),
+    (["a=b=3", "c=1"], [("a=b", 0.75), ("c", 0.25)]),
+    (["a=b", "c="], [("a=b", 0.5), ("c=", 0.5)]),
+    (["7"], [("7", 1.0)]),
+    (["a=1e308", "b=1e308"], [("a", 0.5), ("b", 0.5)]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), PARSED)
+def test_sources_and_weights_are_read(arguments: list[str], expected: list[tuple[str, float]]) -> None:
+    found = parse_sources(arguments)
+    assert [entry.source for entry in found] == [source for source, _ in expected]
+    assert [entry.weight for entry in found] == pytest.approx([weight for _, weight in expected], rel=1e-15)
+    assert math.fsum(entry.weight for entry in found) == pytest.approx(1, rel=1e-15)
+
+
+def test_a_file_whose_name_ends_like_a_weight_is_a_file(tmp_path: Path) -> None:
+    names = [str(write(tmp_path, "text", name)) for name in ("a=b.txt", "c=2")]
+    assert parse_sources(names) == tuple(WeightedSource(name, 0.5) for name in names)
+    assert parse_sources([f"{names[0]}=1", f"{names[1]}=3"]) == tuple(map(WeightedSource, names, (0.25, 0.75)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no calibration source is given; name a text"),
+        (["=0.5"], "'=0.5' names no source before its weight; write SOURCE=WEIGHT"),
+        (["x=0"], r"'x' has weight 0.0; give a positive number"),
+        (["x=-1"], "'x' has weight -1.0"),
+        (["x=nan"], "'x' has weight nan"),
+        (["x=inf"], "'x' has weight inf"),
+        (["x=1", "y"], "'y' has no weight but others have; write SOURCE=WEIGHT for all or for none"),
+        (["x", "y", "x"], "'x' is given twice"),
+        (["x=1", "x=2"], "'x' is given twice"),
+    ],
+)
+def test_bad_sources_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        parse_sources(arguments)
+
+
+def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "text")
+    with pytest.raises(CompressionError, match="is given twice"):
+        parse_sources([str(path), f"{tmp_path}/../{tmp_path.name}/data.txt"])
+
+
+def test_short_names_are_unique(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    files = [str(write(folder, "a", name)) for folder, name in ((tmp_path, "a.txt"), (tmp_path / "x", "a.jsonl"))]
+    assert short_names([*files, "a-2", "org/a", "org/a", "org/a"]) == (
+        "a", "a-2", "a-2-2", "org/a", "org/a-2", "org/a-3",
+    )  # fmt: skip
+
+
+def test_a_record_names_no_folders(tmp_path: Path) -> None:
+    sources = [WeightedSource(count_up(tmp_path, number, 90), 1.0) for number in range(2)]
+    made = run(sources, Numbers(), vocab=VOCAB)
+    before = json.dumps(made.identity)
+    shown = without_folders(made.identity)
+    assert json.dumps(made.identity) == before
+    assert shown["source"] == "s0.txt + s1.txt"
+    assert str(tmp_path) not in json.dumps(shown)
+    assert list(shown) == list(made.identity)
+    assert without_folders({"source": "/a/b + c.txt", "tokens": 5}) == {"source": "b + c.txt", "tokens": 5}
+    named = without_folders({"source": "?", "sources": [{"source": "allenai/c4"}, {"source": "org/data:en"}]})
+    assert named["source"] == "allenai/c4 + org/data:en"
+    relative = without_folders({"source": "?", "sources": [{"source": "mine/a.jsonl"}, {"source": "../mine/b"}]})
+    assert relative["source"] == "a.jsonl + b"
+    assert without_folders({"source": "/a/b.txt", "sources": 5}) == {"source": "b.txt", "sources": []}

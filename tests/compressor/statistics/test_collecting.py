@@ -1,0 +1,177 @@
+"""Calibration sources and held-out tokens in one pass, against passes over each part alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.data.batches import Calibration, sample_positions
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel
+from compressor.progress import Silent
+from compressor.statistics import collecting
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import (
+    ALL,
+    DENSE,
+    RECONSTRUCTION,
+    ROUTED,
+    ROUTED_OUTPUTS,
+    SAMPLED,
+    LayerStatistics,
+    RouterArguments,
+)
+from tests import zoo
+from tests.opened import opened
+
+NAMES = pytest.mark.parametrize("name", ["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"])
+DATA = ALL - {"weights", "heldout", "rank_change"}
+SUMS = ROUTED | ROUTED_OUTPUTS
+SHARES = (0.5, 0.25, 0.25)
+SOURCES = (0, 1, 0, 2, 2, 0)
+HELDOUT = frozenset({2, 4})  # nothing of source 1
+SAMPLE = 24
+
+
+@pytest.fixture(autouse=True)
+def _small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "SAMPLE_TOKENS", SAMPLE)
+
+
+def parts_of(stock: object, seed: int = 3) -> tuple[Tensor, ...]:
+    """Six batches of unequal sizes."""
+    return torch.split(zoo.tokens(stock, 9, 12, seed=seed), [1, 2, 1, 2, 1, 2])  # type: ignore[arg-type]
+
+
+def gathered(
+    model: OpenModel, data: Calibration, needs: frozenset[str] = DATA | {"heldout"}, per_source: bool = False
+) -> dict[str, LayerStatistics]:
+    return {stats.layer.name: stats for stats in collect(model, needs, data, Silent(), 0, per_source)}
+
+
+def of(parts: Sequence[Tensor]) -> Calibration:
+    return Calibration(tuple(parts), {"source": "random tokens"})
+
+
+def mixed(parts: Sequence[Tensor], heldout: frozenset[int] = HELDOUT) -> Calibration:
+    return Calibration(tuple(parts), {"source": "random tokens"}, SOURCES, SHARES, heldout)
+
+
+def same(found: LayerStatistics, expected: LayerStatistics, needs: frozenset[str]) -> None:
+    assert found.tokens == expected.tokens and set(found.values) - {"heldout"} == set(expected.values) == needs
+    for name, value in expected.values.items():
+        check(found.values[name], value, name)
+
+
+def check(found: Tensor | RouterArguments, expected: Tensor | RouterArguments, name: str) -> None:
+    if isinstance(expected, RouterArguments):
+        assert isinstance(found, RouterArguments)
+        assert found.dims == expected.dims and found.by_keyword.keys() == expected.by_keyword.keys()
+        pairs = zip((*found.positional, *found.by_keyword.values()),
+                    (*expected.positional, *expected.by_keyword.values()), strict=True)  # fmt: skip
+        for one, other in pairs:
+            if not isinstance(other, Tensor):
+                assert one is other
+            elif other.device.type != "meta":
+                check(one, other, name)
+    else:
+        assert isinstance(found, Tensor)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6, msg=name)
+
+
+@NAMES
+def test_heldout_tokens_are_a_statistic_of_their_own_and_enter_no_other(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = parts_of(stock)
+    data = Calibration(parts, {"source": "random tokens"}, heldout=HELDOUT)
+    whole = gathered(model, data)
+    fit = gathered(model, of([part for number, part in enumerate(parts) if number not in HELDOUT]), DATA)
+    judged = gathered(model, of([parts[number] for number in sorted(HELDOUT)]), RECONSTRUCTION - {"weights"})
+    for layer, stats in whole.items():
+        same(stats, fit[layer], DATA)
+        for key, value in judged[layer].values.items():
+            check(stats.heldout.values[key], value, key)
+        assert "weights" in stats.heldout.values and stats.heldout.tokens == judged[layer].tokens
+        assert not set(stats.heldout.values) & SUMS
+
+
+@NAMES
+def test_each_source_is_seen_as_if_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = parts_of(stock)
+    whole = gathered(model, mixed(parts), per_source=True)
+    for source, share in enumerate(SHARES):
+        mine = [number for number, owner in enumerate(SOURCES) if owner == source and number not in HELDOUT]
+        monkeypatch.setattr(collecting, "SAMPLE_TOKENS", round(SAMPLE * share))
+        alone = gathered(model, of([parts[number] for number in mine]), DATA)
+        for layer, stats in whole.items():
+            same(stats.by_source[source], alone[layer], DATA)
+            if "vision" not in layer:
+                count = min(round(SAMPLE * share), sum(parts[number].numel() for number in mine))
+                assert len(stats.by_source[source].inputs) == count
+    for stats in whole.values():
+        assert [part.tokens for part in stats.by_source] == [36, 24, 24] if stats.tokens else True
+
+
+@NAMES
+def test_the_mix_weights_sums_by_share_and_holds_every_sample(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    for stats in gathered(model, mixed(parts_of(stock)), per_source=True).values():
+        assert stats.tokens == sum(part.tokens for part in stats.by_source)
+        for key in SUMS:
+            expected = torch.zeros(stats.values[key].shape, dtype=torch.float64)
+            for share, part in zip(SHARES, stats.by_source, strict=True):
+                if part.tokens:
+                    expected += share * stats.tokens * part.values[key] / part.tokens  # its mean per token
+            check(stats.values[key], expected, key)
+        if stats.tokens:
+            for key in (SAMPLED - {"router_arguments"}) | {"expert_outputs"}:
+                dim = 1 if key in DENSE else 0
+                check(stats.values[key], torch.cat([part.values[key] for part in stats.by_source], dim), key)
+
+
+def test_other_heldout_tokens_change_nothing_but_that_statistic(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    first, second = parts_of(stock), parts_of(stock, seed=4)
+    other = [second[number] if number in HELDOUT else part for number, part in enumerate(first)]
+    one, two = gathered(model, mixed(first)), gathered(model, mixed(other))
+    for layer, stats in one.items():
+        for key in DATA:
+            check(stats.values[key], two[layer].values[key], key)
+        assert not torch.equal(stats.heldout.inputs, two[layer].heldout.inputs)
+
+
+@pytest.mark.parametrize("heldout", [{2}, {2, 4}, {1}, {0, 3}])
+def test_some_sources_may_have_nothing_held_out_or_nothing_else(heldout: set[int], tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    parts = parts_of(stock)
+    for stats in gathered(model, mixed(parts, frozenset(heldout))).values():
+        fit = [number for number in range(6) if number not in heldout]
+        assert stats.tokens == sum(parts[number].numel() for number in fit)
+        assert stats.heldout.tokens == sum(parts[number].numel() for number in heldout)
+        # weighted or not, two experts are counted for each token
+        assert float(stats.routed_count.sum()) == pytest.approx(2 * stats.tokens)
+        assert len(stats.heldout.inputs) > 0
+
+
+@pytest.mark.parametrize("per_source", [True, False])
+def test_one_source_is_what_it_was_before_there_were_several(per_source: bool, tmp_path: Path) -> None:
+    stock, model = opened("deepseek_v3", tmp_path)
+    parts = parts_of(stock)
+    plain = gathered(model, of(parts), DATA)
+    named = Calibration(parts, {"source": "random tokens"}, (0,) * 6, (1.0,))
+    for layer, stats in gathered(model, named, DATA, per_source).items():
+        same(stats, plain[layer], DATA)
+        assert stats.by_source == ()
+        tokens = torch.cat([part.flatten() for part in parts])
+        assert len(stats.inputs) == len(sample_positions(len(tokens), SAMPLE, 0)) == SAMPLE
+
+
+def test_a_need_for_heldout_tokens_without_any_is_refused(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    with pytest.raises(CompressionError, match="needs held-out calibration tokens, and none were held out"):
+        gathered(model, of(parts_of(stock)))
+    with pytest.raises(CompressionError, match="needs calibration data"):
+        list(collect(model, ROUTED, None, Silent()))

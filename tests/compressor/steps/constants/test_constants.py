@@ -1,0 +1,134 @@
+"""The constant of an expert, what it misses, and budgets, each against sums or a search written out plainly."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressor.progress import Silent
+from compressor.steps.constants.budget import cheapest_numbers, curve, even_numbers, halfway, probed_numbers
+from compressor.steps.constants.measure import NEEDS, LayerConstants, layer_constants, of_statistics, substitutes_of
+from compressor.steps.constants.uneven import divide
+from compressor.steps.constants.variants import judge_variants
+from compressor.steps.correct.constants import SubstitutedLayer, refit_constants
+from compressor.steps.correct.cut_layer import Recording
+from compressor.steps.correct.refit import Correction, Refit
+from tests import opened
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_sums_and_the_best_constant_are_those_of_a_plain_forward(name: str, tmp_path: Path) -> None:
+    stock, model = opened.opened(name, tmp_path)
+    parts = opened.batches(stock, (2, 1), 16)
+    found = opened.statistics(model, NEEDS, parts)
+    for layer, calls in opened.plain_calls(stock, model.architecture, parts).items():
+        hidden, index, weights = calls.joined()
+        experts, constants = stock.get_submodule(layer), of_statistics(found[layer])
+        for expert in range(model.architecture.experts):
+            tokens, places = (index == expert).nonzero(as_tuple=True)
+            gate = weights[tokens, places].double()
+            output = opened.one_expert(experts, expert, hidden)[tokens].double()
+            torch.testing.assert_close(found[layer].squared_gate_sum[expert].clone(), (gate**2).sum())
+            if not len(tokens):
+                assert not constants.values[expert].any() and constants.missed[expert] == 0
+                continue
+            # least squares of g o on g, each token a row: the constant that misses least, and what it misses
+            best = torch.linalg.lstsq(gate[:, None], gate[:, None] * output).solution[0]
+            missed = (gate**2 * (output - best).square().sum(-1)).sum()
+            torch.testing.assert_close(constants.values[expert].double(), best, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(constants.missed[expert], missed, atol=1e-8, rtol=1e-4)
+
+
+def test_the_experts_that_miss_least_go_first_and_ties_keep_the_lower_number() -> None:
+    found = LayerConstants(torch.zeros(5, 2), torch.tensor([2.0, 0.0, 1.0, 0.0, 3.0], dtype=torch.float64))
+    assert found.order == [3, 1, 2, 0, 4]
+    assert found.replaceable(2) == (1, 3)
+    assert found.replaceable(2, frozenset({3, 2})) == (0, 1)
+    made = layer_constants(torch.tensor([4.0, 0]), torch.tensor([[2.0, 4], [0, 0]]), torch.tensor([6.0, 0]))
+    assert made.values.tolist() == [[0.5, 1.0], [0, 0]] and made.missed.tolist() == [1.0, 0]
+
+
+COSTS = st.lists(st.floats(0, 10, width=32), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(COSTS, min_size=1, max_size=4), st.data())
+def test_the_cheapest_division_is_that_of_trying_all(steps: list[list[float]], data: st.DataObject) -> None:
+    curves = [np.concatenate([[0.0], np.cumsum(own)]) for own in steps]
+    most = [len(own) for own in steps]
+    removed = data.draw(st.integers(0, sum(most)))
+    every = [numbers for numbers in itertools.product(*(range(each + 1) for each in most)) if sum(numbers) == removed]
+
+    def cost(numbers: list[int]) -> float:
+        return float(sum(own[number] for own, number in zip(curves, numbers, strict=True)))
+
+    found, even = cheapest_numbers(curves, removed), even_numbers(removed, most)
+    assert sum(found) == removed and cost(found) == pytest.approx(min(cost(list(each)) for each in every))
+    assert sum(even) == removed and all(0 <= number <= top for number, top in zip(even, most, strict=True))
+    full = [number == top for number, top in zip(even, most, strict=True)]
+    free = [number for number, at_top in zip(even, full, strict=True) if not at_top]
+    assert not free or (max(free) - min(free) <= 1 and max(even) <= max(free) + 1)
+    between = halfway(found, even)
+    assert sum(between) == removed
+    assert all(min(a, b) <= c <= max(a, b) for a, b, c in zip(found, even, between, strict=True))
+
+
+def test_a_curve_meets_what_was_measured_and_grows_with_what_is_missed_between() -> None:
+    costs = curve([1.0, 1.0, 2.0, 4.0], {2: 0.4, 4: 1.0})
+    assert costs.tolist() == pytest.approx([0, 0.2, 0.4, 0.6, 1.0])
+    assert curve([0.0, 0.0], {2: 0.4}).tolist() == pytest.approx([0, 0.2, 0.4])
+    assert curve([1.0, 1.0], {1: 0.5, 2: 0.3}).tolist() == pytest.approx([0, 0.5, 0.5])  # never cheaper with more
+    assert probed_numbers(6, 8) == (2, 4, 6) and probed_numbers(28, 32) == (8, 16, 24, 28)
+
+
+def test_variants_of_one_pass_are_judged_as_each_alone_and_a_division_is_never_worse_than_even(tmp_path: Path) -> None:
+    stock, model = opened.opened("mixtral", tmp_path)
+    parts = opened.batches(stock, (4, 4), 16)
+    stats = opened.statistics(model, NEEDS, parts)
+    constants = {name: of_statistics(own) for name, own in stats.items()}
+    layers = [layer.name for layer in model.architecture.layers]
+    first, both = ({layers[0]: [1, 2]}, {layers[0]: [0], layers[1]: [3]})
+    variants = [substitutes_of(dropped, constants) for dropped in ({}, first, both)]
+    together = judge_variants(model, variants, parts, Silent())
+    alone = [judge_variants(model, [variant], parts, Silent())[0] for variant in variants]
+    assert together == alone
+    assert together[0].kl == pytest.approx(0, abs=1e-4) and together[1].kl > 0.01 and together[2].kl > 0.01
+    removed = 3
+    found = divide(model, constants, removed, {layers[0]: frozenset({0})}, parts, Silent())
+    assert sum(found.numbers.values()) == removed
+    assert all(0 <= number <= model.architecture.experts - 2 for number in found.numbers.values())
+    assert found.figures["heldout_kl_chosen"] <= found.figures["heldout_kl_even"]
+
+
+def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_misses(tmp_path: Path) -> None:
+    stock, model = opened.opened("mixtral", tmp_path)
+    layer = model.architecture.layers[1]
+    dropped, kept = [1, 4, 6], [0, 2, 3, 5, 7]
+    recording = Recording(layer, 96)
+    recording.attach(stock)
+    parts = opened.batches(stock, (4, 2), 16)
+    calls = opened.plain_calls(stock, model.architecture, parts)[layer.name]
+    recording.detach()
+    experts, block = stock.get_submodule(layer.name), stock.get_submodule(layer.block)
+    hidden, index, weights = calls.joined()
+    gates = torch.zeros(len(hidden), 8, dtype=torch.float64).scatter_add_(1, index, weights.double())
+    outputs = torch.stack([opened.one_expert(experts, expert, hidden).double() for expert in range(8)], 1)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, torch.nn.Parameter(getattr(experts, name)[kept], requires_grad=False))
+    slots = torch.tensor([[*kept, *dropped].index(expert) for expert in range(8)])
+    start = torch.randn(3, hidden.shape[1], generator=torch.Generator().manual_seed(0))
+    router = stock.get_submodule(layer.router)
+    cut = SubstitutedLayer.made(start, slots, torch.float32, recording, experts, router, block)
+    rows = torch.arange(len(hidden))
+    refit_constants(Refit(cut, {}, rows, rows, Correction("constants"), 1.0, 0))
+    missing = torch.einsum("te,teh->th", gates[:, dropped], outputs[:, dropped])  # the layer without its kept experts
+    energy = torch.einsum("te,teh->th", gates, outputs).square().sum(-1)
+    share = (1 / (energy + energy.median())).sqrt()[:, None]
+    best = torch.linalg.lstsq(gates[:, dropped] * share, missing * share).solution
+    torch.testing.assert_close(cut.values.double(), best, atol=2e-4, rtol=1e-3)
+    expected = torch.einsum("te,teh->th", gates[:, kept], outputs[:, kept]) + gates[:, dropped] @ cut.values.double()
+    torch.testing.assert_close(cut.output(cut.inputs(rows), *cut.route(rows)).double(), expected, atol=1e-5, rtol=1e-4)

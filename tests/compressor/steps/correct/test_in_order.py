@@ -1,0 +1,254 @@
+"""A pass in order against whole stock models, and an interrupted one against one that was not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import compressor
+from compressor.data.batches import Calibration
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.planning import make as planning
+from compressor.planning.make import Wish, correct, make_plan_in_order
+from compressor.planning.registry import load_strategy
+from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.progress import Silent
+from compressor.steps.correct import in_order as sequence
+from compressor.steps.correct.refit import Correction, correct_layer
+from compressor.surgery.cutting import CutFiles
+from compressor.surgery.job import make_job
+from tests import zoo
+from tests.opened import one_expert, plain_calls
+from tests.ordered import (
+    SHARED,
+    WatchedJudge,
+    drops,
+    keeps,
+    merges,
+    opened_wide,
+    run,
+    watch_corrections,
+    whole_plan,
+    with_heldout,
+)
+from tests.reference import cut, realign
+
+EVERY = pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in SHARED])
+LOGITS = 1e-5
+
+
+def judged_run(model: OpenModel, plans: dict[str, LayerPlan], ids: Tensor, **more: Any) -> dict[int, Tensor]:
+    """Logits of batches of two and one sequences from a pass in order."""
+    watched = WatchedJudge([(0, ids[:2]), (0, ids[2:])], 1)
+    with watched.watch(model.partial.model):
+        run(model, plans, judge=watched, **more)
+    return watched.logits
+
+
+@torch.no_grad()
+def whole(model: PreTrainedModel, ids: Tensor) -> dict[int, Tensor]:
+    """Logits of the same batches from a plain forward."""
+    return {number: model(input_ids=part, use_cache=False).logits for number, part in enumerate((ids[:2], ids[2:]))}
+
+
+def check(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for number, logits in expected.items():
+        torch.testing.assert_close(found[number], logits, rtol=0, atol=LOGITS)
+
+
+@EVERY
+def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide(name, tmp_path)
+    data, plans, ids = with_heldout(stock), drops(model.architecture), zoo.tokens(stock, 3, seed=5)
+    how = Correction("tune", steps=3, tokens=20)
+    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
+    seen = watch_corrections(monkeypatch)
+    if model.partial.model.get_output_embeddings() is None:
+        with pytest.raises(CompressionError, match="has no language-model head"):
+            judged_run(model, plans, ids, data=data)
+        run(model, plans, data, correction=how)
+        found = {}
+    else:
+        found = judged_run(model, plans, ids, data=data, correction=how)
+    state = small.state_dict()
+    for name_of, corrected in seen.items():
+        own = {tensor.key for tensor in corrected.layer.tensors}
+        for key, value in corrected.before.items():
+            if key.startswith(f"{corrected.layer.block}."):
+                assert torch.equal(value, state[key]), key
+                assert key in own or torch.equal(corrected.after[key], value), key
+        figures = corrected.figures
+        if "heldout_error" in figures:
+            tried = [value for key, value in figures.items() if key.startswith("heldout_error_")]
+            assert figures["heldout_error"] == min(tried) <= figures["heldout_error_before"]
+            assert figures["heldout_error"] == figures[f"heldout_error_{figures['kept'].replace('none', 'before')}"]
+        else:
+            assert "vision" in name_of
+        small.load_state_dict({key: corrected.after[key] for key in own}, strict=False)
+    if found:
+        check(found, whole(small, ids))
+    assert seen.keys() == plans.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt_oss", "gemma4", "deepseek_v4", "zaya", "deepseek_v2-group_limited", "granitemoe", "aria"]
+)
+def test_a_merge_without_calibration_equals_the_merged_stock_model(name: str, tmp_path: Path) -> None:
+    stock, model = opened_wide(name, tmp_path)
+    plans, ids = merges(model.architecture), zoo.tokens(stock, 3, seed=5)
+    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
+    found = judged_run(model, plans, ids, data=None)
+    check(found, whole(small, ids))
+    assert not any(torch.equal(found[number], logits) for number, logits in whole(stock, ids).items())
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_experts_that_two_layers_share_are_refused(name: str, tmp_path: Path) -> None:
+    stock, model = opened_wide(name, tmp_path)
+    with pytest.raises(CompressionError, match="shares its experts with another layer, so it cannot be compressed in"):
+        run(model, keeps(model.architecture), with_heldout(stock))
+
+
+def asked(
+    model: OpenModel, plans: dict[str, LayerPlan], method: str, data: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> CompressionPlan:
+    """A plan that asks for a correction on random tokens, which stand in for its calibration text."""
+    monkeypatch.setattr(planning, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(planning, "recalibrate", lambda *_: data)
+    request = {**Correction(method, steps=3, tokens=20).to_dict(), "dtype": "auto"}
+    return whole_plan(model, plans, calibration=data.identity, correction=None if method == "none" else request)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "dtype"),
+    [
+        ("mixtral-tied", "none", "float32"),
+        ("zaya", "none", "float32"),
+        ("gpt_oss", "tune", "float32"),
+        ("deepseek_v4", "tune", "float32"),
+        ("gemma4", "ridge", "float32"),
+        ("mixtral", "tune", "bfloat16"),
+    ],
+)
+def test_what_passes_is_what_is_written(
+    name: str, method: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judged logits of the pass are those of the stock model loaded from the output, corrected or not."""
+    stock, model = opened_wide(name, tmp_path / "in", dtype)
+    plans, ids, data = drops(model.architecture), zoo.tokens(stock, 3, seed=5), with_heldout(stock)
+    plan = asked(model, plans, method, data, monkeypatch)
+    found = judged_run(model, plans, ids, data=data, correction=Correction.from_plan(plan.correction))
+    compressor.apply(plan, tmp_path / "out")
+    written = zoo.reload(name, tmp_path / "out")
+    realign(written)
+    assert written.dtype == getattr(torch, dtype)
+    check(found, whole(written, ids))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("name", ["granitemoe_swa", "ernie4_5_vl_moe"])  # three layers; two experts modules in a layer
+def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = opened_wide(name, tmp_path / "in")
+    data, plans = with_heldout(stock), drops(model.architecture)
+    plan = asked(model, plans, "tune", data, monkeypatch)
+    compressor.apply(plan, tmp_path / "whole")
+    corrected: list[str] = []
+    last = model.architecture.layers[-1]
+
+    def interrupted(model: Any, layer: MoeLayer, *more: Any) -> dict[str, Any]:
+        if layer.unit == last.unit and "again" not in corrected:
+            raise KeyboardInterrupt
+        corrected.append(layer.name)
+        return correct_layer(model, layer, *more)
+
+    monkeypatch.setattr(sequence, "correct_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compressor.apply(plan, tmp_path / "out")
+    assert corrected == [layer.name for layer in model.architecture.layers if layer.unit != last.unit]
+    assert not (tmp_path / "out").exists()
+    corrected.append("again")
+    compressor.apply(plan, tmp_path / "out")
+    after = corrected[corrected.index("again") + 1 :]
+    assert after == [layer.name for layer in model.architecture.layers if layer.unit == last.unit]
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) -> None:
+    """The counts that decide the second layer are those of a stock model whose first layer is cut."""
+    stock, model = opened_wide("qwen3_moe", tmp_path)
+    data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
+    made = make_plan_in_order(model, wish, data, Correction(), Silent())
+    assert made.sequential and {layer.upstream for layer in made.layers} == {"compressed"}
+    first, second = model.architecture.layers
+    only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
+    small = cut(stock, "num_experts", whole_plan(model, only_first).to_dict())
+    stock.model.layers[0] = small.model.layers[0]
+    calls = plain_calls(stock, model.architecture, [data.batches[0], data.batches[2]])[second.name]
+    hidden, index, weights = calls.joined()
+    scores = torch.zeros(8)
+    for expert in range(8):
+        rows, places = (index == expert).nonzero(as_tuple=True)
+        norms = one_expert(stock.get_submodule(second.name), expert, hidden[rows]).norm(dim=-1)
+        scores[expert] = (weights[rows, places] * norms).mean() if len(rows) else 0.0
+    kept = sorted(scores.argsort(descending=True)[:6].tolist())
+    assert [group.members[0] for group in made.layers[1].groups] == kept
+
+
+def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide("granitemoe_swa", tmp_path / "in")
+    data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
+    how = Correction("tune", steps=3, tokens=20)
+    files, again = CutFiles(tmp_path / "cut"), CutFiles(tmp_path / "again")
+    made = make_plan_in_order(model, wish, data, how, Silent(), files=files)
+    seen = watch_corrections(monkeypatch)
+    for layer in model.architecture.layers[:2]:
+        again.save(files.plan(layer), layer, files.tensors(layer))  # type: ignore[arg-type]
+    assert make_plan_in_order(model, wish, data, how, Silent(), files=again) == made
+    assert list(seen) == [model.architecture.layers[2].name]
+    assert files_of(again.folder) == files_of(files.folder)
+    assert correct(model, made, Silent(), files, data) == made
+    assert correct(model, made, Silent(), files) == made  # no calibration is asked for
+
+
+def test_half_a_decoder_layer_on_disk_is_cut_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text and vision experts of one decoder layer are finished together or not at all."""
+    stock, model = opened_wide("ernie4_5_vl_moe", tmp_path / "in")
+    plans, data, files = drops(model.architecture), with_heldout(stock), CutFiles(tmp_path / "cut")
+    how = Correction("tune", steps=3, tokens=20)
+    run(model, plans, data, correction=how, files=files)
+    before = files_of(files.folder)
+    text, vision = model.architecture.layers[2:]
+    assert text.unit == vision.unit
+    (files.folder / f"{vision.name}.safetensors").unlink()
+    seen = watch_corrections(monkeypatch)
+    run(model, plans, data, correction=how, files=files)
+    assert list(seen) == [text.name, vision.name] and files_of(files.folder) == before
+
+
+def test_without_a_correction_plans_come_back_as_they_are(tmp_path: Path) -> None:
+    stock, model = opened_wide("mixtral", tmp_path)
+    plans = merges(model.architecture)
+    assert run(model, plans, with_heldout(stock)) == plans
+
+
+def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide("mixtral", tmp_path / "in")
+    plan = asked(model, drops(model.architecture), "ridge", with_heldout(stock), monkeypatch)
+    job, _ = make_job(model, plan, cut=CutFiles(tmp_path / "cut"))
+    with pytest.raises(CompressionError, match="its corrected tensors can no longer be read from the work folder"):
+        list(job.produce(model.architecture.layers[0].unit))

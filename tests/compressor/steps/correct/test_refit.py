@@ -1,0 +1,177 @@
+"""The guard around a correction: what is judged is what will be stored, and nothing worse than the plan is kept."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compressor
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.opened import open_model
+from compressor.planning import make as planning
+from compressor.steps.correct import refit as correction
+from compressor.steps.correct.cut_layer import CutLayer
+from compressor.steps.correct.refit import Correction, correct_layer
+from compressor.surgery.cutting import CutFiles
+from tests.cut_cases import CutCase, cut_case, in_float, plain_error
+from tests.ordered import drops, run, watch_corrections, whole_plan
+from tests.test_quantized_compression import CASES
+
+TUNE = Correction("tune", steps=12, tokens=96)
+RIDGE = Correction("ridge")
+
+
+def corrected(found: CutCase, how: Correction, seed: int = 0) -> dict[str, Any]:
+    return correct_layer(found.small, found.layer, found.recording, how, seed)
+
+
+def state(found: CutCase) -> dict[str, Tensor]:
+    """The layer's tensors; those of other layers are any."""
+    inside = f"{found.layer.block}."
+    return {key: value.clone() for key, value in found.small.state_dict().items() if key.startswith(inside)}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def damage(layer: CutLayer, *_: Any) -> None:
+    """What a correction may never do."""
+    with torch.no_grad():
+        for parameters in layer.parameters:
+            for value in parameters.values():
+                value.add_(torch.randn(value.shape))
+
+
+def blow_up(layer: CutLayer, *_: Any) -> None:
+    with torch.no_grad():
+        for value in layer.parameters[0].values():
+            value.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("harm", [damage, blow_up])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_worse_than_the_plan_is_not_kept(
+    harm: Callable[..., None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cut_case("mixtral", dtype=dtype)
+    before = state(found)
+
+    def harmful_tune(layer: CutLayer, rows: Tensor, router: list[Tensor], *_: Any) -> None:
+        harm(layer)
+        with torch.no_grad():
+            router[0].add_(1.0)
+
+    monkeypatch.setattr(correction, "refit_down", harm)
+    monkeypatch.setattr(correction, "tune", harmful_tune)
+    figures = corrected(found, TUNE)
+    assert figures["kept"] == "none"
+    assert figures["heldout_error"] == figures["heldout_error_before"]
+    assert not figures["heldout_error_ridge"] <= figures["heldout_error"]
+    assert not figures["heldout_error_tune"] <= figures["heldout_error"]
+    assert same(state(found), before)
+
+
+def test_a_harmful_tuning_leaves_the_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    only, both = cut_case("qwen3_moe", sequences=40), cut_case("qwen3_moe", sequences=40)
+    first = corrected(only, RIDGE)
+    assert first["kept"] == "ridge"
+    monkeypatch.setattr(correction, "tune", damage)
+    second = corrected(both, TUNE)
+    assert second["kept"] == "ridge" and second["heldout_error"] == first["heldout_error"]
+    assert same(state(only), state(both))
+
+
+def test_tuning_starts_from_the_better_of_plan_and_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, starts = cut_case("mixtral"), list[float]()
+    monkeypatch.setattr(correction, "refit_down", damage)
+    monkeypatch.setattr(correction, "tune", lambda layer, *_: starts.append(layer.error(found.heldout)))
+    figures = corrected(found, TUNE)
+    assert starts == [pytest.approx(figures["heldout_error_before"], abs=1e-6)]
+
+
+@pytest.mark.parametrize("how", [Correction(), RIDGE, TUNE], ids=lambda how: how.method)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m2", "gemma4"])
+def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correction) -> None:
+    """In bfloat16: the stock modules, with the stored tensors, on what was recorded."""
+    found = cut_case(name, sequences=24, dtype=torch.bfloat16)
+    before, dtypes = state(found), {key: value.dtype for key, value in state(found).items()}
+    start = plain_error(in_float(found), found.heldout)
+    assert start > 0
+    figures = corrected(found, how)
+    after = state(found)
+    assert {key: value.dtype for key, value in after.items()} == dtypes
+    assert figures["heldout_error_before"] == pytest.approx(start, rel=2e-3)
+    assert figures["heldout_error"] == pytest.approx(plain_error(in_float(found), found.heldout), rel=2e-3)
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed <= {tensor.key for tensor in found.layer.tensors}
+    assert bool(changed) is (figures["kept"] != "none")
+    assert how.wanted is ("heldout_error_ridge" in figures)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "zaya"])
+def test_the_same_twice_and_the_seed_decides(name: str) -> None:
+    made = [cut_case(name) for _ in range(3)]
+    figures = [corrected(found, TUNE, seed) for found, seed in zip(made, (0, 0, 1), strict=True)]
+    assert figures[0] == figures[1] != figures[2]
+    assert same(state(made[0]), state(made[1]))
+
+
+@pytest.mark.parametrize("missing", ["heldout", "fit", "both"])
+def test_layers_that_too_few_tokens_reached_stay(missing: str) -> None:
+    found = cut_case("mixtral")
+    before = state(found)
+    seen = found.recording.seen
+    found.recording.seen = [] if missing == "both" else [(tokens, missing == "fit") for tokens, _ in seen]
+    figures = corrected(found, TUNE)
+    assert figures["kept"] == "none" and same(state(found), before)
+    assert ("heldout_error" in figures) is (missing == "fit")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quantised_sources_are_corrected_and_written_plain(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CASES[case](tmp_path / "in")
+    model = open_model(locate(str(tmp_path / "in")), "auto", "cpu")
+    rows = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(3))
+    identity = {"source": "random tokens", "sha256": "0"}
+    data = compressor.data.batches.Calibration((rows[:4], rows[4:]), identity, heldout=frozenset({1}))
+    monkeypatch.setattr(planning, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(planning, "recalibrate", lambda *_: data)
+    how = Correction("tune", steps=3, tokens=24)
+    plan = whole_plan(
+        model, drops(model.architecture), calibration=identity, correction={**how.to_dict(), "dtype": "auto"}
+    )
+    files, seen = CutFiles(tmp_path / "cut"), watch_corrections(monkeypatch)
+    run(model, {layer.module: layer for layer in plan.layers}, data, correction=how, files=files)
+    assert all(entry.figures["heldout_error"] <= entry.figures["heldout_error_before"] for entry in seen.values())
+    summary = compressor.apply(plan, tmp_path / "out")
+    from transformers import AutoModelForCausalLM
+
+    written = AutoModelForCausalLM.from_pretrained(summary.out).state_dict()
+    for layer in model.architecture.layers:
+        for key, value in files.tensors(layer).items():
+            assert torch.equal(written[key].to(value.dtype), value), key
+
+
+def test_impossible_corrections_are_refused() -> None:
+    with pytest.raises(CompressionError, match="there is no correction 'rigde'; known are none, ridge, tune"):
+        Correction("rigde")
+    for values in ({"steps": 0}, {"tokens": 0}, {"rate": 0.0}, {"rate": 1.0}, {"steps": 10**6}, {"tokens": 10**7}):
+        with pytest.raises(CompressionError, match="give 1 to 100,000 steps of 1 to 1,000,000 tokens, and a rate"):
+            Correction("tune", **values)  # type: ignore[arg-type]
+    with pytest.raises(CompressionError, match=re.escape("{'method': 'ridge', 'penalty': 3} is not understood")):
+        Correction.from_plan({"method": "ridge", "penalty": 3})
+
+
+@pytest.mark.parametrize("how", [Correction(), RIDGE, TUNE], ids=lambda how: how.method)
+def test_a_plan_repeats_a_correction(how: Correction) -> None:
+    assert Correction.from_plan({**how.to_dict(), "dtype": "bfloat16"}) == how
+    assert Correction.from_plan(None) == Correction()
+    assert how.wanted is (how.method != "none")

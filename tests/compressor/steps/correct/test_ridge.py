@@ -1,0 +1,220 @@
+"""Refitted down projections against least squares on an augmented system, and against cases with a known answer."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from compressor.steps.correct import ridge
+from compressor.steps.correct.ridge import neuron_blocks, refit_down
+from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
+
+NAMES = ["mixtral", "gpt_oss", "deepseek_v4", "minimax_m2", "zaya", "nemotron_h", "gemma4"]
+
+
+def activations(experts: Any, expert: int, x: Tensor) -> Tensor:
+    """[n, I] by each family's own formula, from the fused tensors."""
+    if not experts.has_gate:
+        return torch.relu(x @ experts.up_proj[expert].T).square()
+    fused = experts.gate_up_proj[expert]
+    if experts.is_transposed:  # gpt_oss: interleaved, clamped, one added to up
+        inner = x @ fused + experts.gate_up_proj_bias[expert]
+        gate, up = inner[:, 0::2].clamp(max=experts.limit), inner[:, 1::2].clamp(-experts.limit, experts.limit)
+        return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    gate, up = (x @ fused.T).chunk(2, dim=-1)
+    if hasattr(experts, "limit"):  # deepseek_v4
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    activate = torch.nn.functional.gelu if "Gemma4" in type(experts).__name__ else silu
+    return (activate(gate, approximate="tanh") if activate is not silu else silu(gate)) * up  # type: ignore[call-arg]
+
+
+@torch.no_grad()
+def features(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate-weighted activations side by side [n, N * I], choice by choice, and what the output lacks [n, H]."""
+    weights, index, output = stock_output(found, rows)
+    x, count = found.recording.inputs[rows], len(found.plan.groups)
+    parts = []
+    for expert in range(count):
+        gates = torch.stack([weights[:, k] * (index[:, k] == expert) for k in range(index.shape[1])]).sum(0)
+        parts.append(gates[:, None] * activations(found.experts, expert, x))
+    return torch.cat(parts, dim=1).double(), (found.recording.outputs[rows] - output).double()
+
+
+def weighted(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, each token multiplied by the square root of its weight."""
+    phi, missing = features(found, rows)
+    scales = token_weights(found, rows).sqrt()[:, None]
+    return phi * scales, missing * scales
+
+
+def down(parameters: list[dict[str, Tensor]], transposed: bool) -> Tensor:
+    """All experts' down projections as [N * I, H]."""
+    return torch.cat([p["down_proj"] if transposed else p["down_proj"].T for p in parameters])
+
+
+def augmented(phi: Tensor, missing: Tensor, penalty: float) -> Tensor:
+    """Ridge as plain least squares with a row for each neuron: [N * I, H]."""
+    weight = (penalty * phi.square().sum(0).mean()).sqrt()
+    left = torch.cat([phi, weight * torch.eye(phi.shape[1], dtype=phi.dtype)])
+    right = torch.cat([missing, missing.new_zeros(phi.shape[1], missing.shape[1])])
+    return torch.linalg.lstsq(left, right).solution
+
+
+def twice_named(found: CutCase) -> None:
+    """Have the id table name one slot twice for every second token id."""
+    table = found.small.get_submodule(found.layer.router).tid2eid
+    table[::2, 1] = table[::2, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_block_is_least_squares_on_the_augmented_system(name: str) -> None:
+    found = cut_case(name, sequences=40)
+    if name == "deepseek_v4":
+        twice_named(found)
+        _, index, _ = stock_output(found, found.fit)
+        assert bool((index[:, 0] == index[:, 1]).any())
+    phi, missing = weighted(found, found.fit)
+    shown, lacking = weighted(found, found.heldout)
+    changes = [augmented(phi, missing, penalty) for penalty in ridge.PENALTIES]
+    left = [float((lacking - shown @ change).square().sum()) for change in [0 * changes[0], *changes]]
+    best = min(range(len(left)), key=lambda number: left[number])
+    assert best > 0
+    before = down(found.cut.parameters, found.experts.is_transposed).clone()
+    refit_down(found.cut, found.fit, found.heldout)
+    after = down(found.cut.parameters, found.experts.is_transposed)
+    torch.testing.assert_close((after - before).double(), changes[best - 1], rtol=1e-3, atol=1e-4)
+    put_in(found, found.cut)
+    size = token_weights(found, found.heldout) @ found.recording.outputs[found.heldout].double().square().sum(-1)
+    assert plain_error(found, found.heldout) == pytest.approx(left[best] / float(size), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_down_projections_change(name: str) -> None:
+    found = cut_case(name)
+    before = [{key: value.clone() for key, value in p.items()} for p in found.cut.parameters]
+    router = {key: value.clone() for key, value in found.small.state_dict().items()}
+    refit_down(found.cut, found.fit, found.fit)
+    changed = {key for old, new in zip(before, found.cut.parameters, strict=True) for key in old
+               if not torch.equal(old[key], new[key])}  # fmt: skip
+    assert changed == {"down_proj"}
+    assert all(torch.equal(value, router[key]) for key, value in found.small.state_dict().items())
+
+
+def planted(name: str) -> CutCase:
+    """A layer whose original puts out what other down projections of the survivors would."""
+    found = cut_case(name, sequences=80)
+    rows = torch.cat([found.fit, found.heldout])
+    phi, _ = features(found, rows)
+    other = torch.randn(phi.shape[1], found.recording.outputs.shape[1], generator=torch.Generator().manual_seed(4))
+    found.recording.outputs[rows] = stock_output(found, rows)[2] + (phi @ other.double()).float()
+    return replace(found, cut=cut_again(found))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_what_survivors_can_express_comes_back(name: str) -> None:
+    found = planted(name)
+    before = found.cut.error(found.heldout)
+    refit_down(found.cut, found.fit, found.heldout)
+    assert found.cut.error(found.heldout) < 1e-3 * before
+    put_in(found, found.cut)
+    assert plain_error(found, found.heldout) == pytest.approx(found.cut.error(found.heldout), rel=1e-2)
+
+
+def test_blocks_in_turn_converge_to_what_one_block_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planted("mixtral")
+    joint, before = cut_again(found), found.cut.error(found.heldout)
+    refit_down(joint, found.fit, found.heldout)
+    monkeypatch.setattr(ridge, "block_width", lambda layer_bytes: 40)
+    errors = []
+    for sweeps in (1, 3, 60):
+        monkeypatch.setattr(ridge, "SWEEPS", sweeps)
+        blocks = cut_again(found)
+        refit_down(blocks, found.fit, found.heldout)
+        errors.append(blocks.error(found.heldout))
+    assert before > errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-3 * before
+    torch.testing.assert_close(down(blocks.parameters, False), down(joint.parameters, False), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("width", [7, 16, 33])
+def test_chunks_and_block_widths_do_not_matter_to_what_a_single_sweep_sees(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's features are the joint features' columns, whatever the chunks."""
+    found = cut_case("deepseek_v4")
+    monkeypatch.setattr(ridge, "CHUNK", 50)
+    tokens = ridge._Tokens.of(found.cut, found.fit)
+    whole, _ = weighted(found, found.fit)
+    neurons = found.cut.parameters[0]["down_proj"].shape[1]
+    for block in neuron_blocks(len(found.cut.parameters), neurons, width):
+        phi = torch.zeros(len(found.fit), block[-1].columns.stop)
+        for chunk in range(len(tokens.routes)):
+            places, part = ridge._features(found.cut, tokens, chunk, block)
+            phi[places] = part
+        begin = block[0].expert * neurons + block[0].begin
+        torch.testing.assert_close(phi.double(), whole[:, begin : begin + phi.shape[1]], rtol=0, atol=1e-5)
+
+
+def test_a_huge_penalty_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cut_case("mixtral")
+    before = down(found.cut.parameters, False).clone()
+    monkeypatch.setattr(ridge, "PENALTIES", (1e12,))
+    refit_down(found.cut, found.fit, found.fit)
+    torch.testing.assert_close(down(found.cut.parameters, False), before, rtol=0, atol=1e-9)
+
+
+def test_what_does_not_help_heldout_tokens_is_not_taken() -> None:
+    """Noise on what the fit tokens should give, none on what the held-out ones should."""
+    found = cut_case("mixtral")
+    rows = torch.cat([found.fit, found.heldout])
+    found.recording.outputs[rows] = stock_output(found, rows)[2]
+    found.recording.outputs[found.fit] += torch.randn(len(found.fit), found.recording.outputs.shape[1])
+    before = down(found.cut.parameters, False).clone()
+    refit_down(found.cut, found.fit, found.heldout)
+    assert torch.equal(down(found.cut.parameters, False), before)
+
+
+@pytest.mark.parametrize("rows", ["none", "unreached"])
+def test_without_tokens_nothing_changes(rows: str) -> None:
+    found = cut_case("mixtral")
+    before = down(found.cut.parameters, False).clone()
+    if rows == "unreached":
+        found.recording.inputs.zero_()  # every intermediate activation is 0, and so is the normal matrix
+    refit_down(found.cut, found.fit[:0] if rows == "none" else found.fit, found.heldout)
+    assert torch.equal(down(found.cut.parameters, False), before)
+
+
+def test_experts_whose_output_is_normalised_afterwards_stay() -> None:
+    found = cut_case("muse_spark")
+    before = down(found.cut.parameters, found.experts.is_transposed).clone()
+    refit_down(found.cut, found.fit, found.fit)
+    assert torch.equal(down(found.cut.parameters, found.experts.is_transposed), before)
+
+
+def test_a_matrix_that_cannot_be_factored_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cut_case("mixtral")
+    before = down(found.cut.parameters, False).clone()
+    monkeypatch.setattr(ridge, "PENALTIES", (-1e3,))  # as rounding might, but surely
+    refit_down(found.cut, found.fit, found.fit)
+    assert torch.equal(down(found.cut.parameters, False), before)
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64))
+def test_blocks_hold_every_neuron_once_in_order(experts: int, neurons: int, width: int) -> None:
+    blocks = neuron_blocks(experts, neurons, width)
+    named = [(span.expert, neuron) for block in blocks for span in block for neuron in range(span.begin, span.end)]
+    assert named == [(expert, neuron) for expert in range(experts) for neuron in range(neurons)]
+    sizes = [sum(span.end - span.begin for span in block) for block in blocks]
+    assert max(sizes) <= width and min(sizes) > 0
+    holders = [sum(any(span.expert == expert for span in block) for block in blocks) for expert in range(experts)]
+    assert set(holders) == {-(-neurons // width)}  # no more blocks than an expert fills
+    if neurons <= width:
+        assert len(blocks) == -(-experts // (width // neurons))
+    for block in blocks:
+        places = [place for span in block for place in range(span.columns.start, span.columns.stop)]
+        assert places == list(range(len(places)))

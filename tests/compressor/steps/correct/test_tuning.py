@@ -1,0 +1,147 @@
+"""Tuning a cut layer: it learns what can be learned, changes nothing else, and depends on nothing but its seed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.steps.correct.cut_layer import CutLayer
+from compressor.steps.correct.tuning import Schedule, _Leaves, _steps, tune
+from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
+
+FEW = Schedule(steps=8, tokens=64, rate=0.03)
+
+
+def all_values(found: CutCase, cut: CutLayer) -> list[Tensor]:
+    values = [value for parameters in cut.parameters for value in parameters.values()]
+    return [value.detach().clone() for value in (*values, *found.router)]
+
+
+@torch.no_grad()
+def taught(name: str, spread: float = 0.1) -> tuple[CutCase, CutLayer]:
+    """A layer whose original is the cut layer with every weight a little off: tuning could bring it all back."""
+    found = cut_case(name, sequences=60)
+    generator = torch.Generator().manual_seed(2)
+    teacher = [*(getattr(found.experts, name) for name in found.cut.parameters[0]), *found.router]
+    own = [value.clone() for value in teacher]
+    for value in teacher:
+        value.add_(spread * value.square().mean().sqrt() * torch.randn(value.shape, generator=generator))
+    rows = torch.cat([found.fit, found.heldout])
+    found.recording.outputs[rows] = stock_output(found, rows)[2]
+    for value, old in zip(teacher, own, strict=True):
+        value.copy_(old)
+    return found, cut_again(found)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "zaya", "deepseek_v4"])
+def test_the_error_falls_where_all_can_be_learned(name: str) -> None:
+    found, cut = taught(name)
+    before = cut.error(found.heldout)
+    assert before == pytest.approx(plain_error(found, found.heldout), rel=1e-4)
+    tune(cut, found.fit, found.router, Schedule(steps=120, tokens=256, rate=0.03))
+    after = cut.error(found.heldout)
+    assert after < 0.5 * before
+    put_in(found, cut)  # the router's parameters are the stock module's own already
+    assert plain_error(found, found.heldout) == pytest.approx(after, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek_v3", "deepseek_v4", "gemma4", "zaya", "minimax_m2", "muse_spark"]
+)
+def test_nothing_but_experts_and_router_rows_changes(name: str) -> None:
+    found = cut_case(name)
+    before = {key: value.clone() for key, value in found.small.state_dict().items()}
+    recorded = [found.recording.inputs.clone(), found.recording.outputs.clone()]
+    old = all_values(found, found.cut)
+    tune(found.cut, found.fit, found.router, FEW)
+    allowed = {tensor.key for tensor in found.layer.tensors if not tensor.key.startswith(f"{found.layer.name}.")}
+    for key, value in found.small.state_dict().items():
+        assert torch.equal(value, before[key]) or key in allowed, key
+    assert torch.equal(found.recording.inputs, recorded[0]) and torch.equal(found.recording.outputs, recorded[1])
+    new = all_values(found, found.cut)
+    assert any(not torch.equal(a, b) for a, b in zip(old, new, strict=True))
+    assert all(bool(torch.isfinite(value).all()) for value in new)
+    leaves = [*(value for parameters in found.cut.parameters for value in parameters.values()), *found.router]
+    assert not any(value.requires_grad or value.grad is not None for value in leaves)
+
+
+def test_an_expert_that_no_token_reaches_stays() -> None:
+    found = cut_case("mixtral")
+    _, index, _ = stock_output(found, found.fit)
+    expert = int(index[0, 0])
+    rows = found.fit[(index != expert).all(-1)]
+    assert len(rows) > 20
+    before = {key: value.clone() for key, value in found.cut.parameters[expert].items()}
+    tune(found.cut, rows, [], FEW)
+    assert all(torch.equal(value, before[key]) for key, value in found.cut.parameters[expert].items())
+    other = (expert + 1) % len(found.cut.parameters)
+    assert not torch.equal(found.cut.parameters[other]["down_proj"], found.experts.down_proj[other])
+
+
+def run(schedule: Schedule, after: Callable[[int], None] = lambda step: None) -> list[Tensor]:
+    found = cut_case("deepseek_v3")
+    tune(found.cut, found.fit, found.router, schedule, after)
+    return all_values(found, found.cut)
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    first, again, other = run(FEW), run(FEW), run(Schedule(steps=8, tokens=64, rate=0.03, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (7,)])
+def test_a_leaf_goes_on_elsewhere_as_if_it_had_stayed(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start, pulls = torch.randn(shape, generator=generator), torch.randn(9, *shape, generator=generator)
+
+    def tuned(moves: dict[int, int]) -> Tensor:
+        places, leaf = [_Leaves(), _Leaves()], start.clone()
+        at = places[0]
+        at.take(leaf)
+        for step, pull in enumerate(pulls):
+            if step in moves:
+                state, leaf = at.give(leaf), leaf.clone()
+                assert not leaf.requires_grad and bool(state) == (step > 0)
+                at = places[moves[step]]
+                at.take(leaf, state)
+            at.set_rate(0.1 / (step + 1))
+            (leaf * pull).square().sum().backward()  # type: ignore[no-untyped-call]
+        at.give_all()
+        return leaf
+
+    assert torch.equal(tuned({}), tuned({0: 1, 4: 0, 7: 1})) and not torch.equal(tuned({}), start)
+
+
+def test_every_finished_step_is_told() -> None:
+    told: list[int] = []
+    run(FEW, told.append)
+    assert told == list(range(8))
+
+
+def test_steps_whose_tokens_all_skip_the_experts_change_nothing() -> None:
+    """zaya hands a skipped token on as expert 0 with weight 0: there is nothing to learn from it."""
+    found = cut_case("zaya", sequences=40)
+    weights, _, _ = stock_output(found, found.fit)
+    skipped = found.fit[(weights == 0).all(-1)]
+    assert len(skipped) > 4
+    before = all_values(found, found.cut)
+    tune(found.cut, skipped, [], Schedule(steps=3, tokens=2))
+    assert all(torch.equal(a, b) for a, b in zip(before, all_values(found, found.cut), strict=True))
+    tune(found.cut, found.fit, found.router, Schedule(steps=40, tokens=1))
+    assert all(bool(torch.isfinite(value).all()) for value in all_values(found, found.cut))
+
+
+@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 20), st.integers(0, 3))
+def test_steps_take_shuffled_tokens_each_at_most_once_a_pass(count: int, tokens: int, steps: int, seed: int) -> None:
+    rows = 100 + 3 * torch.arange(count)
+    found = _steps(rows, Schedule(steps=steps, tokens=tokens, seed=seed))
+    size = min(tokens, count)
+    assert [len(part) for part in found] == [size] * steps
+    a_pass = count // size
+    for begin in range(0, steps, a_pass):
+        seen = torch.cat(found[begin : begin + a_pass]).tolist()
+        assert len(set(seen)) == len(seen) and set(seen) <= set(rows.tolist())

@@ -1,0 +1,114 @@
+"""The contrastive loss against Algorithm 1 written as a loop, its gradient against finite differences."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.steps.distill.contrastive import contrastive_loss, information_gap
+
+
+def vectors(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def example(tokens: int = 5, positives: int = 2, negatives: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        vectors(tokens, 7, seed=seed),
+        vectors(tokens, positives, 7, seed=seed + 1),
+        vectors(tokens, negatives, 7, seed=seed + 2),
+    )
+
+
+def algorithm_1(query: list[float], positives: list[list[float]], negatives: list[list[float]], tau: float) -> float:
+    """The pseudocode of one sample, line by line, with epsilon = 1e-3."""
+
+    def normalize(vector: list[float]) -> list[float]:
+        length = math.sqrt(sum(value * value for value in vector))
+        return [value / length for value in vector]
+
+    def score(key: list[float]) -> float:
+        return sum(a * b for a, b in zip(normalize(query), normalize(key), strict=True)) / tau
+
+    s_pos = [score(key) for key in positives]
+    s_neg = [score(key) for key in negatives]
+    logits = s_pos + s_neg
+    return -math.log(sum(map(math.exp, s_pos)) / (sum(map(math.exp, logits)) + 1e-3))
+
+
+@given(some.integers(0, 10_000), some.integers(1, 4), some.integers(1, 5), some.floats(0.05, 5))
+@settings(max_examples=30, deadline=None)
+def test_equals_algorithm_1_averaged_over_tokens(seed: int, positives: int, negatives: int, tau: float) -> None:
+    anchor, near, far = example(4, positives, negatives, seed)
+    losses = [algorithm_1(*(part[token].tolist() for part in (anchor, near, far)), tau) for token in range(4)]
+    assert contrastive_loss(anchor, near, far, tau).item() == pytest.approx(sum(losses) / 4, rel=1e-9)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    parts = tuple(part.requires_grad_() for part in example())
+    assert torch.autograd.gradcheck(lambda *given: contrastive_loss(*given, 0.5, 1e-3), parts)
+
+
+@given(some.integers(0, 10_000), some.floats(0.01, 100))
+@settings(max_examples=20, deadline=None)
+def test_lengths_and_the_order_of_the_keys_do_not_matter(seed: int, scale: float) -> None:
+    anchor, near, far = example(seed=seed)
+    expected = contrastive_loss(anchor, near, far)
+    assert contrastive_loss(anchor * scale, near / scale, far * scale).item() == pytest.approx(expected.item())
+    assert contrastive_loss(anchor, near.flip(1), far.flip(1)).item() == pytest.approx(expected.item())
+
+
+def test_alike_positives_and_opposite_negatives_have_the_least_loss() -> None:
+    anchor = vectors(3, 7)
+    best = contrastive_loss(anchor, anchor.unsqueeze(1), -anchor.unsqueeze(1))
+    worst = contrastive_loss(anchor, -anchor.unsqueeze(1), anchor.unsqueeze(1))
+    assert 0 < best.item() < 1e-6 and worst.item() == pytest.approx(2 / 0.07, rel=1e-6)
+
+
+def test_experts_that_are_all_alike_have_the_loss_of_guessing_and_no_gap_but_that_of_the_counts() -> None:
+    anchor = vectors(3, 7)
+    loss = contrastive_loss(anchor, anchor.unsqueeze(1), anchor.unsqueeze(1).expand(3, 4, 7), epsilon=0).item()
+    assert loss == pytest.approx(math.log(5))  # one positive among five keys
+    assert information_gap(loss, 4) == pytest.approx(math.log(4 / 5))
+
+
+def test_a_low_temperature_overflows_nothing() -> None:
+    anchor = vectors(3, 7).float()
+    assert contrastive_loss(anchor, -anchor.unsqueeze(1), anchor.unsqueeze(1), 1e-3).item() == pytest.approx(2000)
+
+
+def test_experts_that_answer_zeros_get_no_gradient_and_do_not_spoil_the_others() -> None:
+    anchor, near, far = (part.requires_grad_() for part in example())
+    silent = torch.zeros(5, 1, 7, dtype=torch.float64, requires_grad=True)
+    contrastive_loss(anchor, near, torch.cat((far, silent), dim=1)).backward()
+    assert silent.grad is not None and not silent.grad.any()
+    assert anchor.grad is not None and 0 < anchor.grad.abs().max() < 100
+
+
+def test_half_precision_is_computed_in_single() -> None:
+    anchor, near, far = (part.to(torch.bfloat16) for part in example())
+    loss = contrastive_loss(anchor, near, far)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(contrastive_loss(anchor.double(), near.double(), far.double()).item())
+
+
+def test_no_tokens_have_no_loss() -> None:
+    assert contrastive_loss(*example(tokens=0)).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("positives", "negatives", "temperature", "message"),
+    [
+        (0, 3, 0.1, "0 positives and 3 negatives"),
+        (1, 0, 0.1, "1 positives and 0 negatives"),
+        (1, 1, 0.0, "temperature is 0"),
+        (1, 1, math.nan, "temperature is nan"),
+    ],
+)
+def test_refusals(positives: int, negatives: int, temperature: float, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        contrastive_loss(*example(5, positives, negatives), temperature)

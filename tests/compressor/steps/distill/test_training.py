@@ -1,0 +1,246 @@
+"""Steps of a recovery: gradients are those of autograd on the stock model, Adam is the textbook's, streamed or not."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from compressor.evaluation import teacher
+from compressor.steps.distill import streamed
+from compressor.steps.distill.memory import InMemory
+from compressor.steps.distill.trained import trained_layers
+from compressor.steps.distill.updating import LayerState, update
+from tests.compressor.model.test_streaming import loaded, loaded_units
+from tests.opened import one_expert, plain_calls
+from tests.recoveries import Lesson, close, lesson, note_gradients, options, take_step
+
+
+def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tensor:
+    """The loss of a step from stock outputs, in double precision, the whole divergence taken."""
+    hidden: list[Any] = []
+    last = made.model.architecture.units[-1]
+    handles = [
+        model.get_submodule(last).register_forward_hook(lambda module, args, output: hidden.append(output))
+        for model in (made.stock, made.teacher)
+    ]
+    logits, wanted = (model(input_ids=tokens).logits.double() for model in (made.stock, made.teacher))
+    for handle in handles:
+        handle.remove()
+    ours, theirs = (value if isinstance(value, Tensor) else value[0] for value in hidden)
+    logs, target = logits.log_softmax(-1), wanted.detach().log_softmax(-1)
+    apart = (target.exp() * (target - logs)).sum(-1).mean()
+    entropy = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:])
+    off = ((ours - theirs.detach()).square().sum((1, 2)) / theirs.detach().square().sum((1, 2))).mean()
+    return (
+        weights.get("distill", 1.0) * apart
+        + weights.get("cross_entropy", 0.0) * entropy
+        + weights.get("hidden_states", 0.0) * off
+    )
+
+
+LOSSES: list[dict[str, float]] = [
+    {},
+    {"distill": 0.0, "cross_entropy": 1.0},
+    {"distill": 0.5, "cross_entropy": 0.25, "hidden_states": 3.0},
+    {"distill": 0.0, "hidden_states": 1.0},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("weights", LOSSES)
+def test_gradients_are_autograds_on_the_stock_model(
+    weights: dict[str, float], stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "KEPT", 96)  # all of the vocabulary
+    gradients, made = note_gradients(monkeypatch), lesson("mixtral", tmp_path)
+    wish = options(method="all", stream=stream, tokens_per_step=8 * 12, **weights)
+    engine, text = made.engine(wish), made.text(wish)
+    take_step(engine, text, wish, 0, made.model)
+    made.stock.requires_grad_(True)
+    stock_loss(made, torch.cat([batch.tokens for batch in text.of_step(0, 8, 0)]), weights).backward()
+    parameters = dict(made.stock.named_parameters())
+    close(gradients, {name: parameters[name].grad for name in gradients})
+    assert len(gradients) == sum(".layers." in name for name in parameters)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("experts", "adam"), ("lora", "adafactor"), ("router", "adafactor"), ("lora", "adam")]
+)
+def test_streamed_training_is_that_in_memory(name: str, method: str, optimizer: str, tmp_path: Path) -> None:
+    made = lesson(name, tmp_path)
+    whole, layerwise = (
+        made.trained(options(method=method, optimizer=optimizer, stream=stream), 3) for stream in (False, True)
+    )
+    close(layerwise, whole, 1e-5)
+    before = {key: made.stock.get_parameter(key).detach() for key in whole}
+    assert any(not torch.equal(value, before[key]) for key, value in whole.items())
+
+
+def test_training_again_gives_the_same_bits_and_another_seed_others(tmp_path: Path) -> None:
+    made = lesson("mixtral", tmp_path)
+    one, two = (made.trained(options(), 2) for _ in range(2))
+    assert all(torch.equal(one[key], value) for key, value in two.items())
+    first, second = (made.engine(options(method="lora"), seed) for seed in (0, 1))
+    assert any(not torch.equal(value, second.states[unit].masters[name])  # type: ignore[attr-defined]
+               for unit, state in first.states.items() for name, value in state.masters.items())  # type: ignore[attr-defined]  # fmt: skip
+
+
+def textbook_adam(value: Any, gradients: list[Any], rates: list[float]) -> Any:
+    """Kingma and Ba, Algorithm 1."""
+    first, second = np.zeros_like(value), np.zeros_like(value)
+    for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient**2
+        value = value - rate * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+    return value
+
+
+def test_adam_is_the_textbooks_on_gradients_clipped_for_the_layer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    masters = {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)}
+    gradients = [
+        {name: scale * torch.randn(value.shape, generator=generator) for name, value in masters.items()}
+        for scale in (0.01, 10.0, 0.1)
+    ]
+    rates, state = [0.1, 0.05, 0.01], LayerState({name: value.clone() for name, value in masters.items()})
+    for own, rate in zip(gradients, rates, strict=True):
+        update(state, own, "adam", rate)
+    norms = [math.sqrt(sum(float(value.square().sum()) for value in own.values())) for own in gradients]
+    assert norms[0] < 1 < norms[1]
+    for name, value in masters.items():
+        clipped = [own[name].double().numpy() / max(1, norm) for own, norm in zip(gradients, norms, strict=True)]
+        expected = textbook_adam(value.double().numpy(), clipped, rates)
+        np.testing.assert_allclose(state.masters[name].numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_adafactor_steps_are_as_long_as_the_rate_and_its_state_is_a_row_and_a_column() -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = 0.001 * torch.randn(6, 40, 50, generator=generator)
+    state = LayerState({"a": value.clone()})
+    update(state, {"a": torch.randn(value.shape, generator=generator)}, "adafactor", 0.01)
+    moved = float((state.masters["a"] - value).square().mean().sqrt())
+    assert 0.008 < moved < 0.0101
+    assert sum(own.numel() for own in state.moments["a"].values()) == 6 * (40 + 50) + 1
+
+
+def test_what_each_method_trains(tmp_path: Path) -> None:
+    made = lesson("deepseek_v3", tmp_path)
+    found = {
+        method: {key for layer in trained_layers(made.model, options(method=method)) for key in layer.keys}
+        for method in ("router", "experts", "lora", "all")
+    }
+    assert found["router"] < found["experts"] < found["all"] and found["router"] < found["lora"] < found["all"]
+    assert {key.rpartition("mlp.")[2] for key in found["router"]} == {"gate.weight"}
+    assert {key.rpartition("mlp.")[2] for key in found["experts"]} == {
+        "gate.weight", "experts.gate_up_proj", "experts.down_proj",
+    }  # fmt: skip
+    parameters = dict(made.stock.named_parameters())
+    assert found["all"] == {key for key in parameters if ".layers." in key}
+    linear = {key for key, value in parameters.items() if ".layers." in key and value.dim() > 1}
+    assert found["lora"] == linear
+    lora = trained_layers(made.model, options(method="lora"))
+    assert {key for layer in lora for key in layer.whole} == found["router"]
+
+
+# --- the contrastive term ---------------------------------------------------------------------------------------------
+
+
+def test_without_weight_the_contrastive_term_changes_no_bit(tmp_path: Path) -> None:
+    made = lesson("mixtral", tmp_path)
+    plain, off, on = (
+        made.trained(options(**more), 2)
+        for more in ({}, {"contrastive": 0.0, "negatives": 3, "temperature": 1.0}, {"contrastive": 0.1})
+    )
+    assert all(torch.equal(value, off[key]) for key, value in plain.items())
+    assert any(not torch.equal(value, on[key]) for key, value in plain.items())
+
+
+def by_the_algorithm(stock: Any, layer: Any, call: Any, temperature: float) -> Tensor:
+    """Algorithm 1 for two activated experts, token by token, all inactive ones against; the mean over both anchors."""
+    experts, losses = stock.get_submodule(layer.name), []
+    for hidden, index, _ in zip(*call, strict=True):
+        outputs = torch.stack([one_expert(experts, expert, hidden[None])[0] for expert in range(layer.experts)])
+        unit = outputs / outputs.norm(dim=-1, keepdim=True)
+        own = [(unit[index[0]] @ unit[expert] / temperature).exp() for expert in range(layer.experts)]
+        other = [(unit[index[1]] @ unit[expert] / temperature).exp() for expert in range(layer.experts)]
+        for anchor, positive, values in ((index[0], index[1], own), (index[1], index[0], other)):
+            rest = sum(value for expert, value in enumerate(values) if expert != anchor)
+            losses.append(-torch.log(values[positive] / (rest + 1e-3)))
+    return torch.stack(losses)
+
+
+def test_the_contrastive_part_is_algorithm_1_on_every_token(tmp_path: Path) -> None:
+    made = lesson("mixtral", tmp_path)
+    assert made.model.architecture.layers[0].top_k == 2
+    wish = options(contrastive=0.5, temperature=0.5, negatives=1000)
+    engine, text = made.engine(wish), made.text(wish)
+    objective = take_step(engine, text, wish, 0, made.model)
+    (batch,) = text.of_step(0, wish.sequences, 0)
+    calls = plain_calls(made.stock, made.model.architecture, [batch.tokens])
+    losses = [
+        by_the_algorithm(made.stock, layer, calls[layer.name].joined(), 0.5) for layer in made.model.architecture.layers
+    ]
+    lowest = sum(float(values.view(-1, 2).min(1).values.mean()) for values in losses) / len(losses)
+    highest = sum(float(values.view(-1, 2).max(1).values.mean()) for values in losses) / len(losses)
+    assert lowest <= objective.parts["contrastive"] <= highest  # one of two anchors each
+    assert objective.parts["contrastive"] == pytest.approx(float(torch.stack(losses).mean()), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_the_contrastive_gradient_is_finite_differences_and_the_same_streamed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients, made = note_gradients(monkeypatch), lesson(name, tmp_path)
+    found = []
+    for stream in (False, True):
+        wish = options(contrastive=0.5, temperature=0.5, stream=stream, negatives=2)
+        engine, text = made.engine(wish), made.text(wish)
+        take_step(engine, text, wish, 0, made.model)
+        engine.close()
+        found.append(dict(gradients))
+    close(found[1], found[0])
+    last = made.model.architecture.layers[-1]
+    key = f"{last.name}.down_proj"  # of the last layer, of which no other layer's term hangs
+    term = options(contrastive=1.0, distill=0.0, hidden_states=1e-9, temperature=0.5, negatives=2)
+    engine, text = made.engine(term), made.text(term)
+    assert isinstance(engine, InMemory)
+    take_step(engine, text, term, 0, made.model)
+    master = engine.states[last.unit].masters[key]
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(master.shape, generator=generator)
+    values = []
+    for step in (1e-3, -1e-3):
+        master.add_(direction, alpha=step)
+        values.append(take_step(engine, text, term, 0, made.model).parts["contrastive"])
+        master.sub_(direction, alpha=step)
+    slope = (values[0] - values[1]) / 2e-3
+    take_step(engine, text, term, 0, made.model)
+    assert slope == pytest.approx(float((gradients[key] * direction).sum()), rel=0.02)
+
+
+def test_a_streamed_step_holds_one_layer_and_leaves_nothing_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, held = lesson("mixtral", tmp_path), list[list[str]]()
+    real = streamed.update
+
+    def noting(*given: Any) -> None:
+        held.append(sorted(loaded_units(made.model)))
+        real(*given)
+
+    monkeypatch.setattr(streamed, "update", noting)
+    wish = options(stream=True)
+    engine, text = made.engine(wish), made.text(wish)
+    take_step(engine, text, wish, 0, made.model)
+    assert held == [[unit] for unit in reversed(made.model.architecture.units)]
+    assert loaded(made.model.partial) == set()
+    engine.save(tmp_path / "kept")
+    before = [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
+    take_step(engine, text, wish, 1, made.model)  # which must not write into what was kept
+    assert before == [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
