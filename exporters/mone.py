@@ -22,8 +22,8 @@ from compressor.model.carried import check_carried
 from compressor.model.constant_experts import FIELD, SUFFIX, declared
 from compressor.model.layout import expert_prefixes
 from compressor.model.opened import OpenModel
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan
 from compressor.surgery.configuration import config_with
 from compressor.surgery.conversion import changed_unit
 from compressor.surgery.job import carried_files, compression_record, stored_partial

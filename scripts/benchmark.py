@@ -178,7 +178,7 @@ def writing_report(folder: Path, scratch: Path) -> None:
     import compressor
     from compressor.checkpoint.source import locate
     from compressor.model.opened import open_model
-    from compressor.plans.plan import CompressionPlan, LayerPlan, Source
+    from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.keep(layer, range(0, EXPERTS, 2)) for layer in model.architecture.layers)

@@ -20,9 +20,9 @@ from compressor.data.batches import Calibration, calibrate, load_tokenizer
 from compressor.memory import PeakMemory, limit_caches
 from compressor.model.opened import OpenModel, open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import STRATEGIES, load_strategy, names
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import STRATEGIES, load_strategy, names
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.refit import Correction
 from scripts.benchmark import save_tokenizer, write_synthetic

@@ -33,9 +33,9 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerStream
 from compressor.planning.answering import HELDOUT
 from compressor.planning.make import Wish, make_plans
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.refit import Correction
 from exporters.onnx import ExportOptions, export

@@ -32,7 +32,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "data": "from sources of text to batches of tokens",
     "statistics": "what is measured of MoE layers while text passes them",
     "evaluation": "how far a model is from its base; a model's answers to lm-eval's items",
-    "plans": "what shall be done, as JSON",
+    "recipe": "options, recipes and plans: what shall be done, as YAML and JSON",
     "generation": "the next token",
     "gates": "may it ship",
     "attribution": "what steers the routers",

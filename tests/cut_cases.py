@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.model.architecture import MoeLayer, discover
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.steps.correct.cut_layer import CutLayer, Recording
 from tests import zoo
 from tests.ordered import drops

@@ -19,8 +19,8 @@ from compressor.data.batches import Calibration
 from compressor.evaluation.heldout import Judge
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.in_order import LayerWork, compress_in_order

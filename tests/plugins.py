@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compressor.planning import registry
+from compressor.recipe import registry
 
 REAP = '''
 """REAP: keep the experts with the largest mean gated output (Lasby et al., ICLR 2026, arXiv:2510.13999)."""

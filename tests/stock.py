@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from compressor.model.architecture import MoeLayer
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 from tests import zoo
 from tests.opened import Calls
 

@@ -22,9 +22,9 @@ from compressor.data.batches import Calibration
 from compressor.grouping import learned
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_strategy
 from tests import zoo
 from tests.reference import cut, forced_logits, realign, stored_bytes
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from compressor.comparison import report as comparison_report
 from compressor.model.loading import PartialModel
-from compressor.planning import registry
+from compressor.recipe import registry
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
 from tests.plugins import REAP, install

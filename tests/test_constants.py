@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import card_text
 from compressor.publishing.check import verify_folder
+from compressor.recipe.plan import CompressionPlan
 from compressor.steps.constants.forward import read_constants, written_logits
 from tests import quantized, small, zoo
 from tests.command_line import Run

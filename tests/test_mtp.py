@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import compressor
 from compressor import CompressionError
 from compressor.data.batches import load_tokenizer, recalibrate
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 from compressor.run_record import read_record
 from tests import mtp_heads, small
 from tests.mtp_heads import Made, tensors_of

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.compressor.plans.test_plan import moe_layer
 from torch import nn
 
 from compressor.checkpoint.headers import read_header
@@ -38,9 +39,9 @@ from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference
 from compressor.planning.protecting import read_protected
 from compressor.planning.recipe import recipe_of
-from compressor.plans.document import plan_blocks
-from compressor.plans.layer import Group, LayerPlan
-from compressor.plans.plan import CompressionPlan, Source
+from compressor.recipe.document import plan_blocks
+from compressor.recipe.layer import Group, LayerPlan
+from compressor.recipe.plan import CompressionPlan, Source
 from compressor.report.data import ReportData, report_data
 from compressor.report.figures import figures
 from compressor.report.page import page
@@ -48,7 +49,6 @@ from compressor.report.sections import hubs as hub_blocks
 from compressor.steps.correct.refit import Correction
 from tests import gates, zoo
 from tests.compressor.pathways.test_reference import made as made_reference
-from tests.compressor.plans.test_plan import moe_layer
 
 DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what the file says
 DEEP: Any = json.loads("[" * 150 + "]" * 150)

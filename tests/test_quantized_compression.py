@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from tests import reference
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
-from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import card_text
+from compressor.recipe.plan import CompressionPlan
 from compressor.steps.distill import objective, running
 from compressor.steps.distill import recover as recovery
 from compressor.steps.distill import text as recovery_text

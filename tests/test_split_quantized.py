@@ -17,7 +17,7 @@ from compressor.api import splitting
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.steps.split.entry import digest_of, packed, unpacked
 from compressor.steps.split.neurons import Neurons
 from compressor.steps.split.opening import as_planned, cut_as_stored, seen_as

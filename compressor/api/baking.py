@@ -62,9 +62,9 @@ def calibrate_router(
     """Write `checkpoint` anew with routers moved toward the `teacher` it was made of (`revision` is the teacher's).
 
     See `compressor.steps.routers.bake_weights` and `bake_bias`. The pathways of a bias are those of the `reference`
-    set, made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of this
-    very request is in place already, nothing is written. Raises `CompressionError` for a teacher of another vocabulary
-    or tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an
+    set, made with `checkpoint`, or of items taken from the text, as the `optimizer` moves them. Where the output of
+    this very request is in place already, nothing is written. Raises `CompressionError` for a teacher of another
+    vocabulary or tokenizer, for a reference set of another model, for routers whose logits cannot be moved, and for an
     architecture through which no gradients go layer by layer.
     """
     refuse_ranks(False, bake, False)

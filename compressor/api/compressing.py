@@ -25,11 +25,11 @@ from compressor.planning.further import refuse_part
 from compressor.planning.heads import Accepted, acceptance_of, accepted_by
 from compressor.planning.make import Wish, correct
 from compressor.planning.recipe import RECIPE, recipe_of
-from compressor.planning.registry import load_exporter
 from compressor.planning.request import Request, request_digest
 from compressor.planning.run import Run, open_run
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_exporter
 from compressor.records import read_object
 from compressor.report.measuring_run import Noted
 from compressor.report.store import keep_measures

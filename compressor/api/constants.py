@@ -11,11 +11,11 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import pick_dtype
 from compressor.model.streaming import LayerVisitor
 from compressor.planning.constants import measured_constants, refuse_model
-from compressor.planning.registry import load_exporter
 from compressor.planning.request import MONE
 from compressor.planning.run import Run
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress, Silent
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_exporter
 from compressor.steps.constants.forward import check_forward
 from compressor.steps.constants.measure import substitutes_of
 from compressor.steps.constants.variants import Substituting, Variant

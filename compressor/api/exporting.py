@@ -11,8 +11,8 @@ from compressor.distributed.present import here
 from compressor.errors import CompressionError, reason_of
 from compressor.files import full_disk_told, replace_folder
 from compressor.locking import REPLACED, alone, clear
-from compressor.planning.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.progress import Progress
+from compressor.recipe.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.run_record import PACKAGES, versions
 from compressor.words import did_you_mean
 

@@ -13,8 +13,8 @@ from compressor.gguf_files.parts import Gguf, open_gguf
 from compressor.gguf_files.source import compare_routers
 from compressor.gguf_files.writing import check_output
 from compressor.locking import alone
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress, Silent
+from compressor.recipe.plan import CompressionPlan
 
 
 def plan_gguf(

@@ -31,12 +31,12 @@ from compressor.planning.answering import (
 )
 from compressor.planning.constants import refuse_model
 from compressor.planning.protecting import given_protected
-from compressor.planning.registry import working_strategies
 from compressor.planning.request import Request
 from compressor.planning.run import find_model, open_run
 from compressor.planning.steering import Steering
-from compressor.plans.split import ENERGY
 from compressor.progress import Progress, Silent
+from compressor.recipe.registry import working_strategies
+from compressor.recipe.split import ENERGY
 from compressor.statistics.statistics import needs_attribution
 from compressor.steps.correct.refit import CONSTANTS, Correction
 from compressor.steps.split.dealing import check_way, dealt

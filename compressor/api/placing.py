@@ -9,7 +9,7 @@ from compressor.api.repeating import answers
 from compressor.distributed.present import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.planning.registry import load_exporter
+from compressor.recipe.registry import load_exporter
 from compressor.surgery.job import output_size
 
 

@@ -9,8 +9,8 @@ from compressor.planning.answering import needed_calibration, plan_request, plan
 from compressor.planning.finer import prepared
 from compressor.planning.request import Request
 from compressor.planning.run import open_run
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan
 
 
 def plan(

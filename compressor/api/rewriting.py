@@ -15,11 +15,11 @@ from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_alike
 from compressor.mtp.head import known_heads
 from compressor.planning.recipe import RECIPE, recipe_of
-from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run, find_model
-from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan, LayerPlan
-from compressor.plans.whole import whole_plan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan_json import readable_json
+from compressor.recipe.registry import load_exporter
+from compressor.recipe.whole import whole_plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.surgery.job import make_job

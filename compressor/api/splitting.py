@@ -11,12 +11,12 @@ from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.locking import alone
 from compressor.model.carried import check_carried
-from compressor.planning.registry import load_exporter
 from compressor.planning.run import Run, open_run
-from compressor.plans.json import refuse_floods
-from compressor.plans.split import ENERGY, WEIGHTS
-from compressor.plans.whole import whole_plan
 from compressor.progress import Progress
+from compressor.recipe.plan_json import refuse_floods
+from compressor.recipe.registry import load_exporter
+from compressor.recipe.split import ENERGY, WEIGHTS
+from compressor.recipe.whole import whole_plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION, RunRecord, record_run, versions
 from compressor.steps.split.dealing import check_way, dealt

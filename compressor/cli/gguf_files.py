@@ -50,8 +50,8 @@ def plan_of_file(
 ) -> None:
     """`plan` on a GGUF file."""
     import compressor
-    from compressor.plans.document import plan_blocks
-    from compressor.plans.files import check_files, write_plans
+    from compressor.recipe.document import plan_blocks
+    from compressor.recipe.files import check_files, write_plans
 
     check_files([output], overwrite)
     made = compressor.plan_gguf(model, **_asked(request, imatrix))
@@ -104,7 +104,7 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
-    from compressor.plans.document import protected_blocks
+    from compressor.recipe.document import protected_blocks
 
     before, after = summary.before, summary.after
     content = {

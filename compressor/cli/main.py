@@ -31,7 +31,7 @@ from compressor.distributed.present import here
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.memory import limit_caches
-from compressor.planning.plugins import packages
+from compressor.recipe.plugins import packages
 from compressor.run_record import versions
 from compressor.words import one_line
 

@@ -57,7 +57,7 @@ class StrategyOptions:
     def put_into(self, request: Request) -> Request:
         """The request with these options; the strategy refuses what it does not have."""
         from compressor.grouping.choose import METHODS
-        from compressor.planning.registry import option_fields, read_option
+        from compressor.recipe.registry import option_fields, read_option
 
         known = option_fields(request.strategy)
         found: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}

@@ -9,11 +9,11 @@ from compressor.cli.terminal import tell
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
-from compressor.planning.options import helps
-from compressor.plans.document import constants_line, first_of, plan_blocks, protected_blocks
-from compressor.plans.plan import CompressionPlan
-from compressor.plans.split import told_split
 from compressor.publishing.document import push_blocks
+from compressor.recipe.document import constants_line, first_of, plan_blocks, protected_blocks
+from compressor.recipe.options import helps
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.split import told_split
 from compressor.report.afterwards import bake_line, recovery_line
 from compressor.serving.advice import Advice, Breach
 from compressor.words import human_bytes, human_count, share

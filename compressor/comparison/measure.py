@@ -22,10 +22,10 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerStream
 from compressor.planning.make import Planned, Wish, make_plans
 from compressor.planning.protecting import Protected, listed
-from compressor.planning.registry import Strategy, load_strategy, read_option
 from compressor.planning.steering import Steering
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.registry import Strategy, load_strategy, read_option
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_data
 from compressor.steps.correct.in_order import LayerWork, compress_in_order

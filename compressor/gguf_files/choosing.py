@@ -16,8 +16,8 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import resolve_count
 from compressor.planning.protecting import check_protected, listed, read_protected
 from compressor.planning.request import AUTO, GRAPH
-from compressor.plans.layer import LayerPlan
-from compressor.plans.plan import CompressionPlan, Source
+from compressor.recipe.layer import LayerPlan
+from compressor.recipe.plan import CompressionPlan, Source
 from compressor.records import read_json
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics

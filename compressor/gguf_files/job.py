@@ -12,8 +12,8 @@ from compressor.gguf_files.blocks import Blocks, cut
 from compressor.gguf_files.header import ARRAY, STRING, Value, packed
 from compressor.gguf_files.parts import Gguf
 from compressor.gguf_files.writing import write_gguf
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan
 from compressor.run_record import versions
 
 PLANS, VERSION = "moe_compressor.plans", "moe_compressor.version"

@@ -12,7 +12,7 @@ from compressor.gguf_files.imatrix import Numbers
 from compressor.gguf_files.parts import Gguf
 from compressor.gguf_files.scores import dequantised
 from compressor.model.opened import OpenModel, open_model
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 
 logger = logging.getLogger(__name__)
 

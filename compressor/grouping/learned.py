@@ -11,7 +11,7 @@ import torch
 
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, observed_forward, routed
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.alignment import aligned_experts, mixed_parameters
 from compressor.ties import SQUARED, least

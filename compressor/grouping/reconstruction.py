@@ -12,7 +12,7 @@ import torch
 
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import apply_expert, routed
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.alignment import merged_parameters
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from compressor.model.architecture import ExpertTensor
 from compressor.model.buffers import as_call
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.statistics.read_only import opened
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.equal_rows import has_equal, told_apart

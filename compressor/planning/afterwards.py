@@ -5,7 +5,7 @@ from dataclasses import replace
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.planning.request import Request
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 from compressor.steps.distill.options import Recovery
 from compressor.steps.distill.stored import stored_dtypes
 from compressor.steps.distill.text import recovery_text

@@ -19,11 +19,11 @@ from compressor.planning.afterwards import check_afterwards, with_afterwards
 from compressor.planning.heads import chosen_heads, said_of_heads
 from compressor.planning.make import Wish
 from compressor.planning.protecting import Protected, given_protected, protect_found
-from compressor.planning.registry import load_strategy
 from compressor.planning.request import Request
 from compressor.planning.run import Run
 from compressor.planning.steering import Steering
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_strategy
 from compressor.records import read_object
 from compressor.statistics.statistics import needs_data
 from compressor.steps.correct.refit import CONSTANTS, Correction

@@ -17,8 +17,8 @@ from compressor.planning.protecting import given_protected
 from compressor.planning.request import AUTO, BUDGETS, KEEP_HEADS, MONE, Request
 from compressor.planning.run import Run
 from compressor.planning.steering import Steering
-from compressor.plans.layer import LayerPlan
-from compressor.plans.plan import CompressionPlan, Source
+from compressor.recipe.layer import LayerPlan
+from compressor.recipe.plan import CompressionPlan, Source
 from compressor.run_record import versions
 from compressor.steps.constants.budget import even_numbers
 from compressor.steps.constants.measure import LayerConstants, measure

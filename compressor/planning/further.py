@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.plans.plan import CompressionPlan
-from compressor.plans.whole import KEPT_WHOLE
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.whole import KEPT_WHOLE
 from compressor.steps.distill.options import Recovery
 from compressor.words import label, one_line
 

@@ -16,8 +16,8 @@ from compressor.model.opened import OpenModel, open_alike
 from compressor.mtp.head import Head, find_heads, known_heads, names_of
 from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.planning.request import DROP_HEADS, KEEP_HEADS
-from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.in_order import LayerWork, Visited, compress_in_order

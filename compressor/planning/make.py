@@ -16,11 +16,11 @@ from compressor.model.opened import OpenModel
 from compressor.mtp.head import Head, kept_heads
 from compressor.planning.heads import HeadLine, compress_with_heads, files_of_head
 from compressor.planning.protecting import Protected, listed
-from compressor.planning.registry import Strategy
 from compressor.planning.steering import Steering
-from compressor.plans.json import layer_from_dict, layer_to_dict
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
+from compressor.recipe.plan_json import layer_from_dict, layer_to_dict
+from compressor.recipe.registry import Strategy
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
 from compressor.steps.correct.in_order import COMPRESSED, LayerWork, Visited

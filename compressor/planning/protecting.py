@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.planning.request import AUTO, GRAPH
-from compressor.plans.json import integer
+from compressor.recipe.plan_json import integer
 from compressor.records import read_json
 from compressor.words import ranges
 

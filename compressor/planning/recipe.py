@@ -19,8 +19,8 @@ from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.planning.further import first_output, further_commands, separate
 from compressor.planning.request import AUTO, BUDGETS, Request
-from compressor.plans.plan import CompressionPlan
-from compressor.plans.split import CLUSTERS, part_entry, parts_of
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.split import CLUSTERS, part_entry, parts_of
 from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
 from compressor.words import did_you_mean

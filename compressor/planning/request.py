@@ -121,7 +121,7 @@ class Request:
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        from compressor.plans.json import few, refuse_floods
+        from compressor.recipe.plan_json import few, refuse_floods
         from compressor.steps.correct.refit import CONSTANTS, METHODS  # here, since torch comes with them
 
         if self.correct is not None and self.correct not in (*METHODS, CONSTANTS):

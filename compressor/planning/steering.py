@@ -12,8 +12,8 @@ from compressor.data.batches import Calibration
 from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.planning.registry import Strategy
 from compressor.progress import Progress
+from compressor.recipe.registry import Strategy
 from compressor.statistics.statistics import needs_attribution
 
 

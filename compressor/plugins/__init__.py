@@ -31,10 +31,10 @@ from compressor.grouping.similarity import (
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
 from compressor.model.routers import check_count
-from compressor.planning.options import option
-from compressor.planning.registry import Exporter, Strategy, load_strategy
-from compressor.plans.layer import Group, LayerPlan
 from compressor.progress import Progress
+from compressor.recipe.layer import Group, LayerPlan
+from compressor.recipe.options import option
+from compressor.recipe.registry import Exporter, Strategy, load_strategy
 from compressor.statistics.statistics import (
     HELDOUT,
     RECONSTRUCTION,

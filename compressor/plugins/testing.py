@@ -23,8 +23,8 @@ from torch import Tensor
 from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, discover
-from compressor.planning.registry import Strategy, strategy_of
-from compressor.plans.plan import LayerPlan, touched
+from compressor.recipe.plan import LayerPlan, touched
+from compressor.recipe.registry import Strategy, strategy_of
 from compressor.statistics.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics
 
 

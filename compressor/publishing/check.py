@@ -19,9 +19,9 @@ from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.mtp.head import written_heads
-from compressor.planning.registry import load_exporter
 from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.publishing.files import belonging, left_out
+from compressor.recipe.registry import load_exporter
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 from compressor.errors import CompressionError
 from compressor.gates.report import read_gate_of
 from compressor.gates.verdict import GateResult, gate_content, gate_from_content
-from compressor.plans.layer import LayerPlan, correction_of
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.layer import LayerPlan, correction_of
+from compressor.recipe.plan import CompressionPlan
 from compressor.records import plain_json, read_as, read_json
 from compressor.run_record import COMPRESSION, read_record
 

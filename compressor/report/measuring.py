@@ -24,8 +24,8 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.planning.request import DEFAULT_LENGTH
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress, Silent
+from compressor.recipe.plan import CompressionPlan
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
 from compressor.report.measuring_experts import Likeness, compared, likeness_of
 from compressor.report.measuring_pass import measure_layers

@@ -15,8 +15,8 @@ from torch import Tensor
 from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
-from compressor.planning.registry import Strategy, load_strategy
-from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.data import Matrix, rounded
 from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, LayerStatistics
 

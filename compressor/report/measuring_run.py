@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compressor.data.sources import without_folders
 from compressor.model.architecture import MoeLayer
-from compressor.planning.registry import Strategy, load_strategy
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.data import LayerMeasures, Measured
 from compressor.report.measuring_experts import own_likeness, shares
 from compressor.statistics.statistics import LayerStatistics

@@ -7,7 +7,7 @@ from dataclasses import replace
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Items, Listing, Table, Text, Words
 from compressor.gates.content import SIGNS
 from compressor.gates.document import advice_blocks, task_table, tested_blocks, verdict_block
-from compressor.plans.split import told_split
+from compressor.recipe.split import told_split
 from compressor.report.afterwards import bake_line, recovery_line
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows

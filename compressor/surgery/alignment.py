@@ -13,7 +13,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import is_finite
 from compressor.errors import CompressionError
 from compressor.model.experts import ExpertsView, Parameters, parameter_names, projections
-from compressor.plans.plan import Group
+from compressor.recipe.plan import Group
 from compressor.surgery.tensors import mix, weighted_members
 
 

@@ -11,7 +11,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import KERNEL_FIELDS, Architecture
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.model.patterns import PREFIXES, body_of
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")

@@ -15,8 +15,8 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.layout import Layout
 from compressor.model.loading import PartialModel
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import quiet_transformers
+from compressor.recipe.plan import CompressionPlan
 from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
 

@@ -8,7 +8,7 @@ a program orders ties.
 import torch
 
 from compressor.model.architecture import MoeLayer
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 
 STEP = 2.0**-7  # by which each further one of equal rows is shorter: the precision of bfloat16
 

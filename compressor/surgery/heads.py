@@ -12,7 +12,7 @@ from compressor.model.architecture import build_meta
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.mtp.head import Head, find_heads, kept_heads
-from compressor.plans.plan import CompressionPlan, check_against
+from compressor.recipe.plan import CompressionPlan, check_against
 from compressor.surgery.configuration import expert_renames
 from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles

@@ -20,9 +20,9 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.mtp.head import kept_heads
-from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan, LayerPlan
-from compressor.plans.whole import whole_plan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan_json import readable_json
+from compressor.recipe.whole import whole_plan
 from compressor.replaceable import TEMPLATES, TOOL
 from compressor.run_record import versions
 from compressor.surgery.configuration import output_config

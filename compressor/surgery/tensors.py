@@ -16,7 +16,7 @@ from compressor.checkpoint.headers import DTYPE_NAMES, TORCH_DTYPES, TensorInfo,
 from compressor.checkpoint.reader import Checkpoint, is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
-from compressor.plans.plan import CompressionPlan, Group, LayerPlan
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
 from compressor.surgery.equal_rows import told_apart
 
 

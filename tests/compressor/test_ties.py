@@ -18,9 +18,9 @@ from compressor.grouping.choose import coefficients
 from compressor.grouping.partition import group_experts
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics, LayerWeights
 from compressor.ties import ROUNDING, exceeds, least, rounded

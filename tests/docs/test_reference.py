@@ -3,8 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
-from compressor.plans.layer import Group, LayerPlan
-from compressor.plans.plan import FORMAT, CompressionPlan, Source
+from compressor.recipe.layer import Group, LayerPlan
+from compressor.recipe.plan import FORMAT, CompressionPlan, Source
 from compressor.steps.correct.refit import METHODS, Correction
 from scripts import write_cli_reference, write_schema_reference
 

@@ -13,9 +13,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.planning.make import make_plan
-from compressor.planning.registry import Strategy, load_strategy
-from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import auto
 from strategies.auto import Options

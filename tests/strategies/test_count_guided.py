@@ -9,8 +9,8 @@ import torch
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
 from compressor.progress import Silent
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies.count_guided import plan
 from tests.opened import batches, calibration, opened, plain_calls

@@ -12,8 +12,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
 from compressor.progress import Silent
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
 from strategies import data_centric
 from strategies.data_centric import Options, distances

@@ -13,9 +13,9 @@ from compressor.errors import CompressionError
 from compressor.grouping.reconstruction import KeptErrors, Routed, relative_error
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
 from strategies import enumerate_subsets

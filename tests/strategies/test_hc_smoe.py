@@ -21,8 +21,8 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy, option_fields
 from compressor.progress import Silent
+from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
 from strategies.data_centric import distances

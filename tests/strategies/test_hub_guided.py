@@ -19,9 +19,9 @@ from compressor.grouping.choose import keep_best
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.planning.make import Wish, make_plan, make_plan_in_order, make_plans
-from compressor.planning.registry import Strategy, load_strategy
 from compressor.planning.steering import Steering
 from compressor.progress import Silent
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.refit import Correction
 from strategies import count_guided, gated_mass

@@ -15,8 +15,8 @@ from compressor.errors import CompressionError
 from compressor.grouping.similarity import fast_squared_distances
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
 from compressor.progress import Silent
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
 from strategies import model_centric
 from strategies.model_centric import Options, surrogate_distances, vectorized_distances

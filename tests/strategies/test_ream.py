@@ -14,10 +14,10 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy, option_fields
-from compressor.plans.plan import Group
 from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
+from compressor.recipe.plan import Group
+from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
 from strategies import ream, reap
 from strategies.ream import Options

@@ -16,9 +16,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import Group
 from compressor.progress import Silent
+from compressor.recipe.plan import Group
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import router_guided
 from strategies.router_guided import Options

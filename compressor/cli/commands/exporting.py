@@ -50,7 +50,7 @@ def export(
     from compressor.api.exporting import export_checkpoint, find_exporter
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
-    from compressor.planning.registry import exporter_options, read_option
+    from compressor.recipe.registry import exporter_options, read_option
 
     flags: dict[str, Any] = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": False if no_past else None}
     flags["stream"] = stream

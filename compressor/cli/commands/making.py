@@ -56,7 +56,7 @@ def plan(
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
     from compressor.cli import rendering
-    from compressor.plans.files import check_files, source_files, write_plans
+    from compressor.recipe.files import check_files, source_files, write_plans
 
     if takes_gguf(context, model, imatrix, CHOOSING):
         refuse_several("a GGUF file")

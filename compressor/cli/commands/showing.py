@@ -19,7 +19,7 @@ def strategies(
 ) -> None:
     """List the strategies that are installed, built-in and third-party."""
     from compressor.cli import rendering
-    from compressor.planning import registry
+    from compressor.recipe import registry
     from compressor.statistics.meters import statistics_table
 
     if needs:

@@ -16,10 +16,10 @@ from compressor.planning.further import (
     separate,
 )
 from compressor.planning.request import AUTO
-from compressor.plans.files import source_files
-from compressor.plans.plan import CompressionPlan
-from compressor.plans.split import CLUSTERS, part_entry, parts_of
-from compressor.plans.whole import KEPT_WHOLE
+from compressor.recipe.files import source_files
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.split import CLUSTERS, part_entry, parts_of
+from compressor.recipe.whole import KEPT_WHOLE
 from compressor.words import label
 
 PROTECTED = "protected.json"

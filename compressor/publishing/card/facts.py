@@ -14,8 +14,8 @@ from compressor.errors import CompressionError
 from compressor.gates.report import belonging, find_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
-from compressor.plans.plan import CompressionPlan
-from compressor.plans.split import parts_of
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.split import parts_of
 from compressor.records import MOST_BYTES, read_object
 from compressor.run_record import COMPRESSION
 

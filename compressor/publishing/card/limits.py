@@ -6,9 +6,9 @@ from typing import Any
 from compressor.document.blocks import Block, Heading, Items
 from compressor.gates.verdict import GateResult
 from compressor.planning.further import sources_of
-from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.facts import Facts, Graph, entry_of
 from compressor.publishing.card.metadata import base_id
+from compressor.recipe.plan import CompressionPlan
 from compressor.words import counted, human_bytes, joined, label, one_line
 
 MOST_NAMED = 8  # of a list of tensors

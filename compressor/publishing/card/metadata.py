@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.gates.report import card_metrics
 from compressor.gates.verdict import GateResult
-from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.facts import Facts
+from compressor.recipe.plan import CompressionPlan
 from compressor.words import one_line
 
 if TYPE_CHECKING:

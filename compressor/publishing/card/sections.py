@@ -8,15 +8,15 @@ from compressor.errors import CompressionError
 from compressor.gates.content import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.planning.further import separate, sources_of
-from compressor.planning.registry import load_strategy
-from compressor.plans.layer import correction_of
-from compressor.plans.plan import CompressionPlan
-from compressor.plans.split import told_split
-from compressor.plans.whole import KEPT_WHOLE
 from compressor.publishing.card.command import Command
 from compressor.publishing.card.facts import Active, Facts
 from compressor.publishing.card.layers import Fates, experts_before, winners
 from compressor.publishing.card.metadata import base_id
+from compressor.recipe.layer import correction_of
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_strategy
+from compressor.recipe.split import told_split
+from compressor.recipe.whole import KEPT_WHOLE
 from compressor.words import counted, joined, label, one_line, short
 
 Blocks = tuple[Block, ...]

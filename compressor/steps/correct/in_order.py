@@ -19,8 +19,8 @@ from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import LayerPlan
 from compressor.statistics.collecting import Observers, Routers
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.cut_layer import Recording

@@ -19,8 +19,8 @@ from compressor.files import write_whole
 from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.recipe.plan import LayerPlan
 from compressor.records import read_object
 from compressor.steps.correct.in_order import ShadowModel
 from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers

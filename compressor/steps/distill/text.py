@@ -19,8 +19,8 @@ from compressor.evaluation.teacher import Distributions, distributions
 from compressor.model.buffers import allocate
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor
-from compressor.plans.json import refuse_floods
 from compressor.progress import Progress
+from compressor.recipe.plan_json import refuse_floods
 from compressor.steps.distill.options import Recovery
 from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 

@@ -10,8 +10,8 @@ from compressor.data.batches import Calibration
 from compressor.distributed.present import here
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.plans.split import CLUSTERS, ENERGY, WEIGHTS
 from compressor.progress import Progress
+from compressor.recipe.split import CLUSTERS, ENERGY, WEIGHTS
 from compressor.steps.split.neurons import measured
 from compressor.steps.split.opening import cut_as_stored, in_order
 from compressor.steps.split.order import WAYS, order_of

@@ -22,7 +22,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
 from compressor.model.opened import OpenModel
-from compressor.plans.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.steps.split.tensors import Factors, split_beside
 from compressor.steps.split.view import SplitModel
 from compressor.surgery.configuration import renumbered_quantization

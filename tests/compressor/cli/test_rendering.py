@@ -13,7 +13,7 @@ from compressor.checkpoint.headers import Size
 from compressor.cli import rendering
 from compressor.model.architecture import MoeLayer
 from compressor.model.inspection import Inspection, Outcome, Part
-from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.serving.advice import advise
 from compressor.serving.rules import Served
 from exporters.onnx import ExportSummary

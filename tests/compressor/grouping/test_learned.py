@@ -15,8 +15,8 @@ from compressor.grouping.learned import _Merge, learn_coefficients
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import LayerPlan
 from compressor.statistics import collecting
 from compressor.statistics.statistics import LayerStatistics
 from tests import zoo

@@ -14,8 +14,8 @@ from compressor.grouping.choose import merge_groups
 from compressor.grouping.reconstruction import KeptErrors, original, reconstruct, relative_error, rescaled_error
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.opened import open_model
-from compressor.plans.plan import Group, LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from tests import zoo

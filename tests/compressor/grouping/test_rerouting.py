@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compressor.grouping.choose import merge_groups
 from compressor.grouping.rerouting import SmallerRouter
-from compressor.plans.plan import Group, LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from tests.opened import batches, calibration, opened, plain_calls

@@ -8,8 +8,8 @@ import torch
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.planning.make import Wish, make_plan, make_plans
-from compressor.planning.registry import load_strategy
 from compressor.progress import Silent
+from compressor.recipe.registry import load_strategy
 from tests.opened import batches, opened
 
 NAMES = ("count-guided", "auto", "hc-smoe", "model-centric")

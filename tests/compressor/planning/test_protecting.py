@@ -18,10 +18,10 @@ from compressor.grouping.choose import METHODS, competing
 from compressor.model.architecture import MoeLayer
 from compressor.planning.make import make_plan
 from compressor.planning.protecting import check_protected, given_protected, read_protected, strongest_that_fit
-from compressor.planning.registry import STRATEGIES, Strategy, load_strategy, names
 from compressor.planning.steering import fit_batches
-from compressor.plans.plan import LayerPlan, touched
 from compressor.progress import Silent
+from compressor.recipe.plan import LayerPlan, touched
+from compressor.recipe.registry import STRATEGIES, Strategy, load_strategy, names
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import ALL
 from tests.opened import batches, calibration, opened

@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 import compressor.plugins
-from compressor.planning.registry import exporter_options, load_exporter, load_strategy
 from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
+from compressor.recipe.registry import exporter_options, load_exporter, load_strategy
 from compressor.statistics.meters import statistics_table
 from compressor.statistics.statistics import ALL, LayerStatistics
 from tests import small

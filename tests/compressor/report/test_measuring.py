@@ -241,7 +241,7 @@ def test_a_likeness_that_fails_stops_no_run(
 
 
 FAILING = """
-from compressor.plans.plan import LayerPlan
+from compressor.recipe.plan import LayerPlan
 NEEDS = frozenset({"routed_count"})
 def plan(stats, keep, protected=frozenset()): return LayerPlan.keep(stats.layer, range(keep))
 def likeness(stats, options): raise IndexError("out of bounds")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from compressor.grouping.similarity import closeness, linear_cka
 from compressor.model.opened import OpenModel
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring_experts import likeness_of, sample_size

@@ -17,9 +17,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.planning.make import make_plan
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Progress, Silent
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring_experts import likeness_of
 from compressor.report.measuring_pass import Gap, measure_layers, shares

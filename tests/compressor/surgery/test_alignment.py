@@ -19,8 +19,8 @@ from compressor.grouping.learned import learn_coefficients
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters
 from compressor.model.opened import open_model
-from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.statistics.collecting import collect
 from compressor.surgery.alignment import aligned_experts, matching, merged_parameters, reordered
 from tests import zoo

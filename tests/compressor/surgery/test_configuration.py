@@ -12,7 +12,7 @@ from transformers import MixtralConfig, PreTrainedConfig
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.layout import Layout, Role
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.surgery.configuration import output_config, zero_extra_heads
 from tests import zoo
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.plans.plan import CompressionPlan, Group
+from compressor.recipe.plan import CompressionPlan, Group
 from tests import small
 
 LARGE = 40_000.0  # float16 holds it, and not twice as much

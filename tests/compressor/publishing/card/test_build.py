@@ -22,8 +22,8 @@ from compressor.errors import CompressionError
 from compressor.evaluation.scores import identity
 from compressor.gates.report import card_metrics, gate_json
 from compressor.gates.verdict import GateResult, RoutedBy
-from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import Card, card_text
+from compressor.recipe.plan import CompressionPlan
 from compressor.report.data import LayerMeasures, Measured
 from exporters.onnx_verify import Verification
 from tests.gates import gate, likelihood, mixed, task

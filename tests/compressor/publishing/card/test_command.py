@@ -13,10 +13,10 @@ from compressor.api.baking import calibrate_router
 from compressor.api.planning import plan_per_source
 from compressor.api.recovering import recover
 from compressor.errors import CompressionError
-from compressor.planning.registry import read_option
-from compressor.plans.plan import CompressionPlan
 from compressor.publishing.card.build import card_text
 from compressor.publishing.card.command import option_text, protected_list, rebuilt
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import read_option
 from tests.command_line import captured
 
 DEMO = Path("compressor/demo/checkpoint").absolute()

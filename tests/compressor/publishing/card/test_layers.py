@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from compressor.document.markdown import markdown
 from compressor.drawing.cells import group_look
 from compressor.model.architecture import MoeLayer
-from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.publishing.card.command import protected_list
 from compressor.publishing.card.layers import Fates, layer_details, layer_table
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.report.data import LayerReport
 from compressor.report.matrices import cells
 from compressor.words import joined, label, one_line, ranges, without_paths

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
 from compressor.publishing.card.build import card_text
 from compressor.publishing.card.metadata import base_metadata, languages, licence
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan_json import readable_json
 from tests.compressor.publishing.card.test_layers import a_plan, moe_layer
 from tests.hub.cards import LICENCES, mistakes
 

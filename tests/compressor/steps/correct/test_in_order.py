@@ -15,9 +15,9 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.planning import make as planning
 from compressor.planning.make import Wish, correct, make_plan_in_order
-from compressor.planning.registry import load_strategy
-from compressor.plans.plan import CompressionPlan, LayerPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.registry import load_strategy
 from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.refit import Correction, correct_layer
 from compressor.surgery.cutting import CutFiles

@@ -11,9 +11,9 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from compressor.planning.make import correct
-from compressor.planning.registry import load_exporter
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.registry import load_exporter
 from compressor.steps.correct import whole_model
 from compressor.steps.correct.refit import Correction
 from compressor.steps.correct.whole_model import Verdict, keep_the_better, read_verdict

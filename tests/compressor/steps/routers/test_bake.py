@@ -17,8 +17,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.teacher import distributions
 from compressor.model.opened import OpenModel, open_model
-from compressor.plans.plan import CompressionPlan
 from compressor.progress import Silent
+from compressor.recipe.plan import CompressionPlan
 from compressor.steps.routers import finished
 from compressor.steps.routers.bake import stored_routers
 from compressor.steps.routers.bake_routers import RoutersBaked

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.plans.json import readable_json
-from compressor.plans.plan import CompressionPlan, Group, LayerPlan, Source, check_against
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source, check_against
+from compressor.recipe.plan_json import readable_json
 
 FINGERPRINT = "f" * 64
 

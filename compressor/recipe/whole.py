@@ -2,8 +2,8 @@
 
 from compressor.model.architecture import Architecture
 from compressor.model.opened import OpenModel
-from compressor.plans.layer import LayerPlan
-from compressor.plans.plan import CompressionPlan, Source
+from compressor.recipe.layer import LayerPlan
+from compressor.recipe.plan import CompressionPlan, Source
 from compressor.run_record import versions
 
 KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from compressor.errors import CompressionError
-from compressor.planning import registry
 from compressor.planning.make import Wish, make_plan, make_plans
-from compressor.planning.options import helps
-from compressor.planning.plugins import packages
-from compressor.planning.registry import load_strategy, names, option_fields
 from compressor.progress import Silent
+from compressor.recipe import registry
+from compressor.recipe.options import helps
+from compressor.recipe.plugins import packages
+from compressor.recipe.registry import load_strategy, names, option_fields
 from tests import small
 from tests.command_line import Run
 from tests.opened import batches, calibration, one_expert, opened, plain_calls

@@ -14,8 +14,11 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.plans.constants import fault_of_constants
-from compressor.plans.json import (
+from compressor.recipe.constants import fault_of_constants
+from compressor.recipe.layer import LAYER_FACTS
+from compressor.recipe.layer import Group as Group
+from compressor.recipe.layer import LayerPlan as LayerPlan
+from compressor.recipe.plan_json import (
     few,
     field_names,
     integer,
@@ -27,10 +30,7 @@ from compressor.plans.json import (
     refuse_floods,
     refuse_unknown,
 )
-from compressor.plans.layer import LAYER_FACTS
-from compressor.plans.layer import Group as Group
-from compressor.plans.layer import LayerPlan as LayerPlan
-from compressor.plans.split import check_split
+from compressor.recipe.split import check_split
 from compressor.records import read_json
 
 FORMAT = "moe-compressor-plan/1"

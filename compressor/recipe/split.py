@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.plans.json import integer
+from compressor.recipe.plan_json import integer
 
 MOST_PARTS = 64  # of an expert
 ENERGY, CLUSTERS, WEIGHTS = "energy", "clusters", "weights"  # how neurons are dealt out; the last without text

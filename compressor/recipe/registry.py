@@ -9,13 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from compressor.errors import CompressionError, reason_of
-from compressor.planning import plugins
-from compressor.planning.options import defaults, make_options, read_option
-from compressor.planning.plugins import EXPORTERS, STRATEGIES, names
-from compressor.plans.plan import LayerPlan
 from compressor.progress import Progress
+from compressor.recipe import plugins
+from compressor.recipe.options import defaults, make_options, read_option
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plugins import EXPORTERS, STRATEGIES, names
 from compressor.statistics.statistics import LayerStatistics, check_needs
-from compressor.steps.correct.refit import METHODS
 
 __all__ = [
     "EXPORTERS",
@@ -32,6 +31,8 @@ __all__ = [
     "strategy_of",
     "working_strategies",
 ]
+
+CORRECTIONS = ("none", "ridge", "tune")
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,10 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
         )
     needs = _needs(module, "needs", options, given, name)
     correction = getattr(module, "CORRECTION", "none")
-    if correction not in METHODS:
-        raise CompressionError(f"{what} is no plugin: CORRECTION should be {', '.join(METHODS)}, not {correction!r}")
+    if correction not in CORRECTIONS:
+        raise CompressionError(
+            f"{what} is no plugin: CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}"
+        )
     likeness = plugins.optional(module, "likeness", what)
     likeness_needs = _needs(module, "likeness_needs", options, needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.locking import alone
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 from compressor.replaceable import json_object
 from compressor.words import distinct
 

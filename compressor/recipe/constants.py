@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compressor.plans.plan import CompressionPlan
+    from compressor.recipe.plan import CompressionPlan
 
 
 def fault_of_constants(plan: "CompressionPlan") -> str:

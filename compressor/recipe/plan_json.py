@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.plans.layer import Group, LayerPlan
+from compressor.recipe.layer import Group, LayerPlan
 from compressor.records import MOST_BITS
 
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has

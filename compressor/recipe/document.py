@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compressor.document.blocks import Block, Table, Text
-from compressor.plans.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 from compressor.words import counted
 
 MOST = 12  # numbers in a cell

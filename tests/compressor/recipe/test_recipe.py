@@ -9,8 +9,8 @@ import yaml
 from compressor.errors import CompressionError
 from compressor.planning.recipe import read_recipe, recipe_of, refuse_missing
 from compressor.planning.request import Request
-from compressor.plans.json import layer_from_dict
-from compressor.plans.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan_json import layer_from_dict
 
 SOURCES = [{"source": "/home/me/a.txt", "weight": 0.75}, {"source": "org/data", "weight": 0.25}]
 
