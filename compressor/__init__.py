@@ -4,63 +4,77 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.api.baking import calibrate_router
-    from compressor.api.compressing import Summary, apply, compress
-    from compressor.api.forecasting import forecast
+    from compressor.api.compressing import apply, change, compress, plan, plan_per_source
     from compressor.api.gguf_files import apply_gguf, compress_gguf, plan_gguf
     from compressor.api.measuring import attribute, compare, gate, inspect
-    from compressor.api.planning import plan, plan_per_source
-    from compressor.api.recovering import RecoverySummary, recover
     from compressor.api.referencing import ReferenceSummary, reference
     from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
     from compressor.gguf_files.inspection import GgufInspection, inspect_gguf
-    from compressor.gguf_files.job import GgufSummary
-    from compressor.planning.request import Request
+    from compressor.gguf_files.writing import GgufSummary
+    from compressor.pipeline.outcome import Outcome
+    from compressor.recipe.recipe import Recipe
+    from compressor.recipe.step import Step
+    from compressor.recipe.steps_plan import Plan
+    from compressor.steps.constants.step import Constants
+    from compressor.steps.correct.step import Correct
+    from compressor.steps.distill.step import Distill
+    from compressor.steps.prune.step import Prune
+    from compressor.steps.routers.step import Routers
+    from compressor.steps.split.step import Split
 
+_HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
+    "CompressionError": "errors",
+    **dict.fromkeys(("apply", "change", "compress", "plan", "plan_per_source"), "api.compressing"),
+    **dict.fromkeys(("apply_gguf", "compress_gguf", "plan_gguf"), "api.gguf_files"),
+    **dict.fromkeys(("GgufInspection", "inspect_gguf"), "gguf_files.inspection"),
+    "GgufSummary": "gguf_files.writing",
+    **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
+    **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),
+    **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),
+    "Outcome": "pipeline.outcome",
+    "Recipe": "recipe.recipe",
+    "Step": "recipe.step",
+    "Plan": "recipe.steps_plan",
+    "Constants": "steps.constants.step",
+    "Correct": "steps.correct.step",
+    "Distill": "steps.distill.step",
+    "Prune": "steps.prune.step",
+    "Routers": "steps.routers.step",
+    "Split": "steps.split.step",
+}
 __all__ = [
     "CompressionError",
+    "Constants",
+    "Correct",
+    "Distill",
     "GgufInspection",
     "GgufSummary",
-    "RecoverySummary",
+    "Outcome",
+    "Plan",
+    "Prune",
+    "Recipe",
     "ReferenceSummary",
-    "Request",
-    "Summary",
+    "Routers",
+    "Split",
+    "Step",
     "apply",
     "apply_gguf",
     "attribute",
-    "calibrate_router",
+    "change",
     "compare",
     "compress",
     "compress_gguf",
     "evaluate_comoe",
-    "forecast",
     "gate",
     "inspect",
     "inspect_gguf",
     "plan",
     "plan_gguf",
     "plan_per_source",
-    "recover",
     "reference",
     "train_comoe",
 ]
-
-_HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
-    "CompressionError": "errors",
-    "Request": "planning.request",
-    **dict.fromkeys(("Summary", "apply", "compress"), "api.compressing"),
-    **dict.fromkeys(("plan", "plan_per_source"), "api.planning"),
-    "calibrate_router": "api.baking",
-    "forecast": "api.forecasting",
-    **dict.fromkeys(("apply_gguf", "compress_gguf", "plan_gguf"), "api.gguf_files"),
-    **dict.fromkeys(("GgufInspection", "inspect_gguf"), "gguf_files.inspection"),
-    "GgufSummary": "gguf_files.job",
-    **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
-    **dict.fromkeys(("RecoverySummary", "recover"), "api.recovering"),
-    **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),
-    **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),
-}
 
 
 def __getattr__(name: str) -> Any:

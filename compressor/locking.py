@@ -1,13 +1,13 @@
 """One run at a time makes an output: it holds a hidden folder beside it, until it ends or is killed."""
 
-import fcntl
 import os
 import shutil
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+
+from filelock import FileLock, Timeout
 
 from compressor.errors import CompressionError
 
@@ -51,41 +51,40 @@ def alone(out: Path) -> Iterator[Path]:
     if (mine := (folder, threading.get_ident())) in _held:
         yield folder
         return
-    with _lock(folder, out):
-        _held.add(mine)
-        try:
-            if (folder / REPLACED).exists() and not os.path.lexists(out):
-                (folder / REPLACED).replace(out)
-            yield folder
-        finally:
-            _held.discard(mine)
-            with suppress(OSError):
-                if os.listdir(folder) == [LOCK]:
-                    (folder / LOCK).unlink()
-                    folder.rmdir()
+    lock = _locked(folder, out)
+    _held.add(mine)
+    try:
+        if (folder / REPLACED).exists() and not os.path.lexists(out):
+            (folder / REPLACED).replace(out)
+        yield folder
+    finally:
+        _held.discard(mine)
+        with suppress(OSError):
+            if os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+        lock.release()
 
 
-def _lock(folder: Path, out: Path) -> BinaryIO:
-    """The open and locked file in the folder, which is made if it is not there."""
+def _locked(folder: Path, out: Path) -> FileLock:
+    """The held lock of the folder, which is made if it is not there; not held on a file system without locks."""
     check_parent(out)
-    while True:
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
+    while not lock.is_locked:
         refuse_linked_folder(folder)
         folder.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):  # the run that held the folder has just ended, and removed it
-            file = (folder / LOCK).open("wb")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                file.close()
+        try:
+            lock.acquire()
+        except Timeout as error:
+            if (folder / LOCK).exists():  # otherwise the run that held it has just ended, and removed it
                 raise CompressionError(f"another run is writing {out}; wait for it or stop it") from error
-            except OSError:
-                return file  # a file system without locks
-            try:
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
-                    return file
-            except FileNotFoundError:
-                pass
-            file.close()
+        except FileNotFoundError:
+            continue  # the folder, too
+        except OSError as error:
+            if isinstance(error, PermissionError) or not (folder / LOCK).exists():
+                raise
+            break
+    return lock
 
 
 def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:

@@ -24,7 +24,7 @@ BESIDE = re.compile(
 
 REPORTS = re.compile(  # what other commands may have added to an output
     r"(gate|graph|hubs|attribution|comparison)\.(json|md|xml|png|graphml)"
-    r"|(influence|scores|experts|causal|sizes|similarity|visits|errors|times|recovery|active)\.png"
+    r"|(influence|scores|experts|causal|sizes|similarity|visits|errors|times|distillation|active)\.png"
 )
 MADE_BY = "Made by moe-compress"  # at the end of every page
 MOST_NAMED = 3  # stray files in one sentence

@@ -23,7 +23,7 @@ from compressor.records import read_as, read_object
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
-from exporters import safetensors as publishing
+from compressor.workdir.workdir import check_space, check_target, making
 from exporters.onnx_experts import LayerRoute
 from exporters.onnx_making import GRAPH, WEIGHTS, write_graph
 from exporters.onnx_options import DTYPES, ExportOptions
@@ -80,12 +80,11 @@ def export(
     options, progress = options or ExportOptions(), progress or Silent()
     require_packages()
     out = Path(out).absolute()
-    publishing.check_target(out, options.overwrite)
+    check_target(out, options.overwrite)
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
     check_carried(opened.source.folder)
-    publishing.check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
-    with publishing.making(out, overwrite=options.overwrite) as work:
-        content = work.content
+    check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
+    with making(out, options.overwrite) as content:
         layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
         made = write_graph(opened, content, options, layered, progress)
         reference, original = made.reference, made.original

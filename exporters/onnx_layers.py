@@ -1,6 +1,7 @@
 """The stock model one decoder layer at a time: what it answers, while each layer's tensors go into the graph's file."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel, parent_and_name
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor
+from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
 from exporters.onnx_experts import WeightFormat
 from exporters.onnx_quantized_experts import SCALES
@@ -63,20 +64,17 @@ class _Asked(LayerVisitor):
     """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits."""
 
     def __init__(self, partial: PartialModel, asked: Sequence[Question], shown: Callable[[str], None]) -> None:
-        self.partial, self.asked, self.shown, self.running = partial, asked, shown, 0
+        self.partial, self.asked, self.shown = partial, asked, shown
         self.logits: list[Tensor] = [torch.empty(0)] * len(asked)
 
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of the model's forward for the batch that runs."""
-        asked = self.asked[self.running]
+        asked = self.asked[self.at.batch]
         return args, kwargs | model_inputs(model, asked.tokens, 0, asked.mask)
-
-    def entering(self, batch: int) -> None:
-        self.running = batch
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         """The layer's own forward, of nudged values where the batch that runs is asked so."""
-        if self.asked[self.running].name != NUDGED_NAME:
+        if self.asked[self.at.batch].name != NUDGED_NAME:
             return own
 
         def moved(*args: Any, **kwargs: Any) -> Any:
@@ -113,11 +111,9 @@ def observe_streamed(
         asked.append(Question(GREEDY, text, torch.ones_like(text), (text.shape[1],)))
     visitor = _Asked(partial, asked, lambda unit: shown(partial, unit))
     handle = model.register_forward_pre_hook(visitor.given, with_kwargs=True)
-    stream = LayerStream(partial, [each.tokens for each in asked], units, units, range(len(asked)))
-    progress.start("the stock model, layer by layer", len(units))
+    widened, asked_tokens = replace(opened, partial=partial), [each.tokens for each in asked]
     try:
-        for unit in stream.passing(visitor):
-            progress.advance(unit)
+        Pass(widened, asked_tokens, progress, "the stock model, layer by layer", to_end=True).run(visitor)
     finally:
         handle.remove()
     cases = tuple(each.answered(logits) for each, logits in zip(asked, visitor.logits, strict=True))

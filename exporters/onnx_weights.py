@@ -15,10 +15,10 @@ from torch import Tensor
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel, parent_and_name
+from compressor.workdir.layer_files import put
 from exporters.onnx_absent import recipe_of
 from exporters.onnx_activation import activation
 from exporters.onnx_experts import WeightFormat
-from exporters.shards import put
 
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
 

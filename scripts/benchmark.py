@@ -179,10 +179,13 @@ def writing_report(folder: Path, scratch: Path) -> None:
     from compressor.checkpoint.source import locate
     from compressor.model.opened import open_model
     from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+    from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
 
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.keep(layer, range(0, EXPERTS, 2)) for layer in model.architecture.layers)
-    drop = CompressionPlan(Source(str(folder), None, model.fingerprint), KEEP, "drop", {}, None, layers)
+    source = Source(str(folder), None, model.fingerprint)
+    decided = decisions(CompressionPlan(source, KEEP, "drop", {}, None, layers))
+    drop = Plan(source, (PlannedStep("prune", {"experts": KEEP}, decided),))
     seconds, summary = timed(lambda: compressor.apply(drop, scratch / "drop"))
     shutil.rmtree(scratch / "drop")
     copying = copy_bytes(folder, scratch / "copy", summary.after.bytes)

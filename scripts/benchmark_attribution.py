@@ -18,7 +18,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import LayerStream
+from compressor.model.streaming import Pass
 from compressor.progress import Silent
 from scripts.benchmark_correction import layer_bytes, measured
 
@@ -40,8 +40,7 @@ def save_random(folder: Path, given: argparse.Namespace) -> None:
 
 def plain_pass(model: OpenModel, batches: tuple[torch.Tensor, ...]) -> None:
     """Stream the batches through all layers and measure nothing."""
-    units = model.architecture.units
-    LayerStream(model.partial, batches, units, units).run()
+    Pass(model, batches, wanted=model.architecture.units).run()
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer
 from compressor.memory import PeakMemory, limit_caches
 from compressor.model.opened import OpenModel, open_model
-from compressor.planning.make import make_plan
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import STRATEGIES, load_strategy, names
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.planning import make_plan
 from scripts.benchmark import save_tokenizer, write_synthetic
 
 
@@ -65,7 +65,7 @@ def correction_report(
 ) -> None:
     """Memory of the corrections."""
     plans = {entry.module: entry for entry in plan.layers}
-    for correction in (Correction(), Correction("ridge"), Correction("tune", steps=steps, tokens=512)):
+    for correction in (Correct("none"), Correct("ridge"), Correct("tune", steps=steps, tokens=512)):
         work = LayerWork(plan.experts, lambda stats: plans[stats.layer.name], correction=correction)
         _, peak, _ = measured(lambda work=work: compress_in_order(model, work, calibration, Silent()))
         print(f"correcting by {correction.method:6} peak {peak / layer:.2f} layers", flush=True)

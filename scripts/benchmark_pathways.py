@@ -1,11 +1,11 @@
-"""Measure C3PO on a compressed checkpoint: at test time, and baked into its routers.
+"""Measure C3PO on a compressed checkpoint: at test time, and as a router calibration.
 
-    python -m scripts.benchmark_pathways SMALL --text train.jsonl --heldout valid.jsonl [--baked moved ...]
+    python -m scripts.benchmark_pathways SMALL --text train.jsonl --heldout valid.jsonl [--moved moved ...]
 
 An item is 64 tokens of text and the token that follows. The reference set is what SMALL answers right of `--text`; the
 items are of `--heldout`, right or wrong. Prints the log likelihood of the right answer on SMALL's own pathway, and what
 each method adds to it with 1.96 paired standard errors, how many likeliest tokens are right, and the cost in plain
-forwards. The oracle is told the answer. `--baked` checkpoints answer as they are.
+forwards. The oracle is told the answer. `--moved` checkpoints answer as they are.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", required=True)
     parser.add_argument("--heldout", required=True)
-    parser.add_argument("--baked", nargs="*", default=[])
+    parser.add_argument("--moved", nargs="*", default=[])
     parser.add_argument("--items", type=int, default=100)
     parser.add_argument("--reference", type=int, default=300, help="items that the reference set is drawn from")
     args = parser.parse_args()
@@ -110,7 +110,7 @@ def main() -> None:
             found = torch.tensor([answer.likelihood for answer in answers], dtype=torch.float64)
             row(method, found, sum(answer.greedy for answer in answers), f"{answering.cost:.1f}")
     row("oracle", *oracle_answers(args.model, items, PathwayOptions()), "-")
-    for folder in args.baked:
+    for folder in args.moved:
         row(Path(folder).name, *plain_answers(folder, items), "1")
 
 

@@ -150,7 +150,7 @@ def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
 
 def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> None:
     """Run everything on one checkpoint and print its rows."""
-    from scripts.benchmark_recover import losses
+    from scripts.benchmark_distill import losses
 
     experts = json.loads((model / "config.json").read_text())["num_local_experts"]
     tokens = scratch / "tokens.pt"

@@ -3,27 +3,28 @@
     python -m scripts.benchmark_ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--correct tune] [--steps N]
     python -m scripts.benchmark_ranks --gigabytes 4.7 TEXT [--rounds 3] ...
 
-Plans and applies the plan by 1, 2 and more ranks of one thread each, and prints for each number the seconds of the
-pass that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds
-of the busiest rank and the peak of anonymous memory of the largest over those of one, and whether plan and weights are
-the same. As many processes that share nothing and work at the same time, each as one rank, show what the machine itself
-gives. --rounds takes all in turn so many times and keeps the least seconds, for a machine that others use, too.
---steps shortens `tune`. With --gigabytes the model is a synthetic checkpoint of that size, removed in the end.
+Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the seconds of the pass
+that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds of
+the busiest rank and the peak of anonymous memory of the largest over those of one, whether the plan is the same, and by
+how much weights differ. As many processes that share nothing and work at the same time, each as one rank, show what the
+machine itself gives. --rounds takes all in turn so many times and keeps the least seconds, for a machine that others
+use, too. --steps shortens `tune`. With --gigabytes the model is a synthetic checkpoint of that size, removed later.
 """
 
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compressor.files import file_digest
+from safetensors import safe_open
+
 from scripts.benchmark import save_tokenizer, write_synthetic
 
 PHASES = ("plan", "correct")
@@ -32,28 +33,27 @@ PHASES = ("plan", "correct")
 def work(given: argparse.Namespace, out: Path) -> None:
     """What each rank does: one plan and its output; its figures are left in a file."""
     from compressor import apply
-    from compressor.distributed.together import together
-    from compressor.memory import limit_caches
-    from compressor.planning.answering import plan_request
-    from compressor.planning.request import Request
-    from compressor.planning.run import open_run
+    from compressor.api.compressing import make_recipe, plan
+    from compressor.distributed.process_group import process_group
+    from compressor.memory import PeakMemory, limit_caches
+    from compressor.recipe.step import Step
+    from compressor.steps.correct.step import Correct
+    from compressor.steps.prune.step import Prune
 
     limit_caches()
-    request = Request(
-        experts=given.experts, strategy=given.strategy, correct=given.correct, calibration=[given.text],
-        samples=given.samples, sequence_length=given.length,
-    )  # fmt: skip
-    with together() as ranks:
+    steps: list[Step] = [Prune(given.strategy, experts=given.experts)]
+    if given.correct != "none":
+        steps.append(Correct(given.correct, **({"steps": given.steps} if given.steps else {})))
+    recipe = make_recipe(given.model, steps, [given.text], given.samples, given.length)
+    with process_group() as ranks:
         begin = time.process_time()
-        with open_run(given.model) as run:
-            with run.clock.phase("plan"):
-                plan, _ = plan_request(run, request)
-            seconds, memory = dict(run.clock.seconds), run.peak.anonymous
-        if given.steps and plan.correction is not None:
-            plan = replace(plan, correction={**plan.correction, "steps": given.steps})
-        made = apply(plan, out, model=given.model)
-        seconds |= {name: value for name, value in made.seconds.items() if name != "open"}
-        worked, most = time.process_time() - begin, max(memory, made.peak_memory)
+        with PeakMemory() as peak:
+            start_of_plan = time.perf_counter()
+            decided = plan(recipe)
+            seconds = {"plan": time.perf_counter() - start_of_plan}
+        made = apply(decided, out, model=given.model)
+        seconds |= {name: value for name, value in made.seconds.items() if name not in ("open", "plan")}
+        worked, most = time.process_time() - begin, max(peak.anonymous, made.peak_memory)
         found = {"seconds": seconds, "work": worked, "memory": most}
         out.with_suffix(f".{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -82,15 +82,25 @@ def ended(started: list[subprocess.Popen[bytes]]) -> None:
 
 def launched(size: int, model: str, scratch: Path) -> dict[str, Any]:
     """The figures of a run by so many ranks, with its plan and the digests of its weights."""
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        ended(start(size, model, Path(folder), "out"))
-        out = Path(folder) / "out"
-        found = [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(size)]
-        plan = json.loads((out / "compression.json").read_text())["plan"]
-        weights = {path.name: file_digest(path) for path in sorted(out.glob("*.safetensors"))}
-    kept = [[layer["module"], layer["groups"]] for layer in plan["layers"]]
+    one, out = scratch / "ranks-1", scratch / f"ranks-{size}"
+    shutil.rmtree(out, ignore_errors=True)
+    ended(start(size, model, scratch, out.name))
+    found = [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(size)]
+    plan = json.loads((out / "compression.json").read_text())["plan"]
+    off = max(difference(path, one / path.name) for path in out.glob("*.safetensors"))
+    if size > 1:  # the outputs of all others are compared with that of one
+        shutil.rmtree(out)
+    (decided,) = [step["plan"] for step in plan["steps"] if step["name"] == "prune"]
+    kept = [[layer["module"], layer["groups"]] for layer in decided["layers"]]
     most = {name: max(each[name] for each in found) for name in ("memory", "work")}
-    return {**found[0], **most, "size": size, "plan": json.dumps(kept), "weights": weights}
+    return {**found[0], **most, "size": size, "plan": json.dumps(kept), "off": off}
+
+
+def difference(path: Path, other: Path) -> float:
+    """The largest difference of a tensor from its other self, over the largest value in it."""
+    with safe_open(path, "pt") as first, safe_open(other, "pt") as second:
+        pairs = ((first.get_tensor(key).float(), second.get_tensor(key).float()) for key in first.keys())  # noqa: SIM118
+        return max(float((one - two).abs().max() / two.abs().max().clamp_min(1e-12)) for one, two in pairs)
 
 
 def apart(size: int, model: str, scratch: Path) -> dict[str, float]:
@@ -158,7 +168,7 @@ def told(one: dict[str, Any], run: dict[str, Any], limit: dict[str, float] | Non
 
     size = run["size"]
     times = ", ".join(phase(name) for name in PHASES if run["seconds"].get(name))
-    same = ", ".join(f"{'the same' if run[name] == one[name] else 'OTHER'} {name}" for name in ("plan", "weights"))
+    same = f"{'the same' if run['plan'] == one['plan'] else 'ANOTHER'} plan, weights {run['off']:.1e} apart"
     shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]
     return f"{times}; of one rank's, each has at most {' and '.join(shares)}; {same}"
 

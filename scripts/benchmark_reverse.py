@@ -78,7 +78,7 @@ def main() -> None:
         model = open_model(locate(str(Path(place))), "float32", "cpu")
         batches = list(torch.randint(0, 1024, (asked.sequences, asked.length)).split(1))
         seen = Everything(model)
-        run = ReversePass(model.partial, batches, model.architecture.units)
+        run = ReversePass(model, batches)
         expected = in_memory(stock, batches)
         _, peak, _ = measured(lambda: run.run(lambda batch, output: loss(output), seen))
         worst = max(abs(seen.norms[name] / value - 1) for name, value in expected.items() if value)

@@ -3,7 +3,7 @@
     python -m scripts.benchmark_split MODEL --text train.jsonl --heldout valid.jsonl -o work [--parts 1 2 4]
 
 For every number of parts the model is split, and every strategy's plan at every share of the experts is carried out
-without a correction and with each. Prints the loss over the original model's on the held-out text, with 1.96 paired
+without a correction and with each. Prints the loss over the base's on the held-out text, with 1.96 paired
 standard errors over sequences; `auto` is made into a plan once, whatever the correction. Then how long a split model
 takes over the unsplit one, without pruning, in torch and in ONNX Runtime. Plans that come out alike are judged once.
 
@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from compressor.api.splitting import split
+from compressor import Split, compress
 from compressor.checkpoint.source import locate
-from compressor.data.batches import Calibration, EvaluationSet, calibrate, evaluation_sets, load_tokenizer
-from compressor.evaluation.heldout import Judge, evaluation_batches
+from compressor.data.batches import Calibration, calibrate, evaluation_sets, load_tokenizer
+from compressor.evaluation.evaluator import Evaluator
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import LayerStream
-from compressor.planning.answering import HELDOUT
-from compressor.planning.make import Wish, make_plans
+from compressor.pipeline.task import HELDOUT
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
+from compressor.recipe.text_options import TextOptions
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.planning import Wish, make_plans
 from exporters.onnx import ExportOptions, export
 from scripts import benchmark_onnx
 
@@ -74,32 +74,15 @@ class Found:
         return losses
 
 
-def one_each(sets: tuple[EvaluationSet, ...]) -> list[EvaluationSet]:
-    """A set for every sequence, so that each one's loss is known."""
-    rows = [row for entry in sets for batch in entry.batches for row in batch.split(1)]
-    return [EvaluationSet(str(number), (row,)) for number, row in enumerate(rows)]
-
-
-def judged(judge: Judge) -> Tensor:
-    """The loss of every sequence, [N]."""
-    return torch.tensor([entry.loss / entry.tokens for entry in judge.found], dtype=torch.float64)
-
-
-def original(model: OpenModel, judge: Judge) -> Tensor:
-    """What the model loses as it is; the judge keeps its states."""
-    units, batches = model.architecture.units, judge.tokens
-    with judge.watch(model.partial.model):
-        LayerStream(model.partial, batches, units, units, range(len(batches))).run(judge)
-    return judged(judge)
-
-
-def carried_out(model: OpenModel, judge: Judge, plan: CompressionPlan, method: str, data: Calibration) -> Tensor:
-    """What a plan's model loses, corrected by the method; nothing is written."""
+def carried_out(
+    model: OpenModel, evaluator: Evaluator, plan: CompressionPlan, method: str, data: Calibration
+) -> Tensor:
+    """What a plan's model loses of every sequence, corrected by the method; nothing is written."""
     plans = {layer.module: layer for layer in plan.layers}
-    work = LayerWork(plan.experts, lambda stats: plans[stats.layer.name], correction=Correction(method))
-    with judge.watch(model.partial.model):
-        compress_in_order(model, work, data if method != "none" else None, Silent(), judge=judge)
-    return judged(judge)
+    work = LayerWork(plan.experts, lambda stats: plans[stats.layer.name], correction=Correct(method))
+    with evaluator.measuring(model.partial.model) as riding:
+        compress_in_order(model, work, data if method != "none" else None, Silent(), riding=riding)
+    return riding.figures[0].loss
 
 
 def digest(plan: CompressionPlan) -> str:
@@ -113,9 +96,8 @@ def checkpoint(parts: int, args: argparse.Namespace) -> str:
     if parts == 1:
         return str(args.model)
     folder = args.out / f"split-{parts}"
-    split(
-        args.model, folder, parts, data=args.text, samples=args.samples, sequence_length=args.length, dtype=args.dtype
-    )
+    text = TextOptions(data=(args.text,), samples=args.samples, sequence_length=args.length)
+    compress(args.model, folder, [Split(parts, calibration=text)], dtype=args.dtype)
     return str(folder)
 
 
@@ -126,11 +108,9 @@ def cases(parts: int, found: Found, args: argparse.Namespace) -> Iterator[tuple[
     data = calibrate(
         args.text, tokenizer, samples=args.samples, length=args.length, seed=0, vocab=vocabulary, heldout=HELDOUT
     )
-    sets = one_each(evaluation_sets(
-        [args.heldout], tokenizer, length=args.length, seed=0, vocab=vocabulary, most=args.sequences
-    ))  # fmt: skip
-    judge = Judge(evaluation_batches(sets, vocabulary), len(sets))
-    whole = original(model, judge)
+    sets = evaluation_sets([args.heldout], tokenizer, length=args.length, seed=0, vocab=vocabulary, most=args.sequences)
+    evaluator = Evaluator(model, sets)
+    whole = evaluator.keep().loss
     if f"{parts} whole" not in found.losses:
         found.add(f"{parts} whole", whole)
     wishes = [
@@ -142,19 +122,19 @@ def cases(parts: int, found: Found, args: argparse.Namespace) -> Iterator[tuple[
     for planned in made:
         seconds[wishes[planned.wish].strategy.name] += planned.seconds
     told = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
-    print(f"{parts} parts: {sum(len(row) for entry in sets for row in entry.batches[0])} tokens; {told}", flush=True)
+    print(f"{parts} parts: {sum(batch.numel() for batch in evaluator.batches)} tokens; {told}", flush=True)
     for method in args.corrections:
         for planned in made:
             share = args.shares[planned.wish // len(args.strategies)]
             key = f"{parts} {planned.plan.experts} {method} {digest(planned.plan)}"
             losses = found.losses.get(key)
             if losses is None:
-                losses = found.add(key, carried_out(model, judge, planned.plan, method, data))
+                losses = found.add(key, carried_out(model, evaluator, planned.plan, method, data))
             yield Case(share, planned.plan.strategy, method, parts), losses
 
 
 def cell(losses: Tensor | None, base: Tensor) -> str:
-    """The mean over the original's, and how far it may be off."""
+    """The mean over the base's, and how far it may be off."""
     if losses is None:
         return "-"
     more = losses - base
@@ -172,7 +152,7 @@ def table(known: dict[Case, Tensor], found: Found, args: argparse.Namespace) -> 
             for name in args.strategies:
                 cells = [cell(known.get(Case(share, name, method, parts)), base) for parts in args.parts]
                 lines.append([f"{share:g}", method, name, *cells])
-    return f"Loss of the original: {base.mean():.4f}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"Loss of the base: {base.mean():.4f}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def forward_lines(args: argparse.Namespace) -> Iterator[str]:

@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compressor
-from compressor.api.splitting import split
 from compressor.model.architecture import experts_modules
 from tests import small, zoo
 
@@ -102,7 +101,7 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
     yield case(f"{name}, {experts} experts", source, "source")
     compressor.compress(str(source), cut, experts=kept, strategy="model-centric")
     yield case(f"{name} compressed, {kept}", cut, "cut")
-    split(str(source), parts, 2)
+    compressor.compress(str(source), parts, [compressor.Split(2)])
     yield case(f"{name} split by 2, {2 * experts}", parts, "split")
     compressor.compress(str(parts), both, experts=2 * kept, strategy="model-centric")
     yield case(f"{name} split and compressed, {2 * kept}", both, "both")

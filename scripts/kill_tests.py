@@ -53,6 +53,13 @@ def _compress(*more: str, experts: str = "4") -> tuple[str, ...]:
 
 RIDGE = ("--strategy", "hc-smoe", "--correct", "ridge")
 PLAN = ("plan", "MODEL", "-o", "plan.json", "--experts", "4", *DATA, *RIDGE)
+SMALL = ("compress", "MODEL", "-o", "small", "--experts", "4", *DATA, "--strategy", "count-guided", "--correct", "none")
+OWN = ("--calibration", "calibration.txt", "--sequence-length", "32")  # text of a command that is one step
+TRAIN = ("--steps", "6", "--tokens-per-step", "128", "--learning-rate", "1e-3", "--evaluate-every", "2", *OWN)
+MOVE = ("--rounds", "2", "--sequences", "16", *OWN)
+ALL = ("--routers", "router", "--set", "routers.sequences=16", "--set", "routers.sequence_length=32",
+       "--distill", "experts", "--set", "distill.steps=6", "--set", "distill.tokens_per_step=128",
+       "--set", "distill.sequence_length=32")  # fmt: skip
 SEARCH = ("--search", "--gate", "moe_demo_sorting", "--limit", "20", "--max-drop", "0.2")
 CASES = (
     Case("compress drop", _compress("--strategy", "count-guided", "--correct", "none")),
@@ -62,6 +69,10 @@ CASES = (
     Case("compress --overwrite", _compress(*RIDGE, "--overwrite"), (_compress("--correct", "none", experts="2"),)),
     Case("compress --format onnx", _compress("--correct", "none", "--format", "onnx")),
     Case("compress --format safetensors,onnx", _compress("--correct", "none", "--format", "safetensors,onnx")),
+    Case("compress all steps", _compress(*RIDGE, *ALL)),
+    Case("split", ("split", "MODEL", "-o", OUT, "--split", "2")),
+    Case("calibrate-router", ("calibrate-router", "small", "-o", OUT, "--base", "MODEL", *MOVE), (SMALL,)),
+    Case("distill", ("distill", "small", "-o", OUT, "--base", "MODEL", *TRAIN), (SMALL,)),
     Case("apply", ("apply", "plan.json", "-o", OUT), (PLAN,)),
     Case("export", ("export", "MODEL", "-o", OUT)),
     Case("gate --search", ("compress", "MODEL", "-o", OUT, "--strategy", "model-centric", *SEARCH), demo=True),

@@ -3,7 +3,8 @@
     python -m scripts.list_packages          # print the table
     python -m scripts.list_packages --write  # put it into docs/architecture.md
 
-An arrow is an import, read from the source by `ast`, function-level and type-only ones included.
+An arrow is an import, read from the source by `ast`, function-level and type-only ones included. Only the types in the
+signatures of the step contract count for nothing: a step is handed things that later packages make.
 """
 
 import argparse
@@ -18,38 +19,41 @@ BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 PRODUCT = ("compressor", "strategies", "exporters")
 TOP = "compressor (the public names)"
 WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
+CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     WORDS: "errors, whole files, memory, progress, versions, the words of all reports",
-    "distributed": "several processes that do one run together",
+    "distributed": "several processes that share one run",
     "demo": "the embedded model with its data and tasks",
     "drawing": "one kit for every picture",
     "document": "blocks of a report, and a renderer for each medium",
     "checkpoint": "files on disk or on the Hub, read lazily",
-    "serving": "what servers ask of a model, as data",
-    "model": "what transformers says the files are, one layer of it in memory at a time",
+    "serving": "the rules of servers, as data",
+    "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
     "mtp": "multi-token-prediction heads, each a model of one layer",
-    "data": "from sources of text to batches of tokens",
+    "data": "from sources of text to batches of tokens, in named parts",
     "statistics": "what is measured of MoE layers while text passes them",
     "evaluation": "how far a model is from its base; a model's answers to lm-eval's items",
-    "recipe": "options, recipes and plans: what shall be done, as YAML and JSON",
+    "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
     "generation": "the next token",
-    "gates": "may it ship",
-    "attribution": "what steers the routers",
+    "gates": "the test that an output has to pass",
+    "attribution": "which senders steer the routers",
     "surgery": "from a plan and tensors to smaller tensors",
+    "workdir": "the output in the making: a file for each decoder layer, one journal",
     "grouping": "the mathematics that strategies share",
     "pathways": "C3PO: which experts a token is routed to, changed at test time",
-    "steps.correct": "refitting what is left",
-    "steps.routers": "router weights or biases moved toward the base",
+    "steps": "what a run hands from step to step",
+    "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
+    "steps.split": "each expert as several narrower sub-experts that compute the same",
+    "steps.prune": "which experts stay, merge or go, by a strategy",
+    "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
-    "steps.split": "each expert as several narrower ones that compute the same",
-    "steps.constants": "what stands for experts that are left out, and how many each layer can spare",
+    "steps.constants": "constants for experts that are left out, and how many each layer can spare",
     "comoe": "LoRA experts with a router beside linear layers",
-    "planning": "from a request to a plan",
-    "forecasting": "how long it will take on this machine",
+    "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
     "plugins": "the one import that a plugin's author needs",
     "strategies": "one file each",
-    "exporters": "safetensors, ONNX",
+    "exporters": "ONNX",
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
     "comparison": "many plans, one table",
     "report": "one page to look at",
@@ -84,7 +88,7 @@ def package_of(module: str) -> str:
         return head
     if not rest:
         return TOP
-    if rest[0] == "steps" and len(rest) > 1:
+    if rest[0] == "steps" and len(rest) > 1 and (ROOT / "compressor" / "steps" / rest[1]).is_dir():
         return f"steps.{rest[1]}"
     if (ROOT / "compressor" / rest[0]).is_dir():
         return rest[0]
@@ -111,7 +115,14 @@ def imports() -> list[Import]:
     found = []
     for file in sources():
         package = package_of(module_of(file))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if file == ROOT / CONTRACT:
+            tree.body = [
+                node
+                for node in tree.body
+                if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+            ]
+        for node in ast.walk(tree):
             for name in dict.fromkeys(imported_modules(node)):
                 if name.split(".")[0] in PRODUCT:
                     found.append(Import(file.relative_to(ROOT), getattr(node, "lineno", 0), package, package_of(name)))

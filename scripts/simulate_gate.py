@@ -16,8 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from compressor.gates.paired_means import freedom_of, holm, most_careful, ratio, ratio_error, skewness, student
-from compressor.gates.paired_proportions import at_least, at_most
+from compressor.gates.statistics import (
+    at_least,
+    at_most,
+    freedom_of,
+    holm,
+    most_careful,
+    ratio,
+    ratio_error,
+    skewness,
+    student,
+)
 
 Array = NDArray[Any]
 Tests = tuple[Array, Array]  # p-values of pass and of fail

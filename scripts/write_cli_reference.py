@@ -6,14 +6,16 @@ python -m scripts.write_cli_reference --write    # put it into docs/reference/co
 
 import argparse
 import inspect
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from compressor import Constants, Correct, Distill, Prune, Routers, Split, Step
 from compressor.cli.main import app
-from compressor.planning.request import PANELS
+from compressor.cli.parameters import PANELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
 VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type
@@ -34,6 +36,14 @@ command prints JSON instead. Errors are one sentence on stderr.
 | 130 | interrupted; the same command goes on where it stopped |
 """
 
+STEPS_INTRODUCTION = """\
+## Steps of a recipe
+
+The built-in steps and their options, as a [recipe](../how-to/recipes.md) names them; on the command line
+`--set step.option=value` sets any of them. `moe-compress steps` lists these and those of [plugins](../plugins.md).
+"""
+STEPS = (Split, Prune, Correct, Constants, Routers, Distill)
+
 
 def commands() -> dict[str, Any]:
     """The commands by name, in the order of the help; those of a group by both names."""
@@ -48,7 +58,19 @@ def commands() -> dict[str, Any]:
 def page() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION, *(_section(name, command) for name, command in commands().items())]
-    return "\n".join(parts)
+    return "\n".join([*parts, STEPS_INTRODUCTION, *(_step_section(step) for step in STEPS)])
+
+
+def _step_section(step: type[Step]) -> str:
+    """The options of a step: its fields."""
+    rows = []
+    for name, entry in step.model_fields.items():
+        default = entry.get_default(call_default_factory=True)
+        shown = "" if default is None or default == {} else f" Default: `{json.dumps(default)}`."
+        rows.append(f"| `{name}` | {_cell(entry.description or '')}{shown} |")
+    return "\n".join(
+        [f"### {step.name}", "", _cell(step.__doc__ or ""), "", "| option | meaning |", "|---|---|", *rows, ""]
+    )
 
 
 def _section(name: str, command: Any) -> str:

@@ -1,7 +1,7 @@
-"""Write the tables of docs/reference/plan.md from the JSON Schemas beside it.
+"""Write the options of steps into docs/reference/plan.schema.json, and the tables of docs/reference/plan.md from it.
 
 python -m scripts.write_schema_reference            # print the page
-python -m scripts.write_schema_reference --write    # put the tables into docs/reference/plan.md
+python -m scripts.write_schema_reference --write    # put options and tables into their files
 """
 
 import argparse
@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compressor import Constants, Correct, Distill, Prune, Routers, Split
+from compressor.recipe.plan_json import readable_json
+
+STEPS = (Split, Prune, Correct, Constants, Routers, Distill)
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 PAGE = FOLDER / "plan.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -17,11 +21,11 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("The plan", "plan", None),
     ("`source`", "plan", "source"),
     ("`calibration`", "plan", "calibration"),
-    ("`correction`", "plan", "correction"),
-    ("`bake`", "plan", "bake"),
-    ("`recover`", "plan", "recover"),
-    ("`constants`", "plan", "constants"),
-    ("`split`", "plan", "split"),
+    ("An entry of `steps`", "plan", "step"),
+    ("`plan` of `split`", "plan", "split"),
+    ("`plan` of `prune`", "plan", "pruned"),
+    ("`plan` of `constants`", "plan", "constants"),
+    ("`result` of `routers` and `distill`", "plan", "evaluated"),
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),
     ("compression.json", "compression", None),
@@ -32,6 +36,17 @@ def schema(name: str) -> dict[str, Any]:
     """One of the two schemas: plan or compression."""
     content: dict[str, Any] = json.loads((FOLDER / f"{name}.schema.json").read_text(encoding="utf-8"))
     return content
+
+
+def with_options() -> dict[str, Any]:
+    """The schema of plans with each step's options as its class declares them."""
+    whole = schema("plan")
+    parts = {name: part for name, part in whole["$defs"].items() if not name.endswith("_options")}
+    for step in STEPS:
+        found = step.model_json_schema(ref_template="#/$defs/{model}_options")
+        parts |= {f"{name}_options": part for name, part in found.pop("$defs", {}).items()}
+        parts[f"{step.name}_options"] = found
+    return {**whole, "$defs": parts}
 
 
 def tables() -> str:
@@ -75,10 +90,13 @@ def page(text: str) -> str:
 
 def main() -> None:
     """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description="Write the tables of the plan's reference.")
+    parser = argparse.ArgumentParser(description="Write the plan's schema and the tables of its reference.")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    given = parser.parse_args()
+    if given.write:
+        (FOLDER / "plan.schema.json").write_text(readable_json(with_options()), encoding="utf-8")
     made = page(PAGE.read_text(encoding="utf-8"))
-    if not parser.parse_args().write:
+    if not given.write:
         print(made)
         return
     PAGE.write_text(made, encoding="utf-8")

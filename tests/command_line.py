@@ -111,9 +111,6 @@ def start(arguments: list[str], streams: Path, environment: dict[str, str]) -> A
 
 
 def _apart(arguments: list[str], streams: Path, environment: dict[str, str]) -> None:
-    from accelerate.state import PartialState
-
-    PartialState._reset_state()  # what an earlier test has run in this process knows of one rank only
     os.environ.update(environment)
     sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
-from compressor.data.batches import Calibration
-from compressor.evaluation.heldout import Judge
+from compressor.data.batches import Calibration, EvaluationSet, Text
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.streaming import LayerVisitor
+from compressor.pipeline import task
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.steps.correct import in_order as sequence
@@ -88,24 +89,32 @@ def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> CompressionPlan:
     return CompressionPlan(source, len(layers[0].groups), "by hand", {}, more.pop("calibration", None), layers, **more)
 
 
+def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have these batches be the calibration text of plans that are carried out from now on."""
+    heldout = EvaluationSet("random tokens", data.heldout_batches)
+    monkeypatch.setattr(task, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(task, "repeat_text", lambda *_: Text(data, data.identity, {}, (heldout,)))
+
+
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
     """`compress_in_order` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)
-    passing = {name: more.pop(name) for name in ("files", "judge") if name in more}
+    passing = {name: more.pop(name) for name in ("files", "riding") if name in more}
     work = LayerWork(experts, lambda stats: plans[stats.layer.name], **more)
     made = compress_in_order(model, work, data, Silent(), **passing)
     return {plan.module: plan for plan in made}
 
 
 @dataclass
-class WatchedJudge(Judge):
-    """A judge whose own rows of logits are kept."""
+class Watched(LayerVisitor):
+    """Batches that ride along as an evaluator's do, and whose logits are kept."""
 
+    batches: list[Tensor]
+    first: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
 
     def finished(self, batch: int, output: Any) -> None:
-        self.logits[batch - self.first] = output.logits.chunk(2)[0].clone()
-        super().finished(batch, output)
+        self.logits[batch - self.first] = output.logits.clone()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,13 +59,16 @@ def report(depth: int = 4, experts: int = 16, kept: int = 12, **others: Any) -> 
         "command": ("moe-compress", "compress", "org/some-moe-model", "-o", "smaller model"), "gate": mixed(),
         "hubs": (hub,),
         "missing": ("No second opinion was asked for; give --opinion.",), "left_out": ("mtp.layers.0",),
-        "bake": {"method": "auto", "result": {"before": 0.41, "after": 0.36, "taken": "router", "steps": [
-            {"ridge": 0.01, "step": 1.5, "gain": 0.05, "error": 0.004},
-            {"ridge": 0.0, "step": 0.0, "gain": 0.0, "error": 0.0}]}},
-        "recover": {"method": "experts", "steps": 30, "tokens_per_step": 2048, "result": {
-            "changed": True, "before": 0.36, "after": 0.125, "best": 20, "curve": [
-                {"step": 10 * number, "kl": apart, "loss": 2 + apart, "training": {}}
-                for number, apart in enumerate((0.36, 0.21, 0.125, 0.13))]}},
+        "steps": (
+            {"name": "routers", "options": {"method": "auto"}, "result": {
+                "before": 0.41, "after": 0.36, "taken": "router", "steps": [
+                    {"ridge": 0.01, "step": 1.5, "gain": 0.05, "standard_error": 0.004},
+                    {"ridge": 0.0, "step": 0.0, "gain": 0.0, "standard_error": 0.0}]}},
+            {"name": "distill", "options": {"train": "experts", "steps": 30}, "result": {
+                "changed": True, "before": 0.36, "after": 0.125, "best": 20, "ended": "all steps are done", "curve": [
+                    {"step": 10 * number, "kl": apart, "loss": 2 + apart, "training": {}}
+                    for number, apart in enumerate((0.36, 0.21, 0.125, 0.13))]}},
+        ),
         "zeroed_fields": ("num_nextn",), "measured_tokens": 16_384, "measured_text": "texts.jsonl",
     }  # fmt: skip
     return ReportData(**{**fields, **others})
@@ -80,7 +83,7 @@ def bare() -> ReportData:
     layers = tuple(layer(number, similarity_label="", **unknown) for number in range(2))
     return replace(
         report(), layers=tuple(replace(each, protected=(), figures={}) for each in layers), revision=None, options={},
-        correction=None, calibration=None, bake=None, recover=None, seconds={}, peak_memory=None,
+        correction=None, calibration=None, steps=(), seconds={}, peak_memory=None,
         command=None, gate=None, hubs=(),
         missing=("The source was not found; name it with --model.",), measured_tokens=0, measured_text=None,
     )  # fmt: skip
@@ -101,11 +104,18 @@ def hostile() -> ReportData:
         gate=replace(gate, base=HOSTILE, compressed=HOSTILE, tasks=tasks, options={HOSTILE: HOSTILE}),
         hubs=({"module": HOSTILE, "expert": HOSTILE, "layer": HOSTILE, "influence": HOSTILE},), missing=(HOSTILE,),
         left_out=(HOSTILE,), zeroed_fields=(HOSTILE,), measured_text=HOSTILE,
-        bake={"method": HOSTILE, "result": {
-            "before": 10**400, "after": HOSTILE, "steps": [HOSTILE, {"step": 10**400}]}},
-        recover={"method": HOSTILE, "steps": HOSTILE, "result": {"changed": True, "best": HOSTILE, "after": 10**400,
-                 "curve": [HOSTILE, {}, {"step": 1, "kl": 1e308, "loss": 10**400}, *[
-                     {"step": number, "kl": apart, "loss": 1.0} for number, apart in enumerate((1e300, -1e300))]]}},
+        steps=(
+            {"name": HOSTILE, "options": HOSTILE, "result": HOSTILE},
+            {"name": "distill", "options": {HOSTILE: HOSTILE}, "result": {HOSTILE: HOSTILE}},
+            {"name": "routers", "options": {}, "result": {
+                "before": 10**400, "after": HOSTILE, "taken": HOSTILE, "layers": [HOSTILE, {"place": HOSTILE}],
+                "steps": [HOSTILE, {"step": 10**400}]}},
+            {"name": "distill", "options": {}, "result": {
+                "changed": True, "best": HOSTILE, "after": 10**400, "ended": HOSTILE,
+                "curve": [HOSTILE, {}, {"step": 1, "kl": 1e308, "loss": 10**400}, *[
+                    {"step": number, "kl": apart, "loss": 1.0, "training": {HOSTILE: HOSTILE}}
+                    for number, apart in enumerate((1e300, -1e300))]]}},
+        ),
     )  # fmt: skip
 
 

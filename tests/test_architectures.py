@@ -21,11 +21,12 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.grouping import learned
 from compressor.model.opened import open_model
-from compressor.planning.make import make_plan
 from compressor.progress import Silent
-from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
+from compressor.recipe.steps_plan import Plan as StepsPlan
+from compressor.steps.prune.planning import make_plan
 from tests import zoo
+from tests.plans import by_hand, plan_of, pruned
 from tests.reference import cut, forced_logits, realign, stored_bytes
 
 NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]
@@ -62,7 +63,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = zoo.build(name, **WIDER.get(name, {}))
     model.save_pretrained(folder)
     count = look_up(model.config, zoo.family(name).count_field)
-    identity = compressor.plan(str(folder), strategy="model-centric", experts=count).to_dict()
+    identity = plan_of(folder, strategy="model-centric", experts=count).to_dict()
     return Case(name, folder, model, zoo.tokens(model), count, identity)
 
 
@@ -79,8 +80,9 @@ def stored(folder: Path) -> dict[str, Tensor]:
 def regroup(plan: Plan, choose: Callable[[random.Random, list[int]], list[Plan]], experts: int) -> Plan:
     """The plan as somebody might edit it: in every layer, `choose` makes the groups of each block of experts."""
     edited: Plan = json.loads(json.dumps(plan))
-    edited["experts"] = experts
-    for position, layer in enumerate(edited["layers"]):
+    made = pruned(edited)
+    made["experts"] = experts
+    for position, layer in enumerate(made["layers"]):
         draw = random.Random(position)
         size = layer["experts"] // layer.get("routing_groups", 1)
         blocks = [list(range(begin, begin + size)) for begin in range(0, layer["experts"], size)]
@@ -124,29 +126,30 @@ def mix_some(draw: random.Random, block: list[int]) -> list[Plan]:
     ]
 
 
-def apply(plan: Plan, out: Path) -> compressor.Summary:
+def apply(plan: Plan, out: Path) -> compressor.Outcome:
     """Carry out a plan that was edited as a file."""
     file = out.parent / "plan.json"
     file.write_text(json.dumps(plan))
     return compressor.apply(file, out)
 
 
-def learned_plan(case: Case, experts: int) -> CompressionPlan:
+def learned_plan(case: Case, experts: int) -> StepsPlan:
     ids = zoo.tokens(case.model, batch=4, length=12, seed=1)
     model = open_model(locate(str(case.folder), None))
     strategy = load_strategy("model-centric", {"merge": "learned"})
     calibration = Calibration((ids[:3], ids[3:]), {"source": "zoo", "tokens": ids.numel()})
-    return make_plan(model, strategy, experts, {"merge": "learned"}, calibration, Silent())
+    return by_hand(make_plan(model, strategy, experts, {"merge": "learned"}, calibration, Silent()))
 
 
-def check_output(case: Case, plan: Plan, summary: compressor.Summary, exact: bool) -> PreTrainedModel:
+def check_output(case: Case, plan: Plan, summary: compressor.Outcome, exact: bool) -> PreTrainedModel:
     """Compare what was written with the reference's weights, size and logits; returns the reloaded model."""
-    expected = cut(case.model, case.count_field, plan)
+    made = pruned(plan)
+    expected = cut(case.model, case.count_field, made)
     found = zoo.reload(case.name, Path(summary.out))
     realign(found)
     assert type(found) is type(case.model)
-    assert look_up(found.config, case.count_field) == summary.experts_after == plan["experts"]
-    assert {module.num_experts for module in zoo.experts(found).values()} == {plan["experts"]}
+    assert look_up(found.config, case.count_field) == summary.experts_after == made["experts"]
+    assert {module.num_experts for module in zoo.experts(found).values()} == {made["experts"]}
     check_size(case, expected, summary)
     wanted = expected.state_dict()
     assert list(found.state_dict()) == list(wanted)
@@ -159,7 +162,7 @@ def check_output(case: Case, plan: Plan, summary: compressor.Summary, exact: boo
     return found
 
 
-def check_size(case: Case, expected: PreTrainedModel, summary: compressor.Summary) -> None:
+def check_size(case: Case, expected: PreTrainedModel, summary: compressor.Outcome) -> None:
     """The files shrink by exactly the experts that went."""
     gone = stored_bytes(case.model) - stored_bytes(expected)
     before, after = stored(case.folder), stored(Path(summary.out))
@@ -196,7 +199,7 @@ def test_keeping_all_experts_changes_no_byte(case: Case, tmp_path: Path) -> None
 def test_dropping_experts_equals_the_reference(case: Case, tmp_path: Path) -> None:
     plan = regroup(case.identity, keep_some, case.experts * 3 // 4)
     found = check_output(case, plan, apply(plan, tmp_path / "out"), exact=True)
-    forced = forced_logits(case.model, found, plan, case.ids)
+    forced = forced_logits(case.model, found, pruned(plan), case.ids)
     torch.testing.assert_close(zoo.logits(found, case.ids), forced, rtol=0, atol=1e-6)
 
 
@@ -212,7 +215,7 @@ def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypa
     steps = (True, 6)  # enough to leave the uniform merge behind
     monkeypatch.setattr(learned.learn_coefficients, "__defaults__", steps)
     plan = learned_plan(case, case.experts * 3 // 4)
-    assert any(non_trivial(layer.groups) for layer in plan.layers) is (case.name not in NO_SAMPLES)
+    assert any(non_trivial(layer.groups) for layer in plan.stage.layers) is (case.name not in NO_SAMPLES)
     summary = compressor.apply(plan, tmp_path / "out", model=str(case.folder))
     check_output(case, json.loads(plan.to_json()), summary, exact=False)
 

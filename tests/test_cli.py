@@ -18,13 +18,16 @@ import torch
 import transformers
 
 import compressor
-from compressor.api import compressing
 from compressor.cli import main as cli
 from compressor.locking import work_folder
+from compressor.pipeline import run as running
 from compressor.run_record import read_record
-from exporters import safetensors as exporter
+from compressor.steps.prune import deciding
+from compressor.workdir import layer_files
+from compressor.workdir.workdir import JOURNAL
 from tests import small, zoo
 from tests.command_line import Result, Run, captured, names, refused, run_killed
+from tests.plans import plan_of, pruned
 from tests.small import tree
 
 NAN = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
@@ -138,10 +141,10 @@ def test_odd_names(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path)
 def test_a_command_that_was_stopped_once_its_output_was_in_place_ends_well_when_repeated(
     more: tuple[str, ...], run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = compressing._record
+    keep = running._record
 
     def stop(*args: Any) -> None:
-        if (out := Path(args[1].out)).parent == tmp_path and out.exists():
+        if (out := args[2].out).parent == tmp_path and out.exists():
             raise KeyboardInterrupt
         keep(*args)  # before the output is put in place
 
@@ -150,13 +153,13 @@ def test_a_command_that_was_stopped_once_its_output_was_in_place_ends_well_when_
     for number, command in enumerate((("compress", model, "--experts", 4, *data, *more), ("apply", plan))):
         out = tmp_path / f"out-{number}"
         with monkeypatch.context() as patch:
-            patch.setattr(compressing, "_record", stop)
+            patch.setattr(running, "_record", stop)
             assert run(*command, "-o", out).status == 130
         record = read_record(out)
         assert record is not None and record.seconds and record.command is not None and record.command[1] == command[0]
         before, times = tree(out), {path: path.stat().st_mtime_ns for path in out.iterdir()}
         (tmp_path / f".{out.name}.moe-compressor").mkdir()  # as a kill right after the rename leaves it
-        (tmp_path / f".{out.name}.moe-compressor" / "moe-compressor-work.json").write_text("{}")
+        (tmp_path / f".{out.name}.moe-compressor" / JOURNAL).write_text("{}")
         again = run(*command, "-o", out, "--json")
         assert again.status == 0 and "is in place already and is what this command asks for" in again.err, again
         content = json.loads(again.out)
@@ -215,7 +218,7 @@ def test_a_warning_is_one_line_in_each_run(run: Run, model: Path, tmp_path: Path
     arguments = ("--experts", 4, "--strategy", "count-guided", "--calibration", text, "--merge", "max", "--json")
     for name in ("one", "two"):
         result = run("plan", model, "-o", tmp_path / f"{name}.json", *arguments)
-        assert result.status == 0 and json.loads(result.out)["strategy"] == "count-guided"
+        assert result.status == 0 and json.loads(result.out)["steps"][0]["options"]["strategy"] == "count-guided"
         merge, short = result.err.splitlines()
         assert merge == "WARNING: strategy count-guided drops experts and merges none: --merge has no effect"
         assert re.fullmatch(r"WARNING: calibration data .*calibration.txt fills \d+ of 65536 tokens asked for", short)
@@ -225,8 +228,8 @@ def test_a_warning_is_one_line_in_each_run(run: Run, model: Path, tmp_path: Path
 def test_the_python_api_refuses_alike(originals: Path, tmp_path: Path) -> None:
     with pytest.raises(compressor.CompressionError, match="9 experts asked for"):
         compressor.compress(str(originals / "single"), tmp_path / "out", experts=9)
-    with pytest.raises(compressor.CompressionError, match="--seed -1 is out of range"):
-        compressor.plan(str(originals / "single"), experts=4, seed=-1)
+    with pytest.raises(compressor.CompressionError, match="seed is -1; input should be greater than or equal to 0"):
+        plan_of(originals / "single", experts=4, seed=-1)
     assert names(tmp_path) == []
 
 
@@ -382,10 +385,13 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--device", "meta"], "device 'meta' cannot be used"),
     (["--experts", 4, "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
     (["--experts", 4, "--dtype", "int8"], "no dtype 'int8'; known are auto"),
-    (["--experts", 4, "--seed", "-1"], "--seed -1 is out of range"),
-    (["--experts", 4, "--seed", 10**30], "is out of range"),
+    (["--experts", 4, "--seed", "-1"], "seed is -1; input should be greater than or equal to 0"),
+    (["--experts", 4, "--seed", 10**30], "seed is 10+; input should be less than 9223372036854775808"),
     (["--experts", 4, "--samples", 10**8], "100,000,000 samples of [0-9]+ tokens are more than 1,000,000,000 tokens"),
-    (["--experts", 4, *["--calibration", "a.txt"] * 100], "calibration: 101 entries are more than 100"),
+    (
+        ["--experts", 4, *["--calibration", "a.txt"] * 100],
+        "tuple should have at most 100 items after validation, not 101",
+    ),
     (["--experts", 4, "--samples", 0], "Invalid value for '--samples'"),
     (["--experts", 4, "--sequence-length", 1], "Invalid value for '--sequence-length'"),
     (["--experts", 4, "--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
@@ -506,6 +512,7 @@ def test_a_plan_that_cannot_be_kept_leaves_nothing(
     def full(*args: Any, **named: Any) -> Any:
         raise OSError(28, "No space left on device", "plan.new")
 
+    monkeypatch.setattr(os, "fdopen", full)  # the journal
     monkeypatch.setattr(Path, "write_text", full)
     refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "disk of .* is full; free")
     refused(run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--json", *data), "disk of .* is full")
@@ -559,10 +566,13 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }  # fmt: skip
 
 
+OF_ALL_STEPS = ("another model's", "source gone", "no plan")
+
+
 @pytest.fixture(scope="module")
 def made_plan(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    plan = compressor.plan(
-        str(originals / "single"),
+    plan = plan_of(
+        originals / "single",
         experts=4,
         strategy="count-guided",
         calibration=str(originals / "calibration.txt"),
@@ -576,7 +586,7 @@ def made_plan(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_an_impossible_plan(name: str, run: Run, made_plan: dict[str, Any], tmp_path: Path) -> None:
     change, message = EDITS[name]
     content = json.loads(json.dumps(made_plan))
-    change(content)
+    change(content if name in OF_ALL_STEPS else pruned(content))
     (tmp_path / "plan.json").write_text(json.dumps(content))
     refused(run("apply", tmp_path / "plan.json", "-o", tmp_path / "out"), message)
     assert names(tmp_path) == ["plan.json"]
@@ -589,7 +599,7 @@ def test_unequal_routing_groups_in_a_plan(run: Run, originals: Path, data: tuple
     assert run("plan", source, "-o", plan, "--experts", 4, *data).status == 0
 
     def shift(content: dict[str, Any]) -> None:
-        layer = content["layers"][0]
+        layer = pruned(content)["layers"][0]
         groups, free = layer["groups"], [expert for expert in layer["dropped"] if expert < 4]
         groups[2]["members"] = [free[0]]
         layer["dropped"].remove(free[0])
@@ -602,8 +612,8 @@ def test_unequal_routing_groups_in_a_plan(run: Run, originals: Path, data: tuple
 
 def test_a_sensible_edit_is_carried_out(run: Run, originals: Path, made_plan: dict[str, Any], tmp_path: Path) -> None:
     content = json.loads(json.dumps(made_plan))
-    kept = [entry["members"][0] for entry in content["layers"][0]["groups"]]
-    for layer in content["layers"]:
+    kept = [entry["members"][0] for entry in pruned(content)["layers"][0]["groups"]]
+    for layer in pruned(content)["layers"]:
         layer["groups"] = [{"members": [e], "coefficients": [1.0], "router_coefficients": [1.0]} for e in (1, 3, 4, 6)]
         del layer["dropped"]
     assert kept != [1, 3, 4, 6]
@@ -650,7 +660,7 @@ MOMENTS = [
     ("os", "pwrite", 9),
     ("os", "fsync", 3),
 ]
-HALFWAY = ("exporters.safetensors", "_write_tensor", 40)
+HALFWAY = ("compressor.workdir.layer_files", "_write_tensor", 40)
 
 
 @pytest.mark.parametrize(("module", "function", "nth"), MOMENTS)
@@ -667,13 +677,11 @@ def test_killed_and_run_again(
 def test_what_was_planned_is_not_planned_again(
     run: Run, command: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compressor.planning import make as planning
-
     out = tmp_path / "out"
     assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
-    assert json.loads((work_folder(out) / exporter.MARKER).read_text())["finished"] != []
+    assert [entry["name"] for _, entry in json.loads((work_folder(out) / JOURNAL).read_text())["steps"]] == ["prune"]
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "make_plan", lambda *args, **named: pytest.fail("planned again"))
+        patch.setattr(deciding, "plan_stage", lambda *args, **named: pytest.fail("planned again"))
         assert run(*command, "-o", out).status == 0
     assert tree(out) == whole and names(tmp_path) == ["out"]
 
@@ -692,7 +700,7 @@ def test_the_console_script_killed_and_run_again(
     run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    journal = work_folder(out) / exporter.MARKER
+    journal = work_folder(out) / JOURNAL
     code = "from compressor.cli.main import main; main()"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -716,7 +724,7 @@ def test_interrupted_from_the_keyboard(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(exporter, "_write_tensor", interrupt)
+        patch.setattr(layer_files, "_write_tensor", interrupt)
         result = run(*command, "-o", out)
     assert result.status == 130 and result.err.strip() == "Interrupted; run the same command again to go on."
     assert not out.exists() and run(*command, "-o", out).status == 0

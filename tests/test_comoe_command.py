@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from compressor.cli.commands import comoe
-from compressor.comoe.config import ComoeConfig
-from compressor.comoe.options import TuningOptions
+from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.task_items import task_items
 from compressor.evaluation.tasks import EvaluationOptions

@@ -1,5 +1,6 @@
 """`--format mone`: what is written computes what a plain model with constants does; repeated, refused, told."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from compressor.errors import CompressionError
 from compressor.publishing.card.build import card_text
 from compressor.publishing.check import verify_folder
 from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.forward import read_constants, written_logits
 from tests import quantized, small, zoo
 from tests.command_line import Run
+from tests.plans import plan_of
 
 pytestmark = pytest.mark.usefixtures("offline")
 SUFFIX = ".approx_value"
@@ -71,16 +74,16 @@ def plain_model(folder: Path, source: Path, scratch: Path) -> Any:
     ("name", "request_"),
     [
         ("mixtral", {"experts": 6}),
-        ("mixtral", {"experts_total": 9, "correct": "constants"}),
-        ("deepseek_v3", {"ratio": 0.4, "budget": "uneven", "correct": "ridge"}),
+        ("mixtral", {"experts_total": 9, "correct": "constants", "samples": 64}),
+        ("deepseek_v3", {"ratio": 0.4, "budget": "uneven", "correct": "ridge", "samples": 64}),
     ],
 )
 def test_what_is_written_computes_what_a_plain_model_with_constants_does(
     name: str, request_: dict[str, Any], tmp_path: Path
 ) -> None:
     source, out = small.save(tmp_path / "source", name), tmp_path / "out"
-    made = compressor.compress(str(source), out, **data(tmp_path), **request_)
-    plan, config = made.plan, json.loads((out / "config.json").read_text())
+    made = compressor.compress(str(source), out, **{**data(tmp_path), **request_})
+    plan, config = made.plan.stage, json.loads((out / "config.json").read_text())
     listed = {str(layer.layer): list(layer.constants) for layer in plan.layers if layer.constants}
     assert config["approximate_experts"] == listed
     assert config["num_local_experts" if name == "mixtral" else "n_routed_experts"] == 8  # which the router has
@@ -100,7 +103,7 @@ def test_what_is_written_computes_what_a_plain_model_with_constants_does(
     # the plan and the source give the same bytes again
     again = tmp_path / "again"
     plan_file = tmp_path / "plan.json"
-    plan_file.write_text(plan.to_json())
+    plan_file.write_text(made.plan.to_json())
     compressor.apply(plan_file, again, model=str(source))
     assert small.tree(again) == small.tree(out)
     if "correct" in request_:
@@ -118,17 +121,18 @@ def test_everything_says_that_stock_transformers_cannot_load_it(tmp_path: Path, 
     assert "for 4 of 16 experts; " in shown and "cannot load" in shown
     card = card_text(out, "me/small").text
     assert "Stock transformers cannot load it" in card and "AutoModelForCausalLM" not in card
-    assert "--format mone --experts 6 --budget even" in card
+    assert "- constants:\n    experts: 6\n" in card
     assert verify_folder(out).weights == {"model.safetensors"}
     refused = run("compress", out, "-o", tmp_path / "more", "--experts", "4", "--calibration", "demo")
     assert refused.status != 0 and "stock transformers cannot load" in " ".join(refused.err.split())
-    recipe = run("compress", source, "--recipe", out / "recipe.yaml", "-o", tmp_path / "twice", *text)
+    recipe = run("compress", out / "recipe.yaml", "-o", tmp_path / "twice", "--set", f"model={source}", *text)
     assert recipe.status == 0, recipe.err
     assert (tmp_path / "twice" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     plan = run("plan", source, "-o", tmp_path / "plan.json", "--format", "mone", "--experts", "6", *text)
-    assert plan.status == 0 and CompressionPlan.load(tmp_path / "plan.json").constants is not None
+    assert plan.status == 0 and Plan.load(tmp_path / "plan.json").stage.constants is not None
     for option, told in {
-        "--bake router": "--bake", "--strategy reap": "--strategy reap", "--sequential": "--sequential",
+        "--routers router": "cannot stand after constants", "--strategy reap": "go with --strategy",
+        "--sequential": "go with --sequential",
         "--gate demo": "--gate", "--experts-total 3": "one of --experts", "--format mone,onnx": "written alone",
     }.items():  # fmt: skip
         arguments = ["--format", "mone", "--experts", "6", *text, *option.split()]
@@ -165,12 +169,13 @@ def test_a_damaged_checkpoint_a_fused_one_and_impossible_numbers_are_refused(tmp
         with pytest.raises(CompressionError, match="approximate_experts"):
             read_constants(out)
     for numbers, told in (({"experts": 1}, "top-k"), ({"experts_total": 17}, "cannot be kept"), ({}, "one of --exp"),
-                          ({"experts_total": 9, "budget": "even"}, "does not divide")):  # fmt: skip
+                          ({"experts_total": 9, "budget": "even"}, "does not divide"),
+                          ({"experts_total": 9, "samples": 8}, "leaves 4; calibrate on more sequences")):  # fmt: skip
         with pytest.raises(CompressionError, match=told):
-            compressor.plan(str(source), **data(tmp_path), **numbers)
+            plan_of(source, **{**data(tmp_path), **numbers})
     fused = small.save(tmp_path / "fused", "gpt_oss")
     with pytest.raises(CompressionError, match="store all experts of a layer together"):
-        compressor.plan(str(fused), experts=6, **data(tmp_path))
+        plan_of(fused, experts=6, **data(tmp_path))
 
 
 def test_quantised_experts_are_copied_and_the_constants_plain(tmp_path: Path) -> None:
@@ -188,22 +193,30 @@ def test_quantised_experts_are_copied_and_the_constants_plain(tmp_path: Path) ->
     gone = {name.removesuffix(SUFFIX) for name in constants}
     assert original.keys() - written.keys() == {n for n in original if any(n.startswith(f"{each}.") for each in gone)}
     with pytest.raises(CompressionError, match="stay quantised"):
-        compressor.plan(str(source), experts=5, correct="ridge", **data(tmp_path, 8))
+        plan_of(source, experts=5, correct="ridge", **data(tmp_path, 8))
 
 
 def test_a_plan_with_constants_can_be_edited_and_not_be_made_impossible(tmp_path: Path) -> None:
     source = small.save(tmp_path / "source")
-    content = compressor.plan(str(source), experts=6, **data(tmp_path, 8)).to_dict()
-    first = content["layers"][0]
+    content = plan_of(source, experts=6, **data(tmp_path, 8)).to_dict()
+
+    def read(layer: dict[str, Any], **more: Any) -> CompressionPlan:
+        edited = copy.deepcopy({**content, **{name: more.pop(name) for name in ("calibration",) if name in more}})
+        decided = edited["steps"][0]["plan"]
+        decided |= {"layers": [layer, decided["layers"][1]], **more}
+        return Plan.from_dict(edited).stage
+
+    first = content["steps"][0]["plan"]["layers"][0]
     kept, gone = first["groups"][0]["members"][0], first["constants"][0]
     first["groups"][0]["members"] = [gone]
     with pytest.raises(CompressionError, match="constants stand for"):
-        CompressionPlan.from_dict({**content, "layers": [{**first, "dropped": []}, content["layers"][1]]})
+        read({**first, "dropped": []})
     swapped = sorted([*first["constants"][1:], kept])
     edited = {**first, "constants": swapped, "dropped": swapped}
-    found = CompressionPlan.from_dict({**content, "layers": [edited, content["layers"][1]]})
-    assert found.layers[0].constants == tuple(swapped)
-    for change, told in (({"constants": None}, "not of that format"), ({"calibration": None}, "calibration"),
-                         ({"constants": {"format": "mone", "experts_total": 11}}, "make them equal")):  # fmt: skip
+    assert read(edited).layers[0].constants == tuple(swapped)
+    for change, told in (
+        ({"calibration": None}, "calibration"),
+        ({"experts_total": 11}, "make them equal"),
+    ):
         with pytest.raises(CompressionError, match=told):
-            CompressionPlan.from_dict({**content, "layers": [edited, content["layers"][1]], **change})
+            read(edited, **change)

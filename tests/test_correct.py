@@ -12,10 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import compressor
 from compressor.steps.correct import in_order as sequence
-from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.step import Correct
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
+from tests.plans import pruned
 from tests.quantized import save_fp8
 from tests.small import tree
 
@@ -80,9 +82,10 @@ def test_what_is_asked_for_and_what_is_the_default(
     given = ("--correct", correct) if correct else ()
     assert run("plan", home / "single", "-o", tmp_path / "plan.json", *data, *chosen, *given).status == 0
     made = json.loads((tmp_path / "plan.json").read_text())
-    assert (made["correction"] or {}).get("method") == method
-    assert made["strategy"] == (strategy or "auto") and not made["sequential"]
-    assert all("correction" not in layer["figures"] for layer in made["layers"])
+    steps = {step["name"]: step["options"] for step in made["steps"]}
+    assert steps.get("correct", {}).get("method") == method
+    assert steps["prune"]["strategy"] == (strategy or "auto") and not steps["prune"]["sequential"]
+    assert all("correction" not in layer["figures"] for layer in pruned(made)["layers"])
 
 
 def test_what_each_method_changes_and_that_stock_transformers_loads_it(
@@ -93,12 +96,14 @@ def test_what_each_method_changes_and_that_stock_transformers_loads_it(
     for method in ("none", "ridge", "tune"):
         result = run(*compress, "-o", tmp_path / method, "--correct", method)
         assert result.status == 0 and ("correct " in result.out) == (method != "none")
-    groups = [[layer["groups"] for layer in record(tmp_path / method)["layers"]] for method in ("ridge", "tune")]
+    groups = [
+        [layer["groups"] for layer in pruned(record(tmp_path / method))["layers"]] for method in ("ridge", "tune")
+    ]
     assert groups[0] == groups[1]
-    whole = [record(tmp_path / method)["layers"] for method in ("ridge", "tune")]
+    whole = [pruned(record(tmp_path / method))["layers"] for method in ("ridge", "tune")]
     assert all("heldout_error" in layer["figures"]["correction"] for layers in whole for layer in layers)
     assert run("plan", home / "single", "-o", tmp_path / "p.json", "--correct", "ridge", *compress[2:]).status == 0
-    small.edit_json(tmp_path / "p.json", lambda content: content.update(correction=None))
+    small.edit_json(tmp_path / "p.json", lambda content: content["steps"].pop())
     assert run("apply", tmp_path / "p.json", "-o", tmp_path / "same").status == 0  # as planned, and not corrected
     kept = {layer["figures"]["correction"]["kept"] for layers in whole for layer in layers}
     assert kept == {"ridge", "tune"}
@@ -141,8 +146,8 @@ def test_plan_and_apply_give_the_bytes_of_compress(
     assert names(tmp_path) == ["one", "plan.json", "two"]
     made = record(tmp_path / "two")
     upstream = "compressed" if "--sequential" in options else "original"
-    assert {layer["upstream"] for layer in made["layers"]} == {upstream}
-    assert made["sequential"] == ("--sequential" in options)
+    assert {layer["upstream"] for layer in pruned(made)["layers"]} == {upstream}
+    assert made["steps"][0]["options"]["sequential"] == ("--sequential" in options)
     assert [round(entry["weight"], 6) for entry in made["calibration"]["sources"]] == [0.75, 0.25]
 
 
@@ -155,7 +160,7 @@ def test_planning_in_order_sees_what_the_compressed_layers_put_out(
         path = tmp_path / f"plan-{len(options)}.json"
         arguments = ("--strategy", "auto", "--correct", "none", *data, *options)
         assert run("plan", home / "single", "-o", path, *arguments).status == 0
-        figures.append([layer["figures"]["heldout_errors"] for layer in json.loads(path.read_text())["layers"]])
+        figures.append([layer["figures"]["heldout_errors"] for layer in pruned(json.loads(path.read_text()))["layers"]])
     assert figures[0][0] == figures[1][0]
     assert figures[0][1] != figures[1][1]
 
@@ -170,7 +175,7 @@ def test_a_strategy_without_data_is_corrected_on_calibration(run: Run, home: Pat
     assert run(*command, "-o", tmp_path / "out", "--correct", "ridge", *text).status == 0
     assert record(tmp_path / "plain")["calibration"] is None
     made = record(tmp_path / "out")
-    assert made["calibration"]["source"] == "calibration.txt" and made["correction"]["method"] == "ridge"
+    assert made["calibration"]["source"] == "calibration.txt" and made["steps"][1]["options"]["method"] == "ridge"
     assert changed(tmp_path / "plain", tmp_path / "out")
 
 
@@ -193,8 +198,8 @@ def test_compression_json_names_correction_and_figures_and_no_folder(
     arguments = ("--strategy", "count-guided", "--correct", "tune", *data)
     assert run("compress", home / "single", "-o", out, *arguments).status == 0
     made = record(out)
-    assert made["correction"] == {**Correction("tune").to_dict(), "dtype": "float32"}
-    for layer in made["layers"]:
+    assert made["steps"][1]["options"] == Correct("tune").to_dict() and made["dtype"] == "float32"
+    for layer in pruned(made)["layers"]:
         figures = layer["figures"]["correction"]
         errors = [value for name, value in figures.items() if name.startswith("heldout_error_")]
         assert figures["heldout_error"] == min(errors) and len(errors) == 3
@@ -218,15 +223,24 @@ def planned(home: Path) -> dict[str, Any]:
     return content
 
 
+def refit(content: dict[str, Any]) -> dict[str, Any]:
+    """The options of the correction in the JSON of a plan."""
+    found: dict[str, Any] = content["steps"][-1]["options"]
+    return found
+
+
 Edit = Callable[[dict[str, Any]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
-    "unknown field": (lambda c: c["correction"].update(speed=3), "correction .*'speed'.* is not understood; restore"),
-    "no steps": (lambda c: c["correction"].update(steps=0), "a correction of 0 steps of .* tokens .* cannot run"),
-    "no rate": (lambda c: c["correction"].update(rate=0), "at rate 0 cannot run"),
-    "steps of text": (lambda c: c["correction"].update(steps="many"), "correction of many steps .* 1 to 100,000 steps"),
-    "unknown method": (lambda c: c["correction"].update(method="polish"), "there is no correction 'polish'; known are"),
-    "unknown dtype": (lambda c: c["correction"].update(dtype="int3"), "there is no dtype 'int3'"),
-    "no object": (lambda c: c.update(correction=[1]), "plan"),
+    "unknown field": (lambda c: refit(c).update(speed=3), "correct has no option 'speed'"),
+    "no steps": (lambda c: refit(c).update(steps=0), "steps is 0; input should be greater than or equal to 1"),
+    "no rate": (lambda c: refit(c).update(rate=0), "rate is 0; input should be greater than 0"),
+    "steps of text": (lambda c: refit(c).update(steps="many"), "steps is 'many'; input should be a valid integer"),
+    "unknown method": (
+        lambda c: refit(c).update(method="polish"),
+        "method is 'polish'; input should be 'auto'",
+    ),
+    "unknown dtype": (lambda c: c.update(dtype="int3"), "there is no dtype 'int3'"),
+    "no object": (lambda c: c["steps"][-1].update(options=[1]), "options should be an object"),
     "no data": (lambda c: c.update(calibration=None), "a correction needs calibration data; restore calibration"),
     "other seed": (lambda c: c["calibration"].update(seed=1), "no longer gives the tokens|repeating it gives"),
     "other length": (lambda c: c["calibration"]["asked"].update(sequence_length=16), "no longer gives the tokens"),
@@ -248,10 +262,10 @@ def test_an_edited_correction_is_refused(name: str, run: Run, planned: dict[str,
 
 def test_a_sensible_edit_is_carried_out(run: Run, planned: dict[str, Any], tmp_path: Path) -> None:
     content = json.loads(json.dumps(planned))
-    content["correction"].update(steps=3)
+    refit(content).update(steps=3)
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "out").status == 0
-    assert record(tmp_path / "out")["correction"]["steps"] == 3
+    assert refit(record(tmp_path / "out"))["steps"] == 3
 
 
 def test_calibration_that_changed_or_went_is_refused(
@@ -271,7 +285,7 @@ def test_calibration_that_changed_or_went_is_refused(
 def test_an_unknown_correction(run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
     for command, out in (("compress", "out"), ("plan", "plan.json")):
         arguments = (command, home / "single", "-o", tmp_path / out, *data, "--correct", "polish")
-        refused(run(*arguments), "there is no correction 'polish'; known are none, ridge, tune")
+        refused(run(*arguments), "correct: method is 'polish'; input should be 'auto', 'none', 'ridge'")
     assert names(tmp_path) == []
 
 
@@ -291,3 +305,22 @@ def test_a_fault_while_correcting_leaves_nothing(
     arguments = ("--strategy", "count-guided", "--correct", "ridge", *data)
     refused(run("compress", home / "single", "-o", tmp_path / "out", *arguments, "--json"), "free some space")
     assert len(calls) == 2 and names(tmp_path) == []
+
+
+def test_a_correction_reads_text_of_its_own(home: Path, tmp_path: Path) -> None:
+    sizes = {"samples": SAMPLES, "sequence_length": LENGTH}
+
+    def weights(name: str, **own: Any) -> dict[str, torch.Tensor]:
+        steps = [compressor.Prune(experts=4, strategy="count-guided"), compressor.Correct(method="ridge", **own)]
+        text = str(home / "calibration.txt")
+        compressor.compress(str(home / "single"), tmp_path / name, steps, calibration=text, **sizes)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    def changed(name: str, file: str) -> set[str]:
+        own = weights(name, calibration={"data": [str(home / file)], **sizes})
+        return {key for key, value in own.items() if not torch.equal(value, shared[key])}
+
+    shared = weights("shared")
+    assert not changed("same", "calibration.txt")
+    found = changed("other", "other.txt")
+    assert found and all("experts" in key for key in found)  # the routers are the pruned ones

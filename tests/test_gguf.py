@@ -22,8 +22,10 @@ from compressor.gguf_files.parts import open_gguf, part_names
 from compressor.model.opened import open_model
 from compressor.recipe.layer import Group, LayerPlan
 from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.steps_plan import Plan, PlannedStep
 from tests import gguf_models, small
 from tests.command_line import Run, names, refused
+from tests.plans import by_hand, pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -48,7 +50,7 @@ def test_a_cut_file_is_that_of_the_pruned_checkpoint(checkpoint: Path, tmp_path:
     rng = np.random.default_rng(1)
     kept = {layer.index: sorted(rng.permutation(layer.experts)[: layer.experts - 1].tolist()) for layer in layers}
     plan = tmp_path / "plan.json"
-    plan.write_text(drop_plan(checkpoint, kept).to_json(), encoding="utf-8")
+    plan.write_text(by_hand(drop_plan(checkpoint, kept)).to_json(), encoding="utf-8")
     compressor.apply(plan, tmp_path / "pruned")
     for kind in (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0):
         made = tmp_path / f"small-{kind.name}.gguf"
@@ -59,13 +61,13 @@ def test_a_cut_file_is_that_of_the_pruned_checkpoint(checkpoint: Path, tmp_path:
         assert list(gguf_models.contents(made).items()) == list(gguf_models.contents(wanted).items())
         before, after = gguf_models.metadata(wanted), gguf_models.metadata(made)
         assert {name: value for name, value in after.items() if name not in OURS} == before
-        assert json.loads(after["moe_compressor.plans"][-1])["strategy"] == "by-hand"
+        assert json.loads(after["moe_compressor.plans"][-1])["steps"][0]["options"]["strategy"] == "by-hand"
         start, end = (gguf.GGUFReader(path).data_offset for path in (wanted, made))
         assert wanted.read_bytes()[start:] == made.read_bytes()[end:]  # the order and the padding, too
     other = gguf_models.from_checkpoint(checkpoint, tmp_path / "other.gguf", Kind.F16, router=1.5)
     told = " ".join(run("apply", plan, "--model", other, "-o", tmp_path / "small-other.gguf").out.split())
     assert "The routers are not those of the plan's source: blk.0.ffn_gate_inp.weight differs by 0.5 of its" in told
-    gone = replace(CompressionPlan.load(plan), source=Source(str(tmp_path / "gone"), None, "0"))
+    gone = replace(Plan.load(plan), source=Source(str(tmp_path / "gone"), None, "0"))
     assert "is not at hand" in compressor.apply_gguf(gone, other, tmp_path / "unknown.gguf").note
 
 
@@ -83,7 +85,7 @@ def test_dropping_is_slicing_bytes(data: st.DataObject, keep: int, mixed: Path, 
     blocks = find_blocks(source)
     layers = tuple(LayerPlan.keep(layer, kept[layer.index]) for layer in blocks.layers)
     plan = CompressionPlan(Source("model.gguf", None, blocks.fingerprint), keep, "by-hand", {}, None, layers)
-    done = compressor.apply_gguf(plan, mixed, tmp_path / "out.gguf", overwrite=True)
+    done = compressor.apply_gguf(by_hand(plan), mixed, tmp_path / "out.gguf", overwrite=True)
     assert done.out == tuple(map(str, part_names(tmp_path / "out.gguf", len(source.parts))))
     assert done.note == ""
     for part, made in zip(source.parts, map(Path, done.out), strict=True):
@@ -119,7 +121,7 @@ def entries(model: Path, seed: int = 0) -> dict[str, tuple[np.ndarray[Any, Any],
 def kept_of(path: Path, last: int = -1) -> dict[int, list[int]]:
     """The experts that the plan in a file's metadata keeps."""
     plan = json.loads(gguf_models.metadata(path)["moe_compressor.plans"][last])
-    return {layer["layer"]: [group["members"][0] for group in layer["groups"]] for layer in plan["layers"]}
+    return {layer["layer"]: [group["members"][0] for group in layer["groups"]] for layer in pruned(plan)["layers"]}
 
 
 def test_compress_by_an_imatrix(tmp_path: Path, run: Run) -> None:
@@ -147,7 +149,7 @@ def test_compress_by_an_imatrix(tmp_path: Path, run: Run) -> None:
     assert run("plan", *command[1:6], "-o", plan).status == 0
     assert run(*command, "--overwrite", "--json").status == 0
     by_energy = kept_of(tmp_path / "small.gguf")
-    planned = CompressionPlan.load(plan).layers
+    planned = Plan.load(plan).stage.layers
     assert {layer.layer: [group.members[0] for group in layer.groups] for layer in planned} == by_energy
     assert run("apply", plan, "--model", model, "-o", tmp_path / "again.gguf").status == 0
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "small.gguf").read_bytes()
@@ -187,7 +189,7 @@ def test_what_does_not_go_is_refused_by_name(checkpoint: Path, tmp_path: Path, r
     for options, message in {
         ("--calibration", "demo"): "--calibration does not go with a GGUF file",
         ("--correct", "ridge"): "--correct does not go", ("--gate", "x"): "--gate does not go",
-        ("--format", "onnx"): "--format does not go", ("--bake", "bias"): "--bake does not go",
+        ("--format", "onnx"): "--format does not go", ("--routers", "bias"): "--routers does not go",
         ("--strategy", "reap"): "no strategy 'reap' works on GGUF files; known are imatrix-energy and count-guided",
         ("--experts", "1"): "1 experts are fewer than the top-k of 2",
         ("--protect", "auto"): "--protect auto needs a checkpoint and text",
@@ -212,26 +214,28 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
     model = open_gguf(gguf_models.from_checkpoint(checkpoint, tmp_path / "model.gguf", Kind.F16))
     blocks = find_blocks(model)
     plan = drop_plan(checkpoint, {layer.index: [0, 2, 3] for layer in blocks.layers})
-    fitted = fit_plan(replace(plan, protected={plan.layers[0].module: (2,)}), model, blocks)
+    fitted = fit_plan(by_hand(replace(plan, protected={plan.layers[0].module: (2,)})), model, blocks).stage
     assert fitted.protected == {"blk.0": (2,)} and fitted.layers[1].module == "blk.1"
     first, *rest = plan.layers
     pair = Group((0, 1), (0.5, 0.5), (0.5, 0.5))
     merged = replace(first, groups=(pair, *first.groups[1:]))
-    after: dict[str, Any] = {"calibration": {"source": "text"}}
-    for changed, message in {
+    text = {"source": "text"}
+    after = {name: by_hand(plan) for name in ("routers", "distill")}
+    after = {name: replace(made, steps=(*made.steps, PlannedStep(name, stage=1))) for name, made in after.items()}
+    wrong: dict[str, CompressionPlan | Plan] = {
         "merges experts": replace(plan, layers=(merged, *rest)),
-        "corrects what is left": replace(plan, correction={"method": "ridge"}, calibration={"source": "text"}),
-        "bakes routers": replace(plan, bake=after), "recovers by training": replace(plan, recover=after),
-        "splits experts": replace(plan, split={"parts": 2, "neurons": {}}),
+        "has the step correct": replace(plan, correction={"method": "ridge"}, calibration=text),
+        "has the step routers": after["routers"], "has the step distill": after["distill"],
+        "has the step split": replace(plan, split={"parts": 2, "neurons": {}}),
         "says top_k 3, blk.0 has 2": replace(plan, layers=(replace(first, top_k=3), *rest)),
         "says experts 5": replace(plan, layers=(replace(first, experts=5), *rest)),
         "no entry for blk.0": replace(plan, layers=tuple(rest)),
         "speaks of layer 9, and blk.9 has no experts": replace(plan, layers=(*rest, replace(first, layer=9))),
         "the routers differ": replace(plan, source=Source("a", None, "gguf:0")),
-    }.items():  # fmt: skip
-        changed, message = message, changed
+    }  # fmt: skip
+    for message, changed in wrong.items():
         with pytest.raises(CompressionError, match=message):
-            fit_plan(changed, model, blocks)
+            fit_plan(changed if isinstance(changed, Plan) else by_hand(changed), model, blocks)
 
 
 def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
@@ -242,7 +246,7 @@ def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
         layers = tuple(LayerPlan.keep(layer, kept) for layer in facts)
         plan = CompressionPlan(Source("a", None, blocks.fingerprint), len(kept), "x", {}, None, layers)
         with pytest.raises(CompressionError, match=message):
-            fit_plan(plan, model, blocks)
+            fit_plan(by_hand(plan), model, blocks)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

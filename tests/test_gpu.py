@@ -13,13 +13,15 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.model.reverse import ReversePass
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Silent
+from compressor.recipe.text_options import TextOptions
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED
 from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
 from tests.ordered import with_heldout
+from tests.plans import pruned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("offline")]
 
@@ -56,15 +58,15 @@ def test_outputs_and_gradients(name: str, tmp_path: Path) -> None:
 
     def measure(device: str) -> dict[str, Tensor]:
         model = open_model(locate(str(tmp_path)), "float32", device)
-        units, found = model.architecture.units, dict[str, Tensor]()
+        found = dict[str, Tensor]()
 
         class Keeping(LayerVisitor):
             def finished(self, batch: int, output: Any) -> None:
                 found[str(batch)] = output.logits.float().cpu()
 
-        LayerStream(model.partial, parts, units, units, range(len(parts))).run(Keeping())
+        Pass(model, parts, to_end=True).run(Keeping())
         gathering = Gathering(model)
-        ReversePass(model.partial, parts, units).run(loss, gathering)
+        ReversePass(model, parts).run(loss, gathering)
         return found | {key: value.cpu() for key, value in gathering.found.items() if value is not None}
 
     on_both(measure)
@@ -81,7 +83,7 @@ def test_plans_and_corrected_weights(strategy: str, tmp_path: Path, hasty: None)
             str(tmp_path / "model"), out, experts=4, strategy=strategy, correct="tune", calibration=str(text),
             samples=8, sequence_length=32, dtype="float32", device=device,
         )  # fmt: skip
-        plan = json.loads((out / "compression.json").read_text())["plan"]
+        plan = pruned(json.loads((out / "compression.json").read_text())["plan"])
         groups[device] = [layer["groups"] for layer in plan["layers"]]
         return load_file(out / "model.safetensors")
 
@@ -97,9 +99,7 @@ def test_attribution(tmp_path: Path) -> None:
     def measure(device: str) -> dict[str, Tensor]:
         found = compressor.attribute(
             str(tmp_path / "model"),
-            calibration=str(text),
-            samples=4,
-            sequence_length=32,
+            calibration=TextOptions(data=(str(text),), samples=4, sequence_length=32),
             dtype="float32",
             device=device,
         )
@@ -123,5 +123,5 @@ def test_one_layer_and_its_successor_are_on_the_device(tmp_path: Path) -> None:
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    LayerStream(model.partial, [torch.ones(1, 8, dtype=torch.long)], units, units).run(Watching())
+    Pass(model, [torch.ones(1, 8, dtype=torch.long)]).run(Watching())
     assert max(held) - before < 2.2 * layer + 2**22

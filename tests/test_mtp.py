@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 import compressor
 from compressor import CompressionError
 from compressor.data.batches import load_tokenizer, recalibrate
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 from tests import mtp_heads, small
 from tests.mtp_heads import Made, tensors_of
 from tests.mtp_plain import run_all
+from tests.plans import edited, plan_of, pruned
 
 Tensors = dict[str, Tensor]
 CASES: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ def test_all_experts_kept_leave_every_tensor_as_it_is(made: Made, tmp_path: Path
 
 def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path) -> None:
     summary = compressor.compress(str(made.folder), tmp_path / "out", strategy="reap", experts=4, **with_text(tmp_path))
-    layers = {layer.module: layer for layer in summary.plan.layers}
+    layers = {layer.module: layer for layer in summary.plan.stage.layers}
     assert [*layers][-len(made.blocks) :] == [f"{block}mlp.experts" for block in made.blocks]
     expected = dict(made.tensors)
     for module, layer in layers.items():
@@ -77,20 +78,20 @@ def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path
     assert (summary.left_out, summary.zeroed_fields) == ((), ())
     assert config_of(tmp_path / "out")[made.field] == len(made.blocks)
     record = record_of(tmp_path / "out")
-    assert (record["left_out"], record["zeroed_fields"], record["plan"]["mtp"]) == ([], [], "keep")
+    assert (record["left_out"], record["zeroed_fields"], pruned(record["plan"])["mtp"]) == ([], [], "keep")
 
 
 def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch(made: Made, tmp_path: Path) -> None:
-    asked = compressor.Request(strategy="reap", experts=4, correct="ridge", **with_text(tmp_path))
-    summary = compressor.compress(str(made.folder), tmp_path / "out", asked)
+    asked: dict[str, Any] = dict(strategy="reap", experts=4, correct="ridge", **with_text(tmp_path))
+    summary = compressor.compress(str(made.folder), tmp_path / "out", **asked)
     record = read_record(tmp_path / "out")
     assert record is not None and record.acceptance == summary.acceptance
-    planned = CompressionPlan.from_dict(json.loads(compressor.plan(str(made.folder), asked).to_json()))
+    planned = Plan.from_dict(json.loads(plan_of(made.folder, **asked).to_json()))
     compressor.apply(planned, tmp_path / "later")
     for file in sorted((tmp_path / "out").iterdir()):
         assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes(), file.name
-    assert "mtp: keep" in (tmp_path / "out" / "recipe.yaml").read_text()
-    figures = summary.plan.layers[-1].figures["correction"]
+    assert pruned(record_of(tmp_path / "out")["plan"])["mtp"] == "keep"
+    figures = summary.plan.stage.layers[-1].figures["correction"]
     assert figures["heldout_error"] < figures["heldout_error_before"]
     data = recalibrate(summary.plan.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY)
     tokens = torch.cat([data.batches[number] for number in sorted(data.heldout)])
@@ -115,9 +116,9 @@ def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
     found, both = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "kept")
     assert set(found) == set(both) - made.owned(both)
     assert all(torch.equal(found[name], both[name]) for name in found)
-    assert dropped.plan.layers == kept.plan.layers[: -len(made.blocks)]
+    assert dropped.plan.stage.layers == kept.plan.stage.layers[: -len(made.blocks)]
     assert "mtp: drop" in (tmp_path / "out" / "recipe.yaml").read_text()
-    older = replace(dropped.plan, mtp=None)  # as plans were that knew of no heads
+    older = edited(dropped.plan, lambda decided: decided.pop("mtp"))  # as plans were that knew of no heads
     compressor.apply(older, tmp_path / "older")
     file = "model.safetensors"
     assert (tmp_path / "older" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
@@ -125,34 +126,34 @@ def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
 
 def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
     made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=2)
-    planned = compressor.plan(str(made.folder), strategy="model-centric", experts=4)
-    less = replace(planned, layers=planned.layers[:-1])
+    planned = plan_of(made.folder, strategy="model-centric", experts=4)
+    less = edited(planned, lambda decided: decided["layers"].pop())
     with pytest.raises(CompressionError, match=r"no entry for model.layers.4.mlp.experts; keep all .* heads or none"):
         compressor.apply(less, tmp_path / "less")
     without = tmp_path / "without"
     made.model.save_pretrained(without)
     small.tokenizer().save_pretrained(without)
-    bare = compressor.plan(str(without), strategy="model-centric", experts=4)
-    assert (bare.mtp, len(bare.layers)) == (None, len(planned.layers) - 2)
+    bare = plan_of(without, strategy="model-centric", experts=4)
+    assert (bare.stage.mtp, len(bare.stage.layers)) == (None, len(planned.stage.layers) - 2)
     wrong = replace(planned, source=bare.source)
     with pytest.raises(CompressionError, match=r"speaks of model.layers.3.mlp.experts, which this model does not have"):
         compressor.apply(wrong, tmp_path / "wrong")
     with pytest.raises(CompressionError, match="--mtp keep: the checkpoint has no multi-token-prediction head"):
-        compressor.plan(str(without), strategy="model-centric", experts=4, mtp="keep")
-    with pytest.raises(CompressionError, match="--mtp 'half' should be keep or drop"):
-        compressor.Request(mtp="half")
+        plan_of(without, strategy="model-centric", experts=4, mtp="keep")
+    with pytest.raises(CompressionError, match="mtp is 'half'; input should be 'keep' or 'drop'"):
+        plan_of(without, strategy="model-centric", experts=4, mtp="half")
 
 
 def test_heads_in_a_row_are_planned_in_order_and_carried_out_alike(tmp_path: Path) -> None:
     made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=2)
-    asked = compressor.Request(strategy="reap", experts=4, correct="ridge", sequential=True, **with_text(tmp_path))
-    summary = compressor.compress(str(made.folder), tmp_path / "out", asked)
+    asked: dict[str, Any] = dict(strategy="reap", experts=4, correct="ridge", sequential=True, **with_text(tmp_path))
+    summary = compressor.compress(str(made.folder), tmp_path / "out", **asked)
     compressor.apply(summary.plan, tmp_path / "later")
     for file in sorted((tmp_path / "out").iterdir()):
         assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes(), file.name
     assert [*summary.acceptance] == ["model.layers.3.mlp.experts", "model.layers.4.mlp.experts"]
     first, second = summary.acceptance.values()
     assert first["positions"] > second["positions"]
-    for layer in summary.plan.layers[-2:]:
+    for layer in summary.plan.stage.layers[-2:]:
         assert layer.upstream == "compressed"
         assert layer.figures["correction"]["heldout_error"] < layer.figures["correction"]["heldout_error_before"]

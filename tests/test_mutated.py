@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.compressor.plans.test_plan import moe_layer
 from torch import nn
 
 from compressor.checkpoint.headers import read_header
@@ -37,18 +36,21 @@ from compressor.model.bounds import most_parts
 from compressor.model.loading import PartialModel
 from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference
-from compressor.planning.protecting import read_protected
-from compressor.planning.recipe import recipe_of
+from compressor.publishing.card.recipe import again
 from compressor.recipe.document import plan_blocks
 from compressor.recipe.layer import Group, LayerPlan
 from compressor.recipe.plan import CompressionPlan, Source
-from compressor.report.data import ReportData, report_data
+from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
+from compressor.recipe.steps_plan import Plan
+from compressor.report.data import report_data
 from compressor.report.figures import figures
 from compressor.report.page import page
 from compressor.report.sections import hubs as hub_blocks
-from compressor.steps.correct.refit import Correction
+from compressor.steps.prune.protecting import read_protected
 from tests import gates, zoo
 from tests.compressor.pathways.test_reference import made as made_reference
+from tests.compressor.recipe.test_plan import moe_layer
+from tests.plans import by_hand, pruned
 
 DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what the file says
 DEEP: Any = json.loads("[" * 150 + "]" * 150)
@@ -162,8 +164,17 @@ def plan() -> dict[str, Any]:
         (merged, dropping), correction={"method": "tune", "steps": 3, "tokens": 5, "rate": 0.1, "dtype": "float32"},
         protected={merged.module: (2,)}, versions={"torch": "2"},
     )  # fmt: skip
-    found: dict[str, Any] = json.loads(made.to_json())
-    return found
+    content: dict[str, Any] = json.loads(by_hand(made).to_json())
+    text = {"source": "more.txt", "sha256": "cd", "samples": 8, "seed": 0}
+    curve = [{"step": step, "kl": 0.3 - step / 100, "loss": 2.0, "training": {}} for step in (0, 9)]
+    rounds = [{"ridge": 0.01, "step": 1.5, "gain": 0.05, "standard_error": 0.004}]
+    content["steps"] += [
+        {"name": "routers", "options": {"rounds": 1}, "stage": 1, "text": text, "result": {
+            "before": 0.4, "after": 0.36, "taken": "router", "steps": rounds}},
+        {"name": "distill", "options": {"steps": 9}, "stage": 2, "text": text, "result": {
+            "changed": True, "before": 0.36, "after": 0.2, "best": 9, "ended": "all steps are done", "curve": curve}},
+    ]  # fmt: skip
+    return content
 
 
 @cache
@@ -247,18 +258,26 @@ def test_index(raw: bytes) -> None:
         assert set(Checkpoint(folder).tensors) <= {"a.weight", "b.weight"}
 
 
+def pruned_otherwise(**changes: Any) -> dict[str, Any]:
+    """The plan with other decisions of its prune step."""
+    content = copy.deepcopy(plan())
+    pruned(content).update(changes)
+    return content
+
+
 @FAST
 @given(mutated(plan))
-@example(json.dumps({**plan(), "correction": {"method": "ridge", "dtype": []}}).encode())
-@example(json.dumps({**plan(), "layers": [{**plan()["layers"][0], "experts": 10**12}]}).encode())
-@example(json.dumps({**plan(), "strategy": "\ud800"}).encode())
+@example(json.dumps({**plan(), "dtype": []}).encode())
+@example(json.dumps(pruned_otherwise(layers=[{**pruned(plan())["layers"][0], "experts": 10**12}])).encode())
+@example(json.dumps({**plan(), "steps": [{**plan()["steps"][0], "options": {"strategy": "\ud800"}}]}).encode())
+@example(json.dumps({**plan(), "steps": [{**plan()["steps"][0], "stage": 2**70}]}).encode())
 def test_plan(raw: bytes) -> None:
     with folder_with(plan__json=raw) as folder, only_sentences():
-        made = CompressionPlan.load(folder / "plan.json")
-        assert CompressionPlan.from_dict(json.loads(made.to_json().encode())).digest() == made.digest()
-        Correction.from_plan(made.correction)
-        recipe_of(made, "model")
+        made = Plan.load(folder / "plan.json")
+        assert Plan.from_dict(json.loads(made.to_json().encode())).digest() == made.digest()
+        again(made, "model")
         shown(plan_blocks(made, folder))
+        recipe_yaml(recipe_of_plan(made))
 
 
 @FAST
@@ -272,7 +291,7 @@ def test_hubs(raw: bytes) -> None:
             data = report_data(folder, hubs=folder / "hubs.json")
             shown(hub_blocks(data))
             page(data, ())
-            ReportData.from_json(data.to_json())
+            json.loads(data.to_json())
 
 
 @FAST
@@ -296,7 +315,7 @@ def test_compression(raw: bytes) -> None:
     with folder_with(compression__json=raw) as folder, only_sentences():
         data = report_data(folder)
         page(data, figures(data, DRAWN)).encode("utf-8", "backslashreplace")
-        ReportData.from_json(data.to_json())
+        json.loads(data.to_json())
 
 
 def whole_reference(folder: Path, facts: bytes, items: bytes) -> None:

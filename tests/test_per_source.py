@@ -50,12 +50,12 @@ def test_a_plan_for_each_source_is_corrected_on_its_own_batches(
     seen: list[set[bytes]] = []
     for name in ("plan.json", "plan.calibration.json", "plan.other.json"):
         with pytest.MonkeyPatch.context() as patch:
-            real, batches = sequence.LayerStream, set[bytes]()
+            real, batches = sequence.Pass, set[bytes]()
             patch.setattr(
-                sequence, "LayerStream",
-                lambda partial, given, *args, real=real, batches=batches, **named: (
+                sequence, "Pass",
+                lambda model, given, *args, real=real, batches=batches, **named: (
                     batches.update(row.numpy().tobytes() for batch in given for row in batch),
-                    real(partial, given, *args, **named),
+                    real(model, given, *args, **named),
                 )[1],
             )  # fmt: skip
             assert run("apply", tmp_path / name, "-o", tmp_path / f"out-{name}").status == 0
@@ -73,7 +73,7 @@ def test_plans_for_each_source_are_refused(
         run(*plan, *several, "--sequential"), "--per-source plans from one pass and --sequential needs one for each"
     )
     refused(run(*plan, *several, "--strategy", "model-centric"), "'model-centric' reads no calibration data")
-    refused(run(*plan, *several, "--correct", "ridge", "--samples", 6), "has too few sequences to hold some out")
+    refused(run(*plan, *several, "--correct", "ridge", "--samples", 2), "has too few sequences to hold some out")
     assert names(tmp_path) == []
     (tmp_path / "plan.other.json").write_text("{}")
     refused(run(*plan, *several), "plan.other.json exists already; name another file or pass --overwrite")

@@ -10,16 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compressor.api import measuring
 from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.checkpoint.source import locate
 from compressor.data import batches as calibration
 from compressor.data.batches import Calibration
 from compressor.locking import work_folder
 from compressor.model.opened import open_model
-from compressor.planning import request
-from exporters import safetensors as exporter
+from compressor.pipeline import task
+from compressor.recipe.steps_plan import Plan
+from compressor.workdir import layer_files
+from compressor.workdir.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
+from tests.plans import pruned, recipe_of
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "hasty")
@@ -55,8 +59,11 @@ def hubs(originals: Path) -> Path:
 
 
 def written(out: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((out / "compression.json").read_text(encoding="utf-8"))["plan"]
-    return content
+    return pruned(json.loads((out / "compression.json").read_text(encoding="utf-8"))["plan"])
+
+
+def planned(path: Path) -> dict[str, Any]:
+    return pruned(json.loads(path.read_text(encoding="utf-8")))
 
 
 def same_bytes(source: Path, out: Path, layer: int, expert: int) -> None:
@@ -103,11 +110,11 @@ def test_a_corrected_plan_keeps_them_too_and_the_same_plan_is_applied(
     summary = run("compress", model, "-o", tmp_path / "out", *arguments, "--json")
     assert summary.status == 0, summary.err
     assert json.loads(summary.out)["protected_experts"] == 3
-    planned = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
-    assert planned.status == 0 and "3 protected experts, neither merged nor dropped" in planned.out
+    made = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
+    assert made.status == 0 and "3 protected experts, neither merged nor dropped" in made.out
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "applied")
-    plan = json.loads((tmp_path / "plan.json").read_text())
+    plan = planned(tmp_path / "plan.json")
     assert plan["protected"] == PROTECTED
     for layer in plan["layers"]:
         members = [group["members"] for group in layer["groups"]]
@@ -118,8 +125,9 @@ def test_an_edited_plan_that_merges_one_is_not_applied(run: Run, model: Path, hu
     path = tmp_path / "plan.json"
     assert run("plan", model, "-o", path, "--experts", 4, "--strategy", "model-centric", "--protect", hubs).status == 0
     plan = json.loads(path.read_text())
-    plan["layers"][0]["groups"] = [{"members": [n], "coefficients": [1.0]} for n in (0, 1, 2, 4)]
-    del plan["layers"][0]["dropped"]
+    first = pruned(plan)["layers"][0]
+    first["groups"] = [{"members": [n], "coefficients": [1.0]} for n in (0, 1, 2, 4)]
+    del first["dropped"]
     path.write_text(json.dumps(plan))
     refused(run("apply", path, "-o", tmp_path / "out"), "expert 3 is protected, but is not kept as it is; give it")
     assert names(tmp_path) == ["plan.json"]
@@ -148,7 +156,8 @@ def test_what_cannot_be_is_refused_before_any_text_is_read(
     command: str, which: str, experts: int, content: Any, message: str, originals: Path, run: Run,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(calibration, "calibrate", lambda *args, **named: pytest.fail("text was read"))
+    for module in (task, measuring):
+        monkeypatch.setattr(module, "read_text", lambda *args, **named: pytest.fail("text was read"))
     path = tmp_path / ("hubs.json" if content else "absent.json")
     if content:
         path.write_text(json.dumps(content))
@@ -170,28 +179,28 @@ def test_an_interrupted_run_with_another_list_plans_anew(
     shutil.copy(model.parent / "hubs.json", hubs)
     command = [str(a) for a in ("compress", model, "--experts", 4, "--strategy", "reap", "--protect", hubs, *data)]
     with monkeypatch.context() as patch:
-        patch.setattr(exporter, "_write_tensor", interrupt)
+        patch.setattr(layer_files, "_write_tensor", interrupt)
         assert run(*command, "-o", out).status == 130
-    assert (work_folder(out) / "plan.json").is_file()
+    assert (work_folder(out) / JOURNAL).is_file()
     hubs.write_text(json.dumps([{"layer": 1, "expert": e} for e in (1, 2, 4)]))
     assert run(*command, "-o", out).status == 0
     assert written(out)["protected"] == {EXPERTS.format(1): [1, 2, 4]}
 
 
-def test_the_digest_of_a_request_is_of_the_files_content(model: Path, tmp_path: Path) -> None:
+def test_the_key_of_a_run_is_of_the_files_content(model: Path, tmp_path: Path) -> None:
     opened = open_model(locate(str(model), None), "float32", "cpu")
     path, copy = tmp_path / "hubs.json", tmp_path / "copy.json"
-    path.write_text("[]")
-    copy.write_text("[]")
+    path.write_text('[{"layer": 0, "expert": 2}]')
+    copy.write_text('[{"layer": 0, "expert": 2, "influence": 0.5}]')
 
-    def digest(protect: str | None) -> str:
-        return request.request_digest(opened, request.Request(experts=4, calibration="demo", protect=protect))
+    def key(protect: str | None) -> str:
+        return task.prepare(recipe_of(model, experts=4, strategy="reap", protect=protect), opened, opened, None).key()
 
-    first = digest(str(path))
-    assert first == digest(str(copy)) != digest(None) != digest("auto")
-    assert len({digest(protect) for protect in ("auto", "graph:1", "graph:2")}) == 3
-    path.write_text("[ ]")
-    assert digest(str(path)) != first
+    first = key(str(path))
+    assert first == key(str(copy)) != key(None) != key("auto")
+    assert len({key(protect) for protect in ("auto", "graph:1", "graph:2")}) == 3
+    path.write_text('[{"layer": 0, "expert": 1}]')
+    assert key(str(path)) != first
 
 
 def test_compare_protects_in_every_row(
@@ -256,11 +265,12 @@ def test_auto_is_the_list_of_what_it_finds(
         arguments = ("--experts", 3, "--strategy", strategy, "--sequential", *data)
         assert run("plan", model, "-o", tmp_path / "a.json", "--protect", "auto", "--overwrite", *arguments).status == 0
         assert run("plan", model, "-o", tmp_path / "b.json", "--protect", hubs, "--overwrite", *arguments).status == 0
-        first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
-        assert first["protected"] == PROTECTED
-        assert first["calibration"] is not None and (second["calibration"] is None) == (strategy == "model-centric")
-        assert first["layers"] == second["layers"] and first["sequential"] == second["sequential"]
-    held = [first["calibration"]["sources"][0]["heldout_samples"], sum(len(b) for b in seen[-1].batches)]
+        first, second = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
+        assert planned(tmp_path / "a.json")["protected"] == PROTECTED
+        assert first.calibration is not None and (second.calibration is None) == (strategy == "model-centric")
+        assert first.stage.layers == second.stage.layers and first.stage.sequential == second.stage.sequential
+    assert first.calibration is not None
+    held = [first.calibration["sources"][0]["heldout_samples"], sum(len(b) for b in seen[-1].batches)]
     assert held == [2, 14] and not seen[-1].heldout  # of 16 sequences, those that judge are not seen
     assert len(seen) == 3 and sum(len(batch) for batch in seen[0].batches) == 16
 
@@ -286,7 +296,7 @@ def test_the_experts_that_stand_highest_in_the_graph_are_protected(
     for count, layers in expected.items():
         arguments = ("--experts", 4, "--protect", f"graph:{count}", "--strategy", "model-centric", "--overwrite", *data)
         assert run("plan", model, "-o", tmp_path / "plan.json", *arguments).status == 0
-        plan = json.loads((tmp_path / "plan.json").read_text())
+        plan = planned(tmp_path / "plan.json")
         assert plan["protected"] == {EXPERTS.format(layer): experts for layer, experts in layers.items()}
     assert len(seen) == 3 and not seen[0].heldout
     result = run(
@@ -318,7 +328,7 @@ def test_no_hubs_at_all_are_told(
     arguments = ("--experts", 4, "--strategy", "reap", "--protect", "auto", *data)
     result = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
     assert result.status == 0 and "no expert of this model is a hub" in result.err
-    assert "protected" not in json.loads((tmp_path / "plan.json").read_text())
+    assert "protected" not in planned(tmp_path / "plan.json")
 
 
 def test_auto_for_plans_of_each_source_and_in_a_comparison(
@@ -330,7 +340,7 @@ def test_auto_for_plans_of_each_source_and_in_a_comparison(
     sizes = ("--samples", 16, "--sequence-length", 32)
     arguments = ("--experts", 4, "--strategy", "count-guided", "--protect", "auto", "--per-source", *sources, *sizes)
     assert run("plan", model, "-o", tmp_path / "plan.json", *arguments).status == 0
-    plans = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("plan*.json"))]
+    plans = [planned(path) for path in sorted(tmp_path.glob("plan*.json"))]
     expected = {EXPERTS.format(0): [1, 5, 6], EXPERTS.format(1): [2]}
     assert len(plans) == 3 and all(plan["protected"] == expected for plan in plans) and len(seen) == 1
     result = run(
@@ -348,8 +358,9 @@ def test_the_text_is_read_once_and_warned_of_once(
     """Attribution, planning and correction share what was read; a run that goes on reads it again."""
     attributed({0: [3], 1: [6]})
     reads: list[int] = []
-    real = calibration.calibrate
-    monkeypatch.setattr(calibration, "calibrate", lambda *args, **named: reads.append(1) or real(*args, **named))
+    real = calibration.read_text
+    for module in (task, calibration):  # anew, or as a plan has it
+        monkeypatch.setattr(module, "read_text", lambda *args, **named: reads.append(1) or real(*args, **named))
     arguments = ("--experts", 4, "--protect", "auto", "--strategy", "reap", "--correct", "ridge")
     long = ("--calibration", originals / "calibration.txt", "--samples", 1000, "--sequence-length", 32)
     result = run("compress", model, "-o", tmp_path / "out", *arguments, *long)
@@ -366,4 +377,5 @@ def test_the_analysis_leaves_the_model_as_it_was(run: Run, model: Path, data: tu
     result = run("plan", model, "-o", tmp_path / "auto.json", "--protect", "auto", *arguments)
     assert result.status == 0 and "no expert of this model is a hub" in result.err
     assert run("plan", model, "-o", tmp_path / "plain.json", *arguments).status == 0
-    assert (tmp_path / "auto.json").read_text() == (tmp_path / "plain.json").read_text()
+    auto, plain = (json.loads((tmp_path / name).read_text()) for name in ("auto.json", "plain.json"))
+    assert auto["steps"][0]["options"].pop("protect") == "auto" and auto == plain

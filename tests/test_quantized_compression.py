@@ -12,7 +12,9 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.steps_plan import decisions
 from tests import reference
+from tests.plans import by_hand, disposition
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 
 KEPT = (1, 2, 5, 7)
@@ -47,7 +49,7 @@ def test_a_drop_stays_quantised_and_equals_the_cut_plain_model(tmp_path: Path, c
     source, out = tmp_path / "in", tmp_path / "out"
     CASES[case](source)
     plan = drop_plan(source)
-    compressor.apply(plan, out)
+    compressor.apply(by_hand(plan), out)
     before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     assert {value.dtype for value in after.values()} == {value.dtype for value in before.values()}
     assert json.loads((out / "config.json").read_text())["quantization_config"]
@@ -62,7 +64,7 @@ def test_a_drop_stays_quantised_and_equals_the_cut_plain_model(tmp_path: Path, c
             expected = before[name][list(KEPT)].contiguous()
             assert torch.equal(value.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
     model, field = plain_model(source), open_model(locate(str(source))).architecture.count_field
-    expected_model = reference.cut(model, field, plan.to_dict())
+    expected_model = reference.cut(model, field, decisions(plan))
     torch.testing.assert_close(logits(plain_model(out)), logits(expected_model), atol=1e-5, rtol=1e-5)
 
 
@@ -74,7 +76,7 @@ def test_a_merge_is_written_plain_and_equals_the_merged_plain_model(tmp_path: Pa
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     opened = open_model(locate(str(source)))
     expected = reference.cut(
-        plain_model(source, torch.bfloat16), opened.architecture.count_field, summary.plan.to_dict()
+        plain_model(source, torch.bfloat16), opened.architecture.count_field, disposition(summary.plan)
     )
     from transformers import AutoModelForCausalLM
 
@@ -101,6 +103,6 @@ def test_expert_numbers_in_the_quantisation_config_follow_the_experts(tmp_path: 
     skipped = ["lm_head", "model.layers.0.mlp.experts.5.up_proj", "model.layers.0.mlp.experts.0.up_proj"]
     config["quantization_config"]["modules_to_not_convert"] = skipped
     file.write_text(json.dumps(config))
-    compressor.apply(drop_plan(tmp_path / "in"), tmp_path / "out")
+    compressor.apply(by_hand(drop_plan(tmp_path / "in")), tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert written["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts.2.up_proj"]

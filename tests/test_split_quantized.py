@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import compressor
-from compressor.api import splitting
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.steps_plan import Plan
 from compressor.steps.split.entry import digest_of, packed, unpacked
 from compressor.steps.split.neurons import Neurons
 from compressor.steps.split.opening import as_planned, cut_as_stored, seen_as
 from compressor.steps.split.order import order_of, order_of_parts
 from tests import zoo
+from tests.plans import by_hand
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -55,8 +56,9 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     save, block = CASES[case]
     source, out = tmp_path / "model", tmp_path / "out"
     save(source)
-    splitting.split(str(source), out, 2)
-    plan = CompressionPlan.from_dict(json.loads((out / "compression.json").read_text())["plan"])
+    compressor.compress(str(source), out, [compressor.Split(2)])
+    made = Plan.from_dict(json.loads((out / "compression.json").read_text())["plan"])
+    plan = made.stage
     assert plan.split is not None and plan.split["block"] == block
     assert {value.dtype for value in weights(out).values()} == {value.dtype for value in weights(source).values()}
 
@@ -79,7 +81,7 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
         chosen = sums >= sums.median(dim=1, keepdim=True).values.nextafter(torch.tensor(torch.inf).double())
         assert torch.equal(first, chosen.repeat_interleave(block, 1))
 
-    compressor.apply(plan, tmp_path / "again", model=str(source))
+    compressor.apply(made, tmp_path / "again", model=str(source))
     assert same_bytes(weights(out), weights(tmp_path / "again"))
     assert (out / "config.json").read_bytes() == (tmp_path / "again" / "config.json").read_bytes()
     check_drop(plan, source, out, tmp_path)
@@ -101,8 +103,8 @@ def check_drop(whole: CompressionPlan, source: Path, split_folder: Path, place: 
     layers = tuple(LayerPlan.keep(layer, kept) for layer in split.architecture.layers)
     once = replace(whole, layers=layers, experts=len(kept))
     later = replace(once, source=replace(whole.source, fingerprint=split.fingerprint), split=None)
-    compressor.apply(once, place / "once", model=str(source))
-    compressor.apply(later, place / "later", model=str(split_folder))
+    compressor.apply(by_hand(once), place / "once", model=str(source))
+    compressor.apply(by_hand(later), place / "later", model=str(split_folder))
     first, second = (weights(place / name) for name in ("once", "later"))
     assert same_bytes(first, second)
     configs = [json.loads((place / name / "config.json").read_text()) for name in ("once", "later")]
@@ -113,30 +115,32 @@ def check_drop(whole: CompressionPlan, source: Path, split_folder: Path, place: 
 
 def test_a_merge_of_parts_is_written_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     CASES["fp8-qwen3_moe"][0](tmp_path / "model")
-    done = compressor.compress(str(tmp_path / "model"), tmp_path / "out", strategy="model-centric", experts=12, split=2)
-    assert not done.plan.is_drop and "so quantised experts are written in a plain dtype" in caplog.text
+    done = compressor.compress(str(tmp_path / "model"), tmp_path / "out", strategy="model-centric", experts=6, split=2)
+    assert not done.plan.stage.is_drop and "so quantised experts are written in a plain dtype" in caplog.text
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 def test_an_order_that_tears_blocks_apart_is_refused(tmp_path: Path) -> None:
     CASES["fp8-qwen3_moe"][0](tmp_path / "model")
-    splitting.split(str(tmp_path / "model"), tmp_path / "split", 2)
+    compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Split(2)])
     plan = json.loads((tmp_path / "split" / "compression.json").read_text())["plan"]
-    names = list(plan["split"]["neurons"])
+    (step,) = plan["steps"]
+    own = step["plan"]
+    names = list(own["neurons"])
     dealt = {name: (torch.arange(64) % 2).int().expand(8, -1).contiguous() for name in names}
     torn = {
         "neurons": {name: packed(each, 2) for name, each in dealt.items()},
         "order_sha256": digest_of({name: order_of_parts(each) for name, each in dealt.items()}),
     }
     for edit, fault in ((torn, "not dealt out in blocks of 16"), ({"block": 8}, "says block 8, the model asks for 16")):
-        made = CompressionPlan.from_dict({**plan, "split": {**plan["split"], **edit}})
+        made = Plan.from_dict({**plan, "steps": [{**step, "plan": {**own, **edit}}]})
         with pytest.raises(CompressionError, match=fault):
             compressor.apply(made, tmp_path / "out", model=str(tmp_path / "model"))
         assert not (tmp_path / "out").exists()
-    free = {name: value for name, value in {**plan["split"], **torn}.items() if name != "block"}
+    free = {name: value for name, value in {**own, **torn}.items() if name != "block"}
     compressor.apply(
-        CompressionPlan.from_dict({**plan, "split": free}), tmp_path / "out", model=str(tmp_path / "model")
+        Plan.from_dict({**plan, "steps": [{**step, "plan": free}]}), tmp_path / "out", model=str(tmp_path / "model")
     )
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 

@@ -20,7 +20,7 @@ from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, faults_told
 from compressor.locking import work_folder
 from compressor.records import MOST_DEPTH, bounded
-from exporters.safetensors import MARKER
+from compressor.workdir.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
 
@@ -155,10 +155,10 @@ def test_architectures_that_are_no_names_are_passed_over(run: Run, offline: None
 
 def test_a_leftover_that_is_no_plan_and_no_journal_is_made_anew(run: Run, offline: None, tmp_path: Path) -> None:
     folder, out = small.save(tmp_path / "in"), tmp_path / "out"
-    for content in ("[]", "1", DEEP, '"\\ud800"', '{"digest": [], "boot": {}, "finished": [[]]}'):
+    for content in ("[]", "1", DEEP, '"\\ud800"', '{"key": [], "steps": {}, "written": [[]]}'):
         work = work_folder(out)
         work.mkdir()
-        for name in ("plan.json", MARKER):
+        for name in ("plan.json", JOURNAL):
             (work / name).write_text(content)
         made = run("compress", folder, "-o", out, "--experts", 2, "--strategy", "model-centric", "--correct", "none")
         assert made.status == 0, made.err

@@ -58,18 +58,18 @@ def test_one_that_comes_when_the_same_command_has_just_ended_finds_its_output(
     run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first ends between the second's look at the output and its lock."""
-    from compressor.api import compressing
+    from compressor.pipeline import run as pipeline
 
     out, looked = tmp_path / "out", list[bool]()
     command = (*COMMANDS["compress"](home), *DATA, "--correct", "none", "-o", out)
-    real = compressing._in_place
+    real = pipeline._in_place
 
     def late(*given: Any) -> Any:
         looked.append(True)
         return None if len(looked) == 1 else real(*given)
 
     assert run(*command).status == 0
-    monkeypatch.setattr(compressing, "_in_place", late)
+    monkeypatch.setattr(pipeline, "_in_place", late)
     again = run(*command)
     assert again.status == 0 and "is in place already" in again.err
     assert names(tmp_path) == ["out"]

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compressor.comoe.config import ComoeConfig
-from compressor.comoe.options import TuningOptions
+from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.evaluation.items import Item
 from tests import small
 

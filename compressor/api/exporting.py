@@ -6,15 +6,16 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.api.repeating import answers, note_request, request_key, stamp, tell_in_place
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
 from compressor.files import full_disk_told, replace_folder
 from compressor.locking import REPLACED, alone, clear
+from compressor.pipeline.repeating import answers, note_request, request_key, stamp, tell_in_place
 from compressor.progress import Progress
 from compressor.recipe.registry import Exporter, exporter_names, exporter_options, load_exporter
 from compressor.run_record import PACKAGES, versions
 from compressor.words import did_you_mean
+from compressor.workdir.workdir import check_target
 
 WRITER = "safetensors"  # what `compress` writes, and what every exporter reads
 
@@ -42,18 +43,17 @@ def export_checkpoint(
     module, options = find_exporter(name), exporter_options(name, settings)
     packages = getattr(module, "PACKAGES", PACKAGES)
     key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
-    writer = load_exporter(WRITER)
     with full_disk_told(output.parent), alone(output) as work:
         try:
             if not overwrite and answers(output, key):
                 tell_in_place(output)
                 read = getattr(module, "read_summary", None)
                 return read(output) if callable(read) else None
-            writer.check_target(output, overwrite)
+            check_target(output, overwrite)
             clear(work)  # of a run that was killed
             summary = _exported(name, module, checkpoint, work / name, options, progress)
             note_request(work / name, key)
-            writer.check_target(output, overwrite)  # which may have come or changed meanwhile
+            check_target(output, overwrite)  # which may have come or changed meanwhile
             replace_folder(work / name, output, work / REPLACED)
         finally:
             clear(work)
@@ -101,7 +101,7 @@ def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], No
     others = [name for name in formats if name != WRITER]
 
     def first_adds(folder: Path) -> None:
-        here().first_alone(lambda: (add if WRITER in formats else become)(folder))
+        here().broadcast(lambda: (add if WRITER in formats else become)(folder))
 
     def add(folder: Path) -> None:
         for name in others:
@@ -111,6 +111,7 @@ def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], No
         other = folder.with_name(others[0])
         shutil.rmtree(other, ignore_errors=True)  # of a run that was killed
         export_checkpoint(others[0], folder, other, {}, False, progress)
-        load_exporter(WRITER).become(folder, other)
+        shutil.rmtree(folder)
+        other.replace(folder)
 
     return first_adds if others else None

@@ -8,13 +8,12 @@ from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import Blocks, find_blocks
 from compressor.gguf_files.choosing import NO_IMATRIX, fit_plan, imatrix_plan, refuse_more_than_drop
 from compressor.gguf_files.imatrix import read_imatrix
-from compressor.gguf_files.job import GgufSummary, carry_out
 from compressor.gguf_files.parts import Gguf, open_gguf
 from compressor.gguf_files.source import compare_routers
-from compressor.gguf_files.writing import check_output
+from compressor.gguf_files.writing import GgufSummary, carry_out, check_output
 from compressor.locking import alone
 from compressor.progress import Progress, Silent
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
 
 
 def plan_gguf(
@@ -25,7 +24,7 @@ def plan_gguf(
     ratio: float | None = None,
     strategy: str = "auto",
     protect: str | Sequence[Mapping[str, Any]] | None = None,
-) -> CompressionPlan:
+) -> Plan:
     """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is written.
 
     `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
@@ -42,7 +41,7 @@ def _planned(
     ratio: float | None,
     strategy: str,
     protect: str | Sequence[Mapping[str, Any]] | None,
-) -> CompressionPlan:
+) -> Plan:
     if imatrix is None:
         raise CompressionError(f"{NO_IMATRIX} {opened.first.path.name}")
     return imatrix_plan(opened, blocks, read_imatrix(Path(imatrix)), experts, ratio, strategy, protect)
@@ -73,7 +72,7 @@ def compress_gguf(
 
 
 def apply_gguf(
-    plan: CompressionPlan | str | Path,
+    plan: Plan | str | Path,
     model: str | Path,
     out: str | Path,
     *,
@@ -85,12 +84,12 @@ def apply_gguf(
     The plan may have been made on the checkpoint that the file was converted from; then layers, experts and top-k are
     checked, and routers are compared where that checkpoint is at hand.
     """
-    loaded = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(Path(plan))
+    loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     refuse_more_than_drop(loaded)
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
     blocks = find_blocks(opened)
     fitted = fit_plan(loaded, opened, blocks)
     with alone(Path(out)):
-        note = compare_routers(loaded, opened, blocks)
+        note = compare_routers(loaded.source, opened, blocks)
         return carry_out(opened, blocks, fitted, Path(out), overwrite, progress or Silent(), note)

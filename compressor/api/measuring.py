@@ -1,21 +1,17 @@
 """The Python API that looks at models and changes none: `inspect`, `compare`, `attribute` and `gate`."""
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from compressor.api.placing import refuse_ranks
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.comparison.measure import Contender, Variant, compare_models, parse_contender, random_drop
+from compressor.comparison.measure import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
-from compressor.data.batches import evaluation_sets, load_tokenizer
-from compressor.distributed.present import here, refuse_several
+from compressor.data.batches import EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
+from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import resolve_tasks
-from compressor.forecasting.cost import Text
-from compressor.forecasting.estimate import Forecast, announce_long, forecast_attribution
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.inspection import Inspection, inspect_model
@@ -23,22 +19,18 @@ from compressor.model.opened import OpenModel, resolve_count, shared_experts
 from compressor.pathways.answering import trusted_reference
 from compressor.pathways.options import Routing
 from compressor.pathways.routing import refuse_other_tasks, routed_answerer
-from compressor.planning.answering import (
-    protected_experts,
-    read_calibration,
-    refuse_per_source,
-    refuse_unjudged_sources,
-)
-from compressor.planning.constants import refuse_model
-from compressor.planning.protecting import given_protected
-from compressor.planning.request import Request
-from compressor.planning.run import find_model, open_run
-from compressor.planning.steering import Steering
+from compressor.pipeline.run_context import find_model, open_run
+from compressor.pipeline.task import HELDOUT, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import working_strategies
-from compressor.recipe.split import ENERGY
+from compressor.recipe.text_options import TextOptions
 from compressor.statistics.statistics import needs_attribution
-from compressor.steps.correct.refit import CONSTANTS, Correction
+from compressor.steps.constants.planning import refuse_model
+from compressor.steps.correct.step import CONSTANTS, Correct
+from compressor.steps.prune.attributed import Steering
+from compressor.steps.prune.deciding import protected_experts, refuse_per_source, refuse_sources_without_heldout
+from compressor.steps.prune.protecting import given_protected
+from compressor.steps.prune.step import Prune
 from compressor.steps.split.dealing import check_way, dealt
 from compressor.steps.split.opening import seen_as, with_top_k
 
@@ -52,12 +44,11 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
 
 def compare(
     model: str,
-    request: Request | None = None,
     *,
     experts: Sequence[int] = (),
     ratios: Sequence[float] = (),
     splits: Sequence[int] = (1,),
-    split_by: str = ENERGY,
+    split_by: str = "energy",
     top_ks: Sequence[int] = (),
     strategies: Sequence[str] | None = None,
     evaluate: Sequence[str] = (),
@@ -65,81 +56,89 @@ def compare(
     random_seeds: int = 3,
     evaluation_samples: int = 64,
     per_source: bool = False,
+    constants: bool = False,
+    protect: Any = None,
+    calibration: str | Sequence[str] | TextOptions | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
     revision: str | None = None,
     progress: Progress | None = None,
-    **wanted: Any,
 ) -> Comparison:
-    """What each strategy costs on this model and data; keywords are those of `Request`, counts and options excepted.
+    """What each strategy costs on this model and data.
 
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
     by default each strategy's own beside none. With several `splits` and `top_ks` there is a row for each of them;
-    what is kept is then said by `ratios`, for `experts` counts the parts of one split. With `constants`, rows in which
-    constants stand for experts follow, even and uneven; `corrections` may name `constants` then. Without `evaluate` the
-    text is taken from the calibration's sources, beyond what any plan or correction sees.
+    `experts` count those of the source. With `constants`, rows in which constants stand for experts follow, even and
+    uneven; `corrections` may name `constants` then. Without `evaluate` the text is taken from the calibration's
+    sources, beyond what any plan or correction sees.
     """
-    asked = Request.of(request, wanted)
+    text = calibration if isinstance(calibration, TextOptions) else TextOptions(data=_several(calibration))
+    prune = Prune(protect=protect)
+    if per_source and constants:
+        raise CompressionError("--format mone makes one plan for all calibration sources; leave out --per-source")
     if per_source:
-        refuse_per_source(asked)
-    refuse_ranks(asked.constants, None, False)
-    if bool(experts) == bool(ratios) or (experts and len(splits) > 1):
-        raise CompressionError(
-            "say how many experts to keep by --experts or --ratio; with several --split by --ratio, for --experts "
-            "counts parts"
-        )
-    if asked.constants and (top_ks or 1 not in splits):
+        refuse_per_source([prune], text.data or ())
+    if constants:
+        refuse_several("--format mone", "leave it out, or start the command without torchrun")
+    if bool(experts) == bool(ratios):
+        raise CompressionError("say how many experts to keep by --experts or --ratio")
+    if constants and (top_ks or 1 not in splits):
         raise CompressionError(
             "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
         )
     check_way(split_by, True, "")
     stock = corrections
-    if asked.constants and corrections is not None:  # of which one is for constants alone
+    if constants and corrections is not None:  # of which one is for constants alone
         stock = [method for method in corrections if method != CONSTANTS] or ["none"]
     contenders = _contenders(strategies, stock, random_seeds)
-    methods = tuple(map(Correction, corrections or ("none", CONSTANTS))) if asked.constants else ()
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
+    methods = tuple(correction(method) for method in corrections or ("none", CONSTANTS)) if constants else ()
+    with open_run(model, revision, dtype, device, progress) as run:
         opened = run.model
         seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
         wanted_top_ks: list[int | None] = [*dict.fromkeys(top_ks)] or [None]
         counts = {
-            (number, top_k): _counts(with_top_k(each, top_k), experts, ratios, asked)
+            (number, top_k): _counts(with_top_k(each, top_k), experts, ratios, prune)
             for number, each in enumerate(seen)
             for top_k in wanted_top_ks
         }
         if methods:
             refuse_model(opened)
         reserve = 0 if evaluate else evaluation_samples
-        given = (
-            evaluation_sets(
+        tokenizer = load_tokenizer(opened.source.folder)
+        given: Sequence[EvaluationSet] = ()
+        if evaluate:
+            given = evaluation_sets(
                 evaluate,
-                load_tokenizer(opened.source.folder),
-                length=asked.sequence_length,
-                seed=asked.seed,
+                tokenizer,
+                length=text.sequence_length,
+                seed=seed,
                 vocab=opened.vocabulary,
                 most=evaluation_samples,
             )
-            if evaluate
-            else ()
-        )
-        calibration = read_calibration(opened, asked, heldout=True, reserve=reserve)
+        spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, HELDOUT, reserve)
+        data = read_text(spec, tokenizer, opened.vocabulary).fit
+        here().assert_same_on_all(data.identity["sha256"], "calibration text")
         if per_source:
-            refuse_unjudged_sources(calibration)
+            refuse_sources_without_heldout(data)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
         ready = [
-            dealt(each, calibration, split_by, run.progress, asked.seed, changed=changed) if each.is_split else each
-            for each in seen
+            dealt(each, data, split_by, run.progress, seed, changed=changed) if each.is_split else each for each in seen
         ]
-        steerings = [Steering(each, calibration, run.progress, asked.seed) for each in ready]
+        steerings = [Steering(each, data, run.progress, seed) for each in ready]
         for steering in steerings:
             contenders = _attributable(contenders, steering, named=bool(strategies))
         variants = []
         for (number, top_k), kept in counts.items():
             variant, steering = with_top_k(ready[number], top_k), steerings[number]
-            protected = protected_experts(asked, min(kept, default=variant.architecture.experts), steering)
+            protected = protected_experts(prune, min(kept, default=variant.architecture.experts), steering)
             variants.append(Variant(variant, kept, protected, steering))
-        sets = given or calibration.reserved
-        return compare_models(
-            opened, variants, contenders, calibration, sets, run.progress, asked.seed, per_source, methods
-        )
+        sets = given or data.reserved
+        return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
+
+
+def _several(calibration: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return (calibration,) if isinstance(calibration, str) else None if calibration is None else tuple(calibration)
 
 
 def _contenders(
@@ -148,7 +147,7 @@ def _contenders(
     """The strategies to compare, and random drops; each once."""
     asked = strategies or [strategy.name for strategy in working_strategies()]
     found = [parse_contender(text, corrections) for text in asked]
-    none = (Correction(),)
+    none = (Correct(method="none"),)
     found += [Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)]
     if len({contender.name for contender in found}) < len(found):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
@@ -167,12 +166,12 @@ def _attributable(contenders: Sequence[Contender], steering: Steering, named: bo
     return list(contenders)
 
 
-def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], request: Request) -> list[int]:
+def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], prune: Prune) -> list[int]:
     """Experts to keep, each count once, checked against the model and what a list protects."""
     layers = model.architecture.layers
-    asked = [*((count, None) for count in experts), *((None, ratio) for ratio in ratios)]
+    asked = [*((count * layers[0].parts, None) for count in experts), *((None, ratio) for ratio in ratios)]
     counts = list(dict.fromkeys(resolve_count(layers, *one) for one in asked))
-    given_protected(request.protect, layers, min(counts, default=model.architecture.experts))
+    given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
     if shared := shared_experts(model):
         raise CompressionError(
             f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
@@ -183,26 +182,28 @@ def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], r
 
 def attribute(
     model: str,
-    request: Request | None = None,
     *,
+    calibration: str | Sequence[str] | TextOptions | None = None,
     keys: int = 0,
     top: int = 10,
     edges_kept: int = 0,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
     revision: str | None = None,
     progress: Progress | None = None,
-    announce: Callable[[Forecast], None] | None = None,
-    **wanted: Any,
 ) -> Attribution:
-    """How every component shapes the routing of later layers; keywords are those of `Request` that speak of data.
+    """How every component shapes the routing of later layers.
 
     On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
-    `edges_kept` strongest edges to single experts' scores are kept. `announce` is told beforehand what it will take.
+    `edges_kept` strongest edges to single experts' scores are kept.
     """
-    asked = Request.of(request, wanted)
-    with open_run(model, revision, asked.dtype, asked.device, progress) as run:
-        calibration = read_calibration(run.model, asked, heldout=False)
-        announce_long(announce, partial(forecast_attribution, run.model, Text.of(calibration)), run.model)
-        return measure.attribute(run.model, calibration, run.progress, asked.seed, keys, top, edges_kept)
+    text = calibration if isinstance(calibration, TextOptions) else TextOptions(data=_several(calibration))
+    with open_run(model, revision, dtype, device, progress) as run:
+        spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed)
+        data = read_text(spec, load_tokenizer(run.model.source.folder), run.model.vocabulary).fit
+        here().assert_same_on_all(data.identity["sha256"], "calibration text")
+        return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 
 def gate(

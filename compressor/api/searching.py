@@ -1,6 +1,7 @@
 """Compressing under a gate: the output is put in place only if it passes, alone or as the smallest that does."""
 
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -8,25 +9,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.api.compressing import Summary, compress
-from compressor.api.repeating import answers, note_request, request_key
+from compressor.api.compressing import compress
 from compressor.api.trials import gate_facts, keep_trial, kept_trial, trial_key
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.places import held
-from compressor.distributed.present import here
+from compressor.distributed.process_group import held
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import resolve_tasks
+from compressor.files import file_digest
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict
-from compressor.model.opened import open_model
+from compressor.model.opened import OpenModel, open_model
 from compressor.model.served import counts_below, unwarned
-from compressor.planning.answering import seen
-from compressor.planning.finer import with_parts
-from compressor.planning.request import Request, request_digest
-from compressor.planning.run import find_model
+from compressor.pipeline.outcome import Outcome
+from compressor.pipeline.repeating import answers, note_request, request_key
+from compressor.pipeline.run_context import find_model
+from compressor.pipeline.stages import stage_numbers
 from compressor.progress import Progress, Silent
+from compressor.recipe.recipe import Recipe
+from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
@@ -42,9 +45,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """What came of it: the summary of the output that was left in place, if one was, and all attempts in order."""
+    """What came of it: the outcome of the output that was left in place, if one was, and all attempts in order."""
 
-    summary: Summary | None
+    outcome: Outcome | None
     attempts: tuple[Attempt, ...]
 
     @property
@@ -55,37 +58,36 @@ class Gated:
 
 
 def compress_gated(
-    model: str,
+    recipe: Recipe,
     out: str | Path,
     gate: GateRequest,
     *,
     inconclusive: Verdict = "inconclusive",
     keep_failed: bool = False,
     search: bool = False,
-    revision: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    device: str = "auto",
     after: Callable[[Path], None] | None = None,
     terms: str | None = None,
-    request: Request | None = None,
     command: Sequence[str] | None = None,
-    **wanted: Any,
 ) -> Gated:
-    """Compress, gate, and leave the output in place only if it passes; keywords are those of `Request`.
+    """Compress, gate, and leave the output in place only if it passes.
 
     An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place;
-    with `terms`, which tell what it adds, an output of this very request that is in place already is taken as it is.
+    with `terms`, which say what it adds, an output of this very request that is in place already is taken as it is.
     With `search` the number of experts is bisected for the smallest model that passes; the confidence then holds for
     all models that are tried together (Bonferroni). What it has tried is remembered, so that one which was killed
     tries nothing twice.
     """
-    asked = Request.of(request, wanted)
-    if search and (keep_failed or asked.experts is not None or asked.ratio is not None):
+    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
+    if search and (prune is None or keep_failed or prune.experts is not None or prune.ratio is not None):
         raise CompressionError(
             "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
         )
     listener = progress or Silent()
-    source, target = find_model(model, revision, listener), Path(out)
+    source, target = find_model(str(recipe.model), recipe.revision, listener), Path(out)
+    recipe = recipe.model_copy(update={"revision": source.revision})
     tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
     known = after is None or terms is not None
     plan_base(source, tasks, gate)  # which refuses what the original cannot answer, before anything is made
@@ -95,7 +97,9 @@ def compress_gated(
     whole: str | None = None  # the key of a search, whose outputs may replace each other
     trial = ""  # the key of what a search is trying
     begun = False
-    summaries: list[Summary] = []
+    outcomes: list[Outcome] = []
+    count = 0  # experts of the present attempt, where a search tries several
+    placed: int | None = None  # those of the attempt that is in place
 
     def accepts(result: GateResult) -> bool:
         return (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
@@ -103,9 +107,9 @@ def compress_gated(
     def judge(folder: Path) -> None:
         made = ModelSource(str(folder), None, folder)
         result = run_gate(source, made, tasks, gate, listener, label=target.name)
-        experts = int(read_object(folder / COMPRESSION)["plan"]["experts"])
-        accepted = here().told(lambda: accepts(result))  # from now on a rank that hears no may clear the folder
-        attempts.append(Attempt(experts, result, accepted))
+        experts = Plan.from_dict(read_object(folder / COMPRESSION)["plan"]).stage.experts
+        accepted = here().broadcast(lambda: accepts(result))  # from now on a rank that hears no may clear the folder
+        attempts.append(Attempt(count or experts, result, accepted))
         if here().is_first:
             (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if search:
@@ -118,60 +122,78 @@ def compress_gated(
             note_request(folder, whole)
             note_request(folder, trial)
 
-    def passes(tried: Request) -> bool:
-        before, again = len(attempts), begun and here().told(lambda: answers(target, trial))
+    def passes(tried: Recipe) -> bool:
+        nonlocal placed
+        before, again = len(attempts), begun and here().broadcast(lambda: answers(target, trial))
         with suppress(RejectedError):
             made = compress(
-                model,
-                out,
                 tried,
-                revision=source.revision,
-                overwrite=overwrite or (not again and (begun or bool(summaries))),
+                out,
+                overwrite=overwrite or (not again and (begun or bool(outcomes))),
                 progress=listener,
+                device=device,
                 accept=judge,
                 terms=request_key(judged) if known else None,
                 command=command,
             )
-            summaries.append(made)
+            outcomes.append(made)
+            placed = count
             if len(attempts) == before:  # it is in place since an earlier run of this command, and was judged then
                 result = read_gate(target / REPORT)
                 if result.routing is not None:  # it was put there since, and is no verdict on the weights alone
                     raise CompressionError(f"{target / REPORT} is of a routed model; compress again with --overwrite")
-                attempts.append(Attempt(made.experts_after, result, accepts(result)))
+                attempts.append(Attempt(count or made.experts_after, result, accepts(result)))
         return attempts[-1].accepted
 
     with held(target):
         if search:
-            opened = open_model(source, asked.dtype, asked.device)
-            asked = with_parts(opened, asked)
-            counts = possible_counts(source, asked)
-            whole = request_key(request_digest(opened, asked), judged)
-            begun = known and here().told(lambda: answers(target, str(whole)))
+            opened = open_model(source, recipe.dtype, device)
+            facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), recipe_facts(recipe)]
+            counts = possible_counts(opened, recipe)
+            whole = request_key(facts, judged)
+            begun = known and here().broadcast(lambda: answers(target, str(whole)))
             steps = math.ceil(math.log2(len(counts) + 1))
             gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
 
-            def with_experts(count: int) -> Request:
-                nonlocal trial
-                tried = replace(asked, experts=count)
-                trial = trial_key(opened, tried, gate, of_tasks, terms)
-                return tried
+            def with_experts(number: int) -> Recipe:
+                nonlocal trial, count
+                count = number
+                changed = [
+                    step.model_copy(update={"experts": number}) if step is prune else step for step in recipe.steps
+                ]
+                trial = trial_key([*facts, number], gate, of_tasks, terms)
+                return recipe.with_steps(changed)
 
-            def tries(count: int) -> bool:
-                tried = with_experts(count)
+            def tries(number: int) -> bool:
+                tried = with_experts(number)
                 if (kept := kept_trial(trial)) is None:
                     return passes(tried)
-                attempts.append(Attempt(count, kept, accepts(kept)))
+                attempts.append(Attempt(number, kept, accepts(kept)))
                 return attempts[-1].accepted
 
             with unwarned():
                 least = smallest(counts, tries)
-                if least is not None and not (summaries and summaries[-1].experts_after == least):
+                if least not in (None, placed):
                     # it passed before the search was killed, and may not have come into its place
                     attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
                     passes(with_experts(least))
         else:
-            passes(asked)
-    return Gated(summaries[-1] if summaries else None, tuple(attempts))
+            passes(recipe)
+    return Gated(outcomes[-1] if outcomes else None, tuple(attempts))
+
+
+def recipe_facts(recipe: Recipe) -> list[Any]:
+    """What of a recipe decides an output, the number of experts excepted."""
+    sources = [_content(entry) for entry in recipe.calibration.data or ()]
+    return [
+        recipe.model_dump(mode="json", exclude={"steps", "model"}),
+        sources,
+        [[s.name, s.to_dict()] for s in recipe.steps],
+    ]
+
+
+def _content(source: str) -> Any:
+    return file_digest(Path(source)) if os.path.isfile(source) else source
 
 
 def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None:
@@ -180,9 +202,14 @@ def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None
     return counts[first] if first < len(counts) else None
 
 
-def possible_counts(source: ModelSource, request: Request) -> list[int]:
-    """Numbers of experts that every layer can be cut to."""
-    layers = seen(open_model(source, request.dtype, request.device), request).architecture.layers
-    if found := counts_below(layers):
+def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
+    """Numbers of the source's experts that every layer can be cut to."""
+    seen, parts = model, 1
+    stage = [step for step, number in zip(recipe.steps, stage_numbers(recipe.steps), strict=True) if number == 0]
+    for step in stage:
+        if (made := step.resolved(model, stage)) is not None:
+            seen, parts = made.view(seen), parts * int(getattr(made, "parts", 1))
+    layers = seen.architecture.layers
+    if found := [count // parts for count in counts_below(layers) if count % parts == 0]:
         return found
-    raise CompressionError(f"no number of experts below {layers[0].experts} works for this model; nothing to search")
+    raise CompressionError(f"no number of experts below {layers[0].experts // parts} works; nothing to search")

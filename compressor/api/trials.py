@@ -9,14 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.api.repeating import request_key
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import PACKAGES
 from compressor.gates.run import GateRequest
 from compressor.gates.verdict import GateResult, gate_content, gate_from_content
-from compressor.model.opened import OpenModel
-from compressor.planning.request import Request, request_digest
+from compressor.pipeline.repeating import request_key
 from compressor.run_record import cache_folder, read_cached, versions, write_cached
 
 logger = logging.getLogger(__name__)
@@ -28,9 +26,9 @@ def gate_facts(gate: GateRequest) -> dict[str, Any]:
     return {name: value for name, value in asdict(plain).items() if name != "cache"}
 
 
-def trial_key(model: OpenModel, tried: Request, gate: GateRequest, *terms: Any) -> str:
-    """The key of one number of experts; `terms` are what else decides, such as the tasks' versions."""
-    return request_key("trial", request_digest(model, tried), gate_facts(gate), versions(PACKAGES), terms)
+def trial_key(facts: Any, gate: GateRequest, *terms: Any) -> str:
+    """The key of one number of experts; `facts` are of model and recipe, `terms` what else decides."""
+    return request_key("trial", facts, gate_facts(gate), versions(PACKAGES), terms)
 
 
 def keep_trial(key: str, result: GateResult) -> None:
@@ -41,7 +39,7 @@ def keep_trial(key: str, result: GateResult) -> None:
 
 def kept_trial(key: str) -> GateResult | None:
     """What was kept, by the first rank for all; None if nothing was, or nothing that can be read."""
-    content = here().told(lambda: read_cached(_path(key)))
+    content = here().broadcast(lambda: read_cached(_path(key)))
     try:
         return None if content is None else gate_from_content(content)
     except CompressionError as error:

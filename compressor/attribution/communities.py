@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.figures import Together
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 
 NOTABLE = 3.0  # standard deviations of a Poisson count by which two experts exceed chance
 FOLLOWING = 8  # experts of the next router that are kept for each expert
@@ -32,7 +32,7 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
         for batch in chosen:
             one, other = (_visited(batch[:, number][:, valid[number]], experts) for number in (first, second))
             table += torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]).double()
-        counts, visits = here().reduced(table).split([experts, 2])  # of tokens, so exact in any order
+        counts, visits = here().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
         expected = visits[0][:, None] * visits[1] / tokens
         excess = counts - expected
         excess[excess <= NOTABLE * expected.sqrt()] = 0

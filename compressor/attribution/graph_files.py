@@ -7,9 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.attribution.centrality import MEASURES, STANDING, TOP, Centrality, agreements, centralities, ranking
 from compressor.attribution.figures import Attribution
-from compressor.attribution.graph import STEERS, edges_of, routing_graph
+from compressor.attribution.graph import (
+    MEASURES,
+    STANDING,
+    STEERS,
+    TOP,
+    Centrality,
+    agreements,
+    centralities,
+    edges_of,
+    ranking,
+    routing_graph,
+)
 from compressor.document.blocks import Figure, Table
 from compressor.drawing.palette import COLOURS, MARKERS
 from compressor.drawing.picture import Drawing

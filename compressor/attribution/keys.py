@@ -18,7 +18,7 @@ from compressor.attribution.figures import KeyInfluence, Sender
 from compressor.attribution.linear_maps import pull_sum
 from compressor.attribution.stream_maps import ObservedRouters, leaf_map, observe_routers, router_rows, run_traced
 from compressor.attribution.unit_trace import UnitTrace
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 
@@ -88,7 +88,7 @@ def key_influence(
             heard.clear()  # weights of a layer that is done
 
         run_traced(model, sequences, visit, lambda unit: None, progress, "key tokens")
-    everyone = sorted((entry for own in here().listed(found) for entry in own), key=lambda entry: entry[0])
+    everyone = sorted((entry for own in here().all_gather(found) for entry in own), key=lambda entry: entry[0])
     return [_restored(summary) for _, summary in everyone]
 
 

@@ -10,17 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from compressor.attribution.communities import routed_together
 from compressor.attribution.figures import KINDS, UNRANKED, Attribution, KeyInfluence, Output, Receiver, Sender
 from compressor.attribution.keys import key_influence
-from compressor.attribution.projecting import Projection
+from compressor.attribution.projecting import Projection, Tally
 from compressor.attribution.stream_maps import ObservedRouters, observe_routers, run_traced
-from compressor.attribution.tallies import Tally
 from compressor.attribution.unit_trace import parts_of
 from compressor.data.batches import Calibration, load_tokenizer
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number, layers_by_unit
 from compressor.model.opened import OpenModel, shared_experts
@@ -45,7 +43,7 @@ def attribute(
 
     On the first `keys` sequences the `top` most influential heads are split by key token, too. If `edges_kept` is not
     0, influence is measured on every expert's score, too, and so many of those edges are kept.
-    Ranks share the batches, and all of them find the same, to the last bit what one process finds.
+    Ranks share the batches, and all of them find the same, but for rounding what one process finds.
     Raises `CompressionError` naming the layer and the reason if the architecture's logits are no sum over the
     residual stream, or if sums miss the logits by more than rounding; at all ranks alike.
     """
@@ -58,19 +56,16 @@ def attribute(
     meta = model.partial.model
     parts = {unit: parts_of(unit, meta.get_submodule(unit), by_unit.get(unit, ())) for unit in architecture.units}
     seconds = {}
-    with torch.random.fork_rng(devices=[]):
-        begin = time.perf_counter()
-        torch.manual_seed(seed)
-        routers = observe_routers(model, calibration.batches, progress)
-        _refuse_not_finite(routers)
-        seconds["routers"] = time.perf_counter() - begin
-        torch.manual_seed(seed)
-        projection = Projection(model, routers, parts, len(calibration.batches), edges_kept)
-        run_traced(model, calibration.batches, projection.visit, projection.passed, progress, "attribution")
-        seconds["attribution"] = time.perf_counter() - begin - seconds["routers"]
-        receivers = _receivers(model, routers, projection, calibration)
-        senders = tuple(_senders(model, projection.tallies.totals, calibration.tokens))
-        per_key = _by_key(model, calibration, senders, progress, keys, top) if keys else []
+    begin = time.perf_counter()
+    routers = observe_routers(model, calibration.batches, progress, seed)
+    _refuse_not_finite(routers)
+    seconds["routers"] = time.perf_counter() - begin
+    projection = Projection(model, routers, parts, edges_kept)
+    run_traced(model, calibration.batches, projection.visit, projection.passed, progress, "attribution", seed)
+    seconds["attribution"] = time.perf_counter() - begin - seconds["routers"]
+    receivers = _receivers(model, routers, projection, calibration)
+    senders = tuple(_senders(model, projection.tallies.totals, calibration.tokens))
+    per_key = _by_key(model, calibration, senders, progress, keys, top) if keys else []
     return Attribution(
         model=model.source.label,
         receivers=receivers,
@@ -112,7 +107,7 @@ def _texts(model: OpenModel) -> Callable[[Sequence[int]], tuple[str, ...]]:
 def _refuse_not_finite(routers: ObservedRouters) -> None:
     numbers = range(len(routers.layers))
     faults = [sum(not bool(torch.isfinite(own[:, n]).all()) for own in routers.logits.values()) for n in numbers]
-    for layer, found in zip(routers.layers, here().reduced(torch.tensor(faults)).tolist(), strict=True):
+    for layer, found in zip(routers.layers, here().all_reduce(torch.tensor(faults)).tolist(), strict=True):
         if found:
             raise CompressionError(
                 f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
@@ -126,18 +121,17 @@ def _receivers(
     tolerance = FLOAT32_TOLERANCE if model.partial.dtype == torch.float32 else HALF_TOLERANCE
     count = len(routers.layers)
 
-    def variances(batch: int) -> Tensor:
-        logits = routers.logits[batch]
+    variances = torch.zeros(count, dtype=torch.float64)  # summed over this rank's tokens
+    for _, logits in sorted(routers.logits.items()):
         own = [float(logits[:, number].var(-1, correction=0).sum()) for number in range(count)]
-        return torch.tensor(own, dtype=torch.float64)
-
+        variances += torch.tensor(own, dtype=torch.float64)
     ends = torch.zeros(2, count, dtype=torch.float64)
     if projection.remainder is not None:  # at the one rank that has run the first batch
         both = routers.logits[0], projection.remainder
         ends = torch.stack([each.abs().amax((0, 2)) for each in both]).double().cpu()
-    sums = here().ordered_sum(ends[0], here().owners(calibration.batches), variances).tolist()
+    sums = here().all_reduce(variances).tolist()
     found = []
-    for layer, total, largest, left in zip(routers.layers, sums, *here().reduced(ends).tolist(), strict=True):
+    for layer, total, largest, left in zip(routers.layers, sums, *here().all_reduce(ends).tolist(), strict=True):
         variance, missed = total / calibration.tokens, left / max(largest, torch.finfo(torch.float32).tiny)
         if missed > tolerance:
             raise CompressionError(

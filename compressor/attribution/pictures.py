@@ -22,9 +22,8 @@ from compressor.attribution.summary import (
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import Panel, Scale, draw_panels, log_scale, panels_size
 from compressor.drawing.lines import colour
-from compressor.drawing.palette import FONT, MARKERS
+from compressor.drawing.palette import FONT, MARKERS, scale_axis
 from compressor.drawing.picture import Drawing
-from compressor.drawing.scales import scale_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,11 +20,78 @@ from compressor.attribution.stream_maps import (
     refuse,
     router_rows,
 )
-from compressor.attribution.tallies import Tallies, Tally
 from compressor.attribution.tracing import Term
 from compressor.attribution.unit_trace import STREAM, Component, Heads, UnitTrace
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.model.opened import OpenModel
+
+
+@dataclass(slots=True)
+class Tally:
+    """One sender's sums so far."""
+
+    kind: str
+    unit: str
+    module: str
+    number: int | None
+    sums: Tensor  # [5, R]: variance, positive and negative scores, covariance, change of rank
+    reaches: Tensor  # [R]: whether the sender comes before the router
+    tokens: int = 0
+    norm: float = 0.0
+    max_norm: float = 0.0
+    max_entry: float = 0.0
+    by_expert: Tensor | None = None  # [R, E] variance by expert, while its layer passes and where that is asked for
+
+
+@dataclass(slots=True)
+class Tallies:
+    """The sums of all senders by name; every rank has those of all batches for the layers that have passed."""
+
+    receivers: int  # R
+    totals: dict[str, Tally] = field(default_factory=dict)
+
+    def of(self, name: str, kind: str, unit: str, module: str, number: int | None = None) -> Tally:
+        """The sums of the sender of this name; begun where there are none."""
+        if name not in self.totals:
+            sums = torch.zeros(5, self.receivers, dtype=torch.float64)
+            reaches = torch.zeros(self.receivers, dtype=torch.bool)
+            self.totals[name] = Tally(kind, unit, module, number, sums, reaches)
+        return self.totals[name]
+
+    def passed(self, unit: str) -> None:
+        """Add up what all ranks have measured of a layer."""
+        if here().is_alone:
+            return
+        own = {name: tally for name, tally in self.totals.items() if tally.unit == unit}
+        said = [
+            (name, tally.kind, tally.module, tally.number, tally.max_norm, tally.max_entry)
+            + (() if tally.by_expert is None else tuple(tally.by_expert.shape))
+            for name, tally in own.items()
+        ]
+        tallies: dict[str, Tally] = {}
+        for name, kind, module, number, max_norm, max_entry, *shape in (
+            row for rank in here().all_gather(said) for row in rank
+        ):
+            tally = tallies[name] = self.of(name, kind, unit, module, number)
+            tally.max_norm, tally.max_entry = max(tally.max_norm, max_norm), max(tally.max_entry, max_entry)
+            if shape and tally.by_expert is None:
+                tally.by_expert = torch.zeros(shape, dtype=torch.float64)
+        parts = [
+            part.double().flatten()
+            for tally in tallies.values()
+            for part in (
+                tally.sums,
+                tally.reaches,
+                torch.tensor([tally.tokens, tally.norm], dtype=torch.float64),
+                torch.zeros(0) if tally.by_expert is None else tally.by_expert,
+            )
+        ]
+        added = iter(here().all_reduce(torch.cat(parts)).split([len(part) for part in parts]) if parts else ())
+        for tally, sums, reaches, sizes, by_expert in zip(tallies.values(), *[added] * 4, strict=True):
+            tally.sums, tally.reaches = sums.view_as(tally.sums), reaches > 0
+            tally.tokens, tally.norm = round(float(sizes[0])), float(sizes[1])
+            tally.by_expert = None if tally.by_expert is None else by_expert.view_as(tally.by_expert)
+
 
 OUTPUT = "output"  # of the layer, where later routers' rows are kept
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
@@ -51,19 +118,16 @@ class Projection:
     model: OpenModel
     routers: ObservedRouters
     parts: Mapping[str, tuple[Component, ...]]  # by decoder layer
-    batches: int  # of all ranks
     edges_kept: int = 0  # of those to single experts' scores, which are measured if it is not 0
     tallies: Tallies = field(init=False)
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
-    _batch: int | None = None  # that is passing
-    _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed; at the first rank
+    _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
     _unit: str = ""
     _chains: dict[tuple[str, int, int], tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
     _rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # as they look from them
 
     def __post_init__(self) -> None:
-        rounds = 1 if here().is_alone or self.edges_kept else self.batches  # by expert the sums of a batch are large
-        self.tallies = Tallies(len(self.routers.layers), self.batches, rounds)
+        self.tallies = Tallies(len(self.routers.layers))
         first = self.routers.logits.get(0)
         self.remainder = None if first is None else first.clone()
         for unit, parts in self.parts.items():
@@ -76,26 +140,18 @@ class Projection:
         """E."""
         return self.model.architecture.experts
 
-    def tally(self, unit: str, name: str, kind: str, module: str, number: int | None = None) -> Tally:
-        """The sums of the sender of this name on the batch that is passing."""
-        return self.tallies.begun(name, kind, unit, module, number, self._batch)
-
     def _expert(self, unit: str, module: str, expert: int) -> Tally:
-        return self.tally(unit, f"{module} expert {expert}", "expert", module, expert)
+        return self.tallies.of(f"{module} expert {expert}", "expert", unit, module, expert)
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
-        self._unit, self._batch = unit, batch
-        try:
-            self._measure(unit, batch, trace)
-        finally:
-            self.tallies.seen(batch)
+        self._unit = unit
+        self._measure(unit, batch, trace)
 
     def passed(self, unit: str) -> None:
         """Every batch has passed the layer: add up what all ranks have measured."""
-        self.tallies.passed()
+        self.tallies.passed(unit)
         self._keep_strongest()
-        self.tallies.show(unit)
         seen = {name if start >= 0 else f"{name} {end}": found for (name, start, end), found in self._chains.items()}
         agree_on_chains(self.model, unit, seen)
         self._chains.clear()
@@ -114,7 +170,7 @@ class Projection:
     def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
         """The strongest edges to single experts' scores, averaged over so many tokens."""
         mean = [replace(edge, influence=edge.influence / tokens) for edge in self._strongest]
-        return tuple(ScoreEdge(*edge) for edge in here().told(lambda: [astuple(edge) for edge in mean]))
+        return tuple(ScoreEdge(*edge) for edge in here().broadcast(lambda: [astuple(edge) for edge in mean]))
 
     def _keep_strongest(self) -> None:
         """Of the edges so far and those of the layer that is done, keep as many as shall stay, the strongest first."""
@@ -168,7 +224,7 @@ class Projection:
                     together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
                 _add_rows(together, rows, scores)
         if together is not None:
-            self._add(self.tally(unit, f"{unit} MoE", "moe", unit), together, None, batch, span)
+            self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, span)
 
     def _measure_own(self, unit: str, batch: int, trace: UnitTrace, number: int) -> None:
         """Sub-scores for a router of the same layer, of the components that come before it."""
@@ -220,7 +276,7 @@ class Projection:
                 yield self._expert(unit, name, routed.expert), values, routed.rows
         else:
             values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
-            yield self.tally(unit, part.name, part.kind, part.name), values, None
+            yield self.tallies.of(part.name, part.kind, unit, part.name), values, None
 
     def _measure_heads(self, unit: str, part: Component, heads: Heads, view: View, batch: int) -> None:
         """All but the ranks, for each head through its slice of the output projection, and for that one's bias."""
@@ -230,10 +286,10 @@ class Projection:
         for head in range(heads.heads):
             own = slice(head * size, (head + 1) * size)
             seen = View(view.span, self._rows[key][:, own], view.scales)
-            tally = self.tally(unit, f"{part.name} head {head}", "head", part.name, head)
+            tally = self.tallies.of(f"{part.name} head {head}", "head", unit, part.name, head)
             self._add(tally, seen.scores(heads.inputs[:, own], None, self.experts), None, batch, view.span)
         if heads.bias is not None:
-            tally = self.tally(unit, f"{part.name} bias", "bias", part.name)
+            tally = self.tallies.of(f"{part.name} bias", "bias", unit, part.name)
             added = heads.bias.expand(len(heads.inputs), -1)
             self._add(tally, view.scores(added, None, self.experts), None, batch, view.span)
 

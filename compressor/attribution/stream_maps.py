@@ -16,12 +16,12 @@ from compressor.attribution.influence import Selection, best_selection, ranks, s
 from compressor.attribution.linear_maps import Chain, digest, kept, pull_sum, same_chains
 from compressor.attribution.tracing import Term
 from compressor.attribution.unit_trace import STREAM, UnitTrace, router_width, trace_unit
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.buffers import BUDGET, allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor
+from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
@@ -65,47 +65,41 @@ class _Tracing(LayerVisitor):
     What `visit` refuses is raised once all batches have passed the layer, by all ranks alike.
     """
 
-    model: OpenModel
     visit: Visit
     done: Passed
-    progress: Progress
-    batch: int = 0
     fault: tuple[int, str] | None = None  # of the first batch that was refused
-
-    def entering(self, batch: int) -> None:
-        self.batch = batch
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         return partial(self._traced, unit, own)
 
     def _traced(self, unit: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
-        layers = [layer for layer in self.model.architecture.layers if layer.unit == unit]
-        output, trace = trace_unit(self.model.partial.model, unit, layers, own, args, kwargs)
+        output, trace = trace_unit(self.at.model, unit, self.at.moe_layers, own, args, kwargs)
         try:
-            self.visit(unit, self.batch, trace)
+            self.visit(unit, self.at.batch, trace)
         except CompressionError as error:
-            self.fault = self.fault or (self.batch, str(error))
+            self.fault = self.fault or (self.at.batch, str(error))
         return output
 
     def passed(self, unit: str) -> None:
         self.done(unit)
-        if faults := [fault for fault in here().listed(self.fault) if fault is not None]:
+        if faults := [fault for fault in here().all_gather(self.fault) if fault is not None]:
             raise CompressionError(min(faults)[1])
-        self.progress.advance(unit)
 
 
 def run_traced(
-    model: OpenModel, batches: Sequence[Tensor], visit: Visit, done: Passed, progress: Progress, phase: str
+    model: OpenModel,
+    batches: Sequence[Tensor],
+    visit: Visit,
+    done: Passed,
+    progress: Progress,
+    phase: str,
+    seed: int = 0,
 ) -> None:
     """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch.
 
     Of several ranks each runs its share of the batches. When all have passed a layer, all ranks are `done` with it.
     """
-    units = model.architecture.units
-    progress.start(phase, len(units))
-    wanted = layers_by_unit(model.architecture.layers)
-    stream = LayerStream(model.partial, batches, units, wanted, own=here().share(batches))
-    stream.run(_Tracing(model, visit, done, progress))
+    Pass(model, batches, progress, phase, seed, shared=True).run(_Tracing(visit, done))
 
 
 def agree_on_chains(model: OpenModel, unit: str, found: Mapping[str, tuple[Chain, ...]]) -> None:
@@ -113,7 +107,7 @@ def agree_on_chains(model: OpenModel, unit: str, found: Mapping[str, tuple[Chain
     if here().is_alone:
         return
     known: dict[str, str] = {}
-    for own in here().listed({name: digest(chains) for name, chains in found.items()}):
+    for own in here().all_gather({name: digest(chains) for name, chains in found.items()}):
         for name, value in own.items():
             if known.setdefault(name, value) != value:
                 raise refuse(model, unit, f"what it does to {name} differs between batches")
@@ -173,7 +167,7 @@ def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
     )
 
 
-def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> ObservedRouters:
+def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0) -> ObservedRouters:
     """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
     architecture = model.architecture
     by_unit = layers_by_unit(architecture.layers)
@@ -214,7 +208,7 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
         streams = {"the residual stream": found.streams[unit].chains} if unit in found.streams else {}
         agree_on_chains(model, unit, streams)
 
-    run_traced(model, batches, visit, done, progress, "routers")
+    run_traced(model, batches, visit, done, progress, "routers", seed)
     _settle(found, [batch.numel() for batch in batches], experts)
     return found
 
@@ -240,13 +234,13 @@ def _beginning(parts: Mapping[int, Tensor], sizes: Sequence[int], like: Tensor) 
     starts = [0, *accumulate(sizes)]
     for batch, part in parts.items():
         found[starts[batch] : starts[batch + 1]] = part[: max(0, len(found) - starts[batch])]
-    return here().reduced(found)
+    return here().all_reduce(found)
 
 
 def _settle(found: ObservedRouters, sizes: Sequence[int], experts: int) -> None:
     """Leave out routers that no token came to; find out what the others rank by, and the ranks of what they chose."""
     reached = torch.tensor([layer.name in found.rows for layer in found.layers])
-    marks = here().reduced(torch.cat([reached[:, None], found.valid.cpu()], 1).int()) > 0
+    marks = here().all_reduce(torch.cat([reached[:, None], found.valid.cpu()], 1).int()) > 0
     seen, found.valid = marks[:, 0].nonzero().flatten().tolist(), marks[:, 1:].to(found.valid.device)
     if len(seen) < len(found.layers):
         found.layers, found.valid = tuple(found.layers[number] for number in seen), found.valid[seen]
@@ -259,7 +253,7 @@ def _settle(found: ObservedRouters, sizes: Sequence[int], experts: int) -> None:
     logits = _beginning(found.logits, sizes, torch.zeros(len(names), experts, device=found.valid.device))
     chosen = _beginning(found.chosen, sizes, found.valid.long())
     tried = selections(biases)
-    best = here().told(lambda: best_selection(tried, logits, chosen, found.valid, groups))
+    best = here().broadcast(lambda: best_selection(tried, logits, chosen, found.valid, groups))
     if found.logits:  # a rank without a batch has seen no biases
         found.selection = tried[best]
     for batch, own in found.logits.items():

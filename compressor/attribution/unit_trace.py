@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressor.attribution.tracing import Context, Term, Traced, ignore, plain, untraced
 from compressor.model.architecture import MoeLayer
-from compressor.model.experts import observed_forward
+from compressor.model.watch import Watch
 
 STREAM = "stream"
 HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")
@@ -150,12 +150,8 @@ def _watch(model: Any, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) 
         yield module.register_forward_hook(partial(_begin, part.name, trace)).remove
         if part.kind == "attention":
             yield from _watch_heads(part.name, module, trace)
-        if part.kind == "expert":
-            note = partial(_note, trace.routed.setdefault(part.name, []))
-            module.forward = partial(observed_forward, module, observe=note)
-            yield partial(module.__dict__.pop, "forward", None)
     for layer in layers:
-        yield from _watch_router(layer, model.get_submodule(layer.router), trace)
+        yield from _watch_layer(layer, model, trace)
 
 
 def _note(found: list[RanExpert], *seen: Any) -> None:
@@ -189,8 +185,8 @@ def _watch_heads(name: str, attention: nn.Module, trace: UnitTrace) -> Iterator[
             yield module.register_forward_hook(hook).remove
 
 
-def _watch_router(layer: MoeLayer, router: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:
-    """Note the router's first matrix product with a column for each expert, and the experts that it chose."""
+def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:
+    """Note the experts' outputs, the router's first matrix product with a column for each, and what it chose."""
 
     def projected(value: Tensor, terms: tuple[Term, ...]) -> None:
         if value.shape[-1] == router_width(layer) and layer.name not in trace.logits:
@@ -201,10 +197,11 @@ def _watch_router(layer: MoeLayer, router: nn.Module, trace: UnitTrace) -> Itera
         trace.called.add(layer.name)
         trace.context.projected = projected
 
-    def after(module: Any, args: Any, output: Any) -> None:
+    def after(args: Any, kwargs: Any, output: Any) -> None:
         trace.context.projected = ignore
         if (found := trace.logits.get(layer.name)) is not None:
             trace.logits[layer.name] = replace(found, chosen=plain(output[2]).reshape(len(found.value), -1))
 
-    yield router.register_forward_pre_hook(before).remove
-    yield router.register_forward_hook(after).remove
+    yield model.get_submodule(layer.router).register_forward_pre_hook(before).remove
+    note = partial(_note, trace.routed.setdefault(layer.name, []))
+    yield Watch(model, layer, on_router=after, on_expert_output=note).attach().detach

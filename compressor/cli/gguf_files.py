@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.parameters import given
+from compressor.cli.parameters import STRATEGY, given
 from compressor.cli.terminal import progress_bars, tell
 from compressor.document.blocks import Facts, Heading, Table, Text
 from compressor.errors import CompressionError
-from compressor.planning.request import STRATEGY, Request
 from compressor.words import counted, human_bytes, human_count, ranges, share
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
     from compressor.gguf_files.inspection import GgufInspection
-    from compressor.gguf_files.job import GgufSummary
+    from compressor.gguf_files.writing import GgufSummary
 
 CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
 Imatrix = Annotated[
@@ -46,7 +45,7 @@ def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, 
 
 
 def plan_of_file(
-    model: str, output: Path, request: Request, imatrix: Path | None, overwrite: bool, as_json: bool
+    model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, overwrite: bool, as_json: bool
 ) -> None:
     """`plan` on a GGUF file."""
     import compressor
@@ -54,25 +53,26 @@ def plan_of_file(
     from compressor.recipe.files import check_files, write_plans
 
     check_files([output], overwrite)
-    made = compressor.plan_gguf(model, **_asked(request, imatrix))
+    made = compressor.plan_gguf(model, **_asked(step_flags, imatrix))
     write_plans([output], [made])
     tell(as_json, made.to_dict(), plan_blocks(made, output))
 
 
 def compress_file(
-    model: str, output: Path, request: Request, imatrix: Path | None, overwrite: bool, as_json: bool
+    model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, overwrite: bool, as_json: bool
 ) -> None:
     """`compress` on a GGUF file."""
     import compressor
 
     with progress_bars(as_json) as progress:
-        asked = _asked(request, imatrix)
+        asked = _asked(step_flags, imatrix)
         done = compressor.compress_gguf(model, output, overwrite=overwrite, progress=progress, **asked)
     show_gguf_summary(done, as_json)
 
 
-def _asked(request: Request, imatrix: Path | None) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in CHOOSING if name != "imatrix"} | {"imatrix": imatrix}
+def _asked(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
+    flags = {name: step_flags.get(name) for name in CHOOSING if name != "imatrix"}
+    return {**flags, "strategy": flags["strategy"] or "auto", "imatrix": imatrix}
 
 
 def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
@@ -104,7 +104,7 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
-    from compressor.recipe.document import protected_blocks
+    from compressor.recipe.document import protected_blocks_of
 
     before, after = summary.before, summary.after
     content = {
@@ -133,7 +133,7 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
         content,
         (
             Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
-            *protected_blocks(summary.plan),
+            *protected_blocks_of(summary.plan.stage.protected),
             *([Text(f"{summary.note}.")] if summary.note else []),
             Text(f"Written to {summary.out[0]}{files}"),
         ),

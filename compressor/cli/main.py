@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from compressor.cli.commands import (
-    calibrating,
     comoe,
     exporting,
     gating,
@@ -18,16 +17,15 @@ from compressor.cli.commands import (
     making,
     measuring,
     publishing,
-    recovering,
     referencing,
     reporting,
     showing,
-    splitting,
+    stepping,
 )
 from compressor.cli.parameters import spread
 from compressor.cli.ranks import alone, on_ranks
 from compressor.cli.terminal import PROGRAM
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.memory import limit_caches
@@ -126,9 +124,9 @@ for command in (
     on_ranks(making.plan),
     on_ranks(making.apply),
     on_ranks(making.compress),
-    alone(splitting.split),
-    on_ranks(calibrating.calibrate_router),
-    recovering.recover,  # whose processes accelerate brings together
+    on_ranks(stepping.split),
+    on_ranks(stepping.calibrate_router),
+    on_ranks(stepping.distill),
     on_ranks(measuring.compare),
     on_ranks(measuring.attribute),
     on_ranks(gating.gate),
@@ -137,6 +135,7 @@ for command in (
     alone(generating.generate),
     alone(reporting.report),
     alone(publishing.push),
+    alone(showing.steps),
     alone(showing.strategies),
     alone(showing.demo),
 ):

@@ -2,31 +2,24 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from compressor.cli.parameters import CALIBRATION, GATE, PUBLISHING, RUNNING, STRATEGY, described
 from compressor.errors import CompressionError
 from compressor.gates.verdict import Verdict
-from compressor.planning.request import GATE, PUBLISHING, RUNNING, STRATEGY, Request, described
+from compressor.recipe.text_options import TextOptions
 
 if TYPE_CHECKING:
     from compressor.gates.run import GateRequest
 
 logger = logging.getLogger(__name__)
 
-DATA = ("calibration", "samples", "sequence_length", "seed", "device", "dtype")  # the fields that speak of data
-COMPUTING = ("device", "dtype")
-
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
-
-
-Yes = Annotated[
-    bool, typer.Option("--yes", help="Begin a long run without asking.", rich_help_panel=RUNNING, show_default=False)
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +31,35 @@ class Running:
         False, RUNNING, "Replace an existing output once the new one is complete.", name="--overwrite"
     )
     as_json: bool = described(False, RUNNING, "Print JSON instead of a table.", name="--json")
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Where and in which dtype a model computes."""
+
+    device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
+    dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
+
+
+@dataclass(frozen=True, slots=True)
+class TextFlags:
+    """Calibration text."""
+
+    calibration: list[str] | None = described(None, CALIBRATION, str(TextOptions.model_fields["data"].description))
+    samples: int | None = described(
+        None, CALIBRATION, f"{TextOptions.model_fields['samples'].description} (default: 128)", min=1
+    )
+    sequence_length: int | None = described(
+        None, CALIBRATION, f"{TextOptions.model_fields['sequence_length'].description} (default: 512)", min=2
+    )
+    seed: int | None = described(
+        None, CALIBRATION, "For the choice of calibration text and everything else that is drawn (default: 0)."
+    )
+
+    def given(self) -> dict[str, Any]:
+        """Sources and sizes, as far as they were given."""
+        found = {"data": self.calibration, "samples": self.samples, "sequence_length": self.sequence_length}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +76,23 @@ class StrategyOptions:
         None, STRATEGY, "name=value for an option of any strategy; may be repeated.", name="--option"
     )
 
-    def put_into(self, request: Request) -> Request:
-        """The request with these options; the strategy refuses what it does not have."""
+    def given(self, strategy: str) -> dict[str, Any]:
+        """The options that were given; the strategy refuses what it does not have."""
         from compressor.grouping.choose import METHODS
         from compressor.recipe.registry import option_fields, read_option
 
-        known = option_fields(request.strategy)
+        if all(getattr(self, name) in (None, False) for name in self.__slots__):
+            return {}
+        known = option_fields(strategy)
         found: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}
         if self.merge is not None and self.merge not in METHODS:
             raise CompressionError(f"there is no merge {self.merge!r}; known are {', '.join(METHODS)}")
         if "merge" in known:
             found |= {"merge": self.merge, "merge_routers": False if self.no_merge_routers else None}
         elif self.merge is not None or self.no_merge_routers:
-            logger.warning("strategy %s drops experts and merges none: --merge has no effect", request.strategy)
+            logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
         found |= dict(read_option(text, f"--option {text!r} should be name=value") for text in self.option or ())
-        said = {name: value for name, value in found.items() if value is not None}
-        return replace(request, options={**request.options, **said})
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +105,10 @@ class GateOptions:
         "The largest drop of a score to put up with (of a perplexity: its relative rise); by default 0.01, and 0.05 "
         "with --demo.",
     )
-    confidence: float = described(0.95, GATE, "Of the gate's verdict, between 0.5 and 1.")
+    confidence: float | None = described(None, GATE, "Of the gate's verdict, between 0.5 and 1 (default: 0.95).")
     limit: int | None = described(None, GATE, "Items of each task, the first ones (default: all).")
     include_path: Path | None = described(None, GATE, "A folder with lm-eval task files of your own.")
-    batch_size: str = described("auto", GATE, "Of the evaluation: auto or a number.")
+    batch_size: str | None = described(None, GATE, "Of the evaluation: auto or a number (default: auto).")
     stream: bool | None = described(
         None,
         GATE,
@@ -106,6 +129,12 @@ class GateOptions:
             )
         return cast(Verdict, self.inconclusive or "inconclusive")
 
+    def given(self) -> dict[str, Any]:
+        """What was given of it that a recipe has, too."""
+        names = ("max_drop", "confidence", "limit", "batch_size")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return found | ({} if self.include_path is None else {"include_path": str(self.include_path)})
+
     def request(
         self,
         tasks: Sequence[str],
@@ -123,13 +152,13 @@ class GateOptions:
             tasks=tuple(tasks),
             limit=self.limit,
             include_path=self.include_path,
-            batch_size=read_batch_size(self.batch_size),
+            batch_size=read_batch_size(self.batch_size or "auto"),
             device=device,
             dtype=dtype,
             stream=self.stream,
         )
         margin = max_drop if self.max_drop is None else self.max_drop
-        return GateRequest(options, margin, self.confidence, cache_dir or default_folder())
+        return GateRequest(options, margin, self.confidence or 0.95, cache_dir or default_folder())
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +174,6 @@ class UnderGate:
     search: bool = described(
         False, GATE, "With --gate: find the smallest number of experts that passes.", name="--search"
     )
-
-    def __post_init__(self) -> None:
-        if self.gate is None and (self.keep_failed or self.search):
-            raise CompressionError("--keep-failed and --search go with --gate; name the tasks to pass")
 
 
 @dataclass(frozen=True, slots=True)

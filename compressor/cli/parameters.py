@@ -1,15 +1,34 @@
 """Options of the command line from the fields of dataclasses: each is named, documented and given its default once."""
 
 import inspect
-from collections.abc import Callable, Collection
-from dataclasses import Field, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-
-from compressor.planning.request import PANELS
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 Parameter = inspect.Parameter
+BY_FILE = ("calibration",)  # fields that a recipe alone gives, or that have options of their own
+KEEP, STRATEGY, CALIBRATION, STEPS = "What to keep", "Strategy", "Calibration", "Steps"
+GATE, ROUTING, PUBLISHING, RUNNING = "Gate", "Routing", "Publishing", "Running"
+PANELS = (KEEP, STRATEGY, CALIBRATION, STEPS, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
+
+
+def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
+    """A field with the help of its option and the panel it is shown in; `more` is what `typer.Option` takes.
+
+    `name` calls the option otherwise than the field, `kind` is what the command line gives where that is less.
+    """
+    return field(default=default, metadata={"help": text, "panel": panel, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Annotates a parameter of a command, a dict: it gets these options by name."""
+
+    options: Callable[[], list[Parameter]]
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
@@ -19,8 +38,12 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
-    shapes: dict[str, tuple[type, list[str]]] = {}
+    shapes: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(flags := next(iter(getattr(hints[name], "__metadata__", ())), None), Flags):
+            shapes[name] = (dict, [option.name for option in flags.options()])
+            parameters += flags.options()
+            continue
         shape, only = _shape(hints[name])
         if shape is None:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
@@ -41,6 +64,33 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def step_options(
+    step: type[BaseModel], panel: str, only: Mapping[str, str] | None = None, bare: bool = False
+) -> list[Parameter]:
+    """The options of the command line that a step's fields are; `only` names fields, by the option's name.
+
+    With `bare` an option that is not given is None, whatever the field's default.
+    """
+    wanted = only or {name: name for name in step.model_fields if name not in BY_FILE}
+    return [_field_option(name, step.model_fields[entry], panel, bare) for name, entry in wanted.items()]
+
+
+def _field_option(name: str, entry: FieldInfo, panel: str, bare: bool) -> Parameter:
+    kind, default = plain_kind(entry.annotation), None if bare else entry.default
+    flag = f"--{name.replace('_', '-')}"
+    option = typer.Option(flag, rich_help_panel=panel, help=entry.description, show_default=default is not None)
+    hint = kind if default is not None and not bare else kind | None
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
+
+
+def plain_kind(annotation: Any) -> Any:
+    """What the command line gives for a field: one of bool, int, float and str; the field itself checks it."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if get_origin(annotation) is Literal or len(kinds) > 1:
+        return str
+    return kinds[0] if kinds[0] in (bool, int, float, str) else str
 
 
 def _shape(hint: Any) -> tuple[type | None, Collection[str]]:

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from compressor.cli.terminal import PROGRAM
-from compressor.distributed.present import refuse_several
-from compressor.distributed.together import together
+from compressor.distributed.process_group import process_group
+from compressor.distributed.ranks import refuse_several
 
 Command = Callable[..., None]
 
@@ -22,7 +22,7 @@ def on_ranks(command: Command) -> Command:
     @wraps(command)
     def run(*given: Any, **named: Any) -> None:
         status = 0
-        with together() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
+        with process_group() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
             if not ranks.is_first:
                 stack.enter_context(redirect_stdout(nowhere))
             try:

@@ -1,5 +1,6 @@
 """What the commands print that make, move or show models."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -10,19 +11,21 @@ from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.publishing.document import push_blocks
-from compressor.recipe.document import constants_line, first_of, plan_blocks, protected_blocks
+from compressor.recipe.document import constants_line, first_of, plan_blocks
 from compressor.recipe.options import helps
-from compressor.recipe.plan import CompressionPlan
-from compressor.recipe.split import told_split
-from compressor.report.afterwards import bake_line, recovery_line
+from compressor.recipe.recipe import make_step
+from compressor.recipe.split import told_split as split_line
+from compressor.recipe.steps_plan import KEPT_WHOLE, Plan
 from compressor.serving.advice import Advice, Breach
 from compressor.words import human_bytes, human_count, share
 
 if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
-    from compressor.api.compressing import Summary
+    from compressor.pipeline.outcome import Outcome
     from compressor.publishing.push import PushSummary
+    from compressor.recipe.step import Step
 
 STRATEGY_COLUMNS = ("name", "what it does", "needs", "options")
+STEP_COLUMNS = ("step", "option", "default", "what it is")
 NEEDS_COLUMNS = ("name", "shape", "meaning")
 
 
@@ -86,55 +89,52 @@ def server_line(advice: Advice) -> str:
     return f"Servers: {told}" + (f"; not in {against}{near}" if against else "")
 
 
-def show_plans(plans: Sequence[CompressionPlan], paths: Sequence[Path], as_json: bool) -> None:
+def show_plans(plans: Sequence[Plan], paths: Sequence[Path], as_json: bool) -> None:
     """One row a layer; as JSON the plan, or a list of several."""
     content = [plan.to_dict() for plan in plans]
     blocks = (block for plan, path in zip(plans, paths, strict=True) for block in plan_blocks(plan, path))
     tell(as_json, content if len(content) > 1 else content[0], blocks)
 
 
-def summary_dict(summary: "Summary") -> dict[str, Any]:
-    """A summary as JSON types, without the plan's layers."""
-    before, after = summary.before, summary.after
+def outcome_dict(outcome: "Outcome") -> dict[str, Any]:
+    """An outcome as JSON types, without the plan's layers."""
+    before, after, stage = outcome.before, outcome.after, outcome.plan.stage
+    done = [step for step in outcome.plan.steps if step.result is not None]
     return {
-        "output": summary.out,
-        "strategy": summary.strategy,
-        "experts": {"before": summary.experts_before, "after": summary.experts_after},
+        "output": outcome.out,
+        "strategy": outcome.strategy,
+        "experts": {"before": outcome.experts_before, "after": outcome.experts_after},
         "parameters": {"before": before.parameters, "after": after.parameters},
         "bytes": {"before": before.bytes, "after": after.bytes},
-        "seconds": {name: round(value, 3) for name, value in summary.seconds.items()},
-        "peak_memory_bytes": summary.peak_memory,
-        "left_out": list(summary.left_out),
-        "zeroed_fields": list(summary.zeroed_fields),
+        "seconds": {name: round(value, 3) for name, value in outcome.seconds.items()},
+        "peak_memory_bytes": outcome.peak_memory,
+        "left_out": list(outcome.left_out),
+        "zeroed_fields": list(outcome.zeroed_fields),
         **(
-            {"acceptance": {name: dict(figure) for name, figure in summary.acceptance.items()}}
-            if summary.acceptance
+            {"acceptance": {name: dict(figure) for name, figure in outcome.acceptance.items()}}
+            if outcome.acceptance
             else {}
         ),
-        "protected_experts": sum(map(len, summary.plan.protected.values())),
-        "plan_digest": summary.plan.digest(),
-        "servers": None if summary.servers is None else asdict(summary.servers),
-        **({} if summary.plan.constants is None else {"constants": dict(summary.plan.constants)}),
-        **{name: dict(entry["result"]) for name, entry in _afterwards(summary.plan).items()},
+        "protected_experts": sum(map(len, stage.protected.values())),
+        "plan_digest": outcome.plan.digest(),
+        "servers": None if outcome.servers is None else asdict(outcome.servers),
+        **({} if stage.constants is None else {"constants": dict(stage.constants)}),
+        "steps": [
+            {"name": step.name, "options": dict(step.options), "result": dict(step.result or {})} for step in done
+        ],
     }
 
 
-def _afterwards(plan: CompressionPlan) -> dict[str, Mapping[str, Any]]:
-    """The bake and the recovery of a plan that have been carried out."""
-    entries = {"bake": plan.bake, "recover": plan.recover}
-    return {name: entry for name, entry in entries.items() if entry is not None and "result" in entry}
+def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:
+    """What a run did, and where it was published."""
+    tell(as_json, {**outcome_dict(outcome), **published(pushed)}, outcome_blocks(outcome, pushed))
 
 
-def show_summary(summary: "Summary", as_json: bool, pushed: "PushSummary | None" = None) -> None:
-    """What a compression did, and where it was published."""
-    tell(as_json, {**summary_dict(summary), **published(pushed)}, summary_blocks(summary, pushed))
-
-
-def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> tuple[Block, ...]:
+def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> tuple[Block, ...]:
     """Sizes before and after, what it took, and what was left out."""
-    before, after, zeroed = summary.before, summary.after, summary.zeroed_fields
+    before, after, zeroed, stage = outcome.before, outcome.after, outcome.zeroed_fields, outcome.plan.stage
     rows = (
-        ("experts per layer", str(summary.experts_before), str(summary.experts_after), ""),
+        ("experts per layer", str(outcome.experts_before), str(outcome.experts_after), ""),
         *(
             (name, human(a), human(b), share(b, a))
             for name, human, a, b in (
@@ -143,22 +143,23 @@ def summary_blocks(summary: "Summary", pushed: "PushSummary | None" = None) -> t
             )
         ),
     )
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
     fields = f"; set to zero in the config: {', '.join(zeroed)}" if zeroed else ""
-    names = f"left out, as stock transformers does not load them: {first_of(summary.left_out, 4)}{fields}"
-    lines = {"bake": bake_line, "recover": recovery_line}
-    done = [Text(f"{name}: {lines[name](entry)}") for name, entry in _afterwards(summary.plan).items()]
+    names = f"left out, as stock transformers does not load them: {first_of(outcome.left_out, 4)}{fields}"
+    of_steps = [
+        block for step in outcome.plan.steps for block in make_step(step.name, step.options).describe(step.to_dict())
+    ]
+    title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
     return (
-        Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
-        Text(f"{phases}; peak memory {human_bytes(summary.peak_memory)}"),
-        *([Text(f"split: {told_split(summary.plan.split)}")] if summary.plan.split is not None else []),
-        *protected_blocks(summary.plan),
-        *done,
-        *(Text(acceptance_line(name, figure)) for name, figure in summary.acceptance.items()),
-        *([Text(names)] if summary.left_out else []),
-        *([] if summary.servers is None else [Text(server_line(summary.servers))]),
-        *([Text(f"{constants_line(summary.plan)}; {NOT_STOCK}")] if summary.plan.constants is not None else []),
-        Text(f"Written to {summary.out}"),
+        Table(title, ("", "before", "after", "left"), rows),
+        *([Text(f"split {split_line(stage.split)}")] if stage.split is not None else []),
+        *of_steps,
+        *([Text(f"{phases}; peak memory {human_bytes(outcome.peak_memory)}")] if phases else []),
+        *(Text(acceptance_line(name, figure)) for name, figure in outcome.acceptance.items()),
+        *([Text(names)] if outcome.left_out else []),
+        *([] if outcome.servers is None else [Text(server_line(outcome.servers))]),
+        *([Text(f"{constants_line(stage)}; {NOT_STOCK}")] if stage.constants is not None else []),
+        Text(f"Written to {outcome.out}"),
         *(push_blocks(pushed) if pushed is not None else ()),
     )
 
@@ -193,6 +194,31 @@ def show_strategies(loaded: Sequence[Any], as_json: bool) -> None:
         for e in entries
     )
     tell(as_json, entries, [Table("Strategies", STRATEGY_COLUMNS, rows, frozenset(STRATEGY_COLUMNS))])
+
+
+def show_steps(classes: "Sequence[type[Step]]", as_json: bool) -> None:
+    """Each step's options with their defaults."""
+    entries: list[dict[str, Any]] = [
+        {
+            "name": step.name,
+            "summary": (step.__doc__ or "").strip().split("\n")[0],
+            "options": {
+                name: None if entry.is_required() else entry.get_default(call_default_factory=True)
+                for name, entry in step.model_fields.items()
+            },
+            "help": {name: " ".join((entry.description or "").split()) for name, entry in step.model_fields.items()},
+        }
+        for step in classes
+    ]
+    rows = list[tuple[str, ...]]()
+    for entry in entries:
+        rows.append((entry["name"], "", "", entry["summary"]))
+        rows += [("", name, _default(entry["options"].get(name)), text) for name, text in entry["help"].items()]
+    tell(as_json, entries, [Table("Steps", STEP_COLUMNS, tuple(rows), frozenset(STEP_COLUMNS))])
+
+
+def _default(value: Any) -> str:
+    return "-" if value is None or value == {} else value if isinstance(value, str) else json.dumps(value)
 
 
 def show_needs(table: Sequence[tuple[str, str, str]], as_json: bool) -> None:

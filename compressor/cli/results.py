@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.cli.rendering import published, summary_blocks, summary_dict
+from compressor.cli.rendering import outcome_blocks, outcome_dict, published
 from compressor.cli.terminal import tell
 from compressor.comparison.document import comparison_brief
 from compressor.comparison.rows import Comparison
@@ -40,9 +40,9 @@ def show_gated(
     found: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
 ) -> None:
     """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
-    result, summary = found.decisive.result, found.summary
+    result, outcome = found.decisive.result, found.outcome
     tried = [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in found.attempts]
-    made = None if summary is None else summary_dict(summary)
+    made = None if outcome is None else outcome_dict(outcome)
     content = {**_content(result, written), "attempts": tried, "compression": made, **published(pushed)}
     rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in found.attempts)
     missing = [Text(f"{result.compressed} was not written.")]
@@ -53,7 +53,7 @@ def show_gated(
             *([Table("Models tried", TRIED_COLUMNS, rows, frozenset(TRIED_COLUMNS))] if len(rows) > 1 else []),
             *gate_brief(result),
             *written_line(written),
-            *(missing if summary is None else summary_blocks(summary, pushed)),
+            *(missing if outcome is None else outcome_blocks(outcome, pushed)),
         ),
     )
 

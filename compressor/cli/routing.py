@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from compressor.cli.parameters import ROUTING, described
 from compressor.errors import CompressionError
 from compressor.pathways.options import KERNELS, METHOD, OPTIMIZERS, OWN, PathwayOptions, Routing
-from compressor.planning.request import ROUTING, described
 
 USUAL = PathwayOptions()
 JUDGED = ", ".join(name for name in OPTIMIZERS if name != "oracle")

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +12,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.progress import Silent
@@ -30,6 +31,7 @@ class Bars:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[remaining]}", markup=False),
             TextColumn("{task.fields[detail]}", markup=False),  # which names of a checkpoint stand in
             console=self._console,
         )
@@ -37,23 +39,15 @@ class Bars:
 
     def start(self, phase: str, total: int) -> None:
         """Open a bar."""
-        self._task = self._bars.add_task(phase, total=total, detail="")
+        self._task = self._bars.add_task(phase, total=total, detail="", remaining="")
 
     def advance(self, detail: str) -> None:
-        """Move the newest bar on."""
+        """Move the newest bar on, and say how long its phase will still take at the mean speed so far."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=one_line(detail))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the terminal to others meanwhile."""
-        self._bars.live.transient = True  # no bars, no empty line
-        self._bars.live.stop()
-        try:
-            yield
-        finally:
-            self._bars.live.transient = False
-            self._bars.start()
+            task = self._bars.tasks[-1]
+            seconds = (task.elapsed or 0) * (task.remaining or 0) / task.completed
+            self._bars.update(self._task, remaining=f"{timedelta(seconds=round(seconds))} left" if seconds else "")
 
     def __enter__(self) -> Self:
         self._bars.start()

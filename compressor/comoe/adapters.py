@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.checkpoint.headers import read_header
-from compressor.comoe.config import ComoeConfig
 from compressor.comoe.injection import Model, inject_config, refuse_injected
 from compressor.comoe.layer import comoe_layers
+from compressor.comoe.options import ComoeConfig
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
 from compressor.records import RESTORE, plain_json, read_as, read_json

@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from compressor.comoe.config import TARGETS, ComoeConfig
 from compressor.comoe.layer import LoraExperts, comoe_layers
+from compressor.comoe.options import TARGETS, ComoeConfig
 from compressor.errors import CompressionError
 
 Model = TypeVar("Model", bound=nn.Module)

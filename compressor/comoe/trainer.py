@@ -13,8 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from compressor.comoe.adapters import TENSORS, adapter_tensors, put_tensors
-from compressor.comoe.contrast import Contrast, model_contrast
-from compressor.comoe.layer import comoe_layers, watching
+from compressor.comoe.layer import Contrast, comoe_layers, model_contrast, watching
 from compressor.errors import CompressionError
 from compressor.progress import Progress
 from compressor.steps.distill.contrastive import information_gap

@@ -13,11 +13,10 @@ from typing import Any
 from torch import nn
 
 from compressor.comoe.adapters import FACTS, TENSORS, adapter_facts, write_adapters
-from compressor.comoe.config import ComoeConfig
-from compressor.comoe.contrast import Contrast
-from compressor.comoe.examples import collate, examples, pad_token
+from compressor.comoe.evaluating import collate, examples, pad_token
 from compressor.comoe.injection import inject_config
-from compressor.comoe.options import TuningOptions
+from compressor.comoe.layer import Contrast
+from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import faults_told
 from compressor.evaluation.answers import positions
 from compressor.evaluation.items import Item, item_lines

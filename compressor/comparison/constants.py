@@ -1,29 +1,29 @@
 """Rows of models in which constants stand for experts: `compare --format mone`, even and uneven, beside the drops."""
 
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from compressor.checkpoint.headers import Size
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.evaluation.heldout import Judge
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream
-from compressor.planning.protecting import Protected
-from compressor.planning.request import BUDGETS
 from compressor.progress import Progress
 from compressor.steps.constants.budget import even_numbers
 from compressor.steps.constants.measure import measure, replacing
 from compressor.steps.constants.uneven import divide, spare
 from compressor.steps.constants.variants import Substituting, Variant
 from compressor.steps.correct.constants import InOrder, correct_constants
-from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.protecting import Protected
 
+BUDGETS = ("even", "uneven")
+
+logger = logging.getLogger(__name__)
 STRATEGY = "constants"
 
 
@@ -57,11 +57,15 @@ def substituted_models(
     constants = measure(model, calibration, progress, seed)
     measured = time.perf_counter() - begin
     most = [spare(layer, guarded) for layer in layers]
+    budgets: tuple[str, ...] = BUDGETS
+    if (held := sum(map(len, calibration.heldout_batches))) < FEWEST:
+        logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
+        budgets = BUDGETS[:1]
     for count in counts:
         removed = sum(layer.experts - count for layer in layers)
         if sum(most) < removed:
             raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
-        for budget in BUDGETS:
+        for budget in budgets:
             begin = time.perf_counter()
             if budget == BUDGETS[0]:
                 numbers = even_numbers(removed, most)
@@ -85,27 +89,21 @@ def stored_substituted(model: OpenModel, variant: Variant) -> Size:
     return Size(parameters + more, nbytes + more * model.partial.dtype.itemsize)
 
 
-def run_judged(
+def evaluate_substituted(
     model: OpenModel,
     made: Substituted,
-    correction: Correction,
+    correction: Correct,
     calibration: Calibration,
-    judge: Judge,
+    evaluator: Evaluator,
     progress: Progress,
     seed: int,
-) -> float | None:
-    """Let the judge's batches pass the model with constants, corrected if so asked; the mean layer error then."""
-    if correction.wanted:
-        with tempfile.TemporaryDirectory() as folder:
-            visitor = InOrder(model, made.variant, calibration, correction, Path(folder), progress, seed)
-            figures = correct_constants(visitor, judge)
-        errors = [float(entry["heldout_error"]) for entry in figures.values() if "heldout_error" in entry]
-        return sum(errors) / len(errors) if errors else None
-    judge.first = 0
-    batches: list[Tensor] = judge.tokens
-    units = model.architecture.units
-    progress.start(f"{made.name}, {made.experts}", len(units))
-    stream = LayerStream(model.partial, batches, units, units, range(len(batches)))
-    for unit in stream.passing(Substituting(model, [made.variant], len(batches)), judge):
-        progress.advance(unit)
-    return None
+) -> tuple[Figures, float | None]:
+    """Figures of the model with constants, corrected if so asked, and the mean layer error then."""
+    if not correction.wanted:
+        visitor = Substituting(model, [made.variant])
+        return evaluator.measure(model, visitor, 1, progress, f"{made.name}, {made.experts}")[0], None
+    with tempfile.TemporaryDirectory() as folder, evaluator.measuring(model.partial.model) as riding:
+        in_order = InOrder(model, made.variant, calibration, correction, Path(folder), progress, seed)
+        layers = correct_constants(in_order, riding)
+    errors = [float(entry["heldout_error"]) for entry in layers.values() if "heldout_error" in entry]
+    return riding.figures[0], sum(errors) / len(errors) if errors else None

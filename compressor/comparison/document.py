@@ -10,10 +10,12 @@ from compressor.document.blocks import Block, Heading, Strong, Table, Text, Word
 from compressor.words import human_bytes, human_count
 
 TEXTS = frozenset({"correction", "planned for"})
-OPTIONAL = ("peak memory", "seconds", "parameters", "perplexity", "layer error")  # columns, the least important first
+# columns, the least important first
+OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
 LEGEND = (
-    "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Layer error is the "
-    "mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. Seconds are those of "
+    "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Flips is the share "
+    "of positions whose greedy token is not the original's. Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², "
+    "tokens weighted, on calibration text that no plan saw. Seconds are those of "
     "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss "
     "among models of its size."
 )
@@ -88,6 +90,7 @@ def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[st
         "increase": "-" if is_original else f"{fmean(map(comparison.increase, rows)):+.4f}",
         "perplexity": f"{fmean(row.perplexity for row in rows):.4g}",
         "KL": f"{fmean(row.kl for row in rows):.4f}",
+        "flips": f"{fmean(row.flips for row in rows):.4f}",
         **(by_source if apart and len(sources) > 1 else {}),
         "layer error": "-" if entry.error is None else f"{entry.error:.4f}",
         "seconds": f"{fmean(row.seconds for row in rows):.1f}",

@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,26 +11,24 @@ import torch
 
 from compressor.checkpoint.headers import Size
 from compressor.comparison.constants import STRATEGY as CONSTANTS
-from compressor.comparison.constants import Substituted, run_judged, substituted_models
+from compressor.comparison.constants import Substituted, evaluate_substituted, substituted_models
 from compressor.comparison.rows import Comparison, Row
 from compressor.data.batches import Calibration, EvaluationSet
-from compressor.distributed.present import here
-from compressor.evaluation.heldout import Judge, Judgement, evaluation_batches
+from compressor.evaluation.evaluator import Evaluator, Figures, accepts
 from compressor.grouping.choose import keep_best
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream
-from compressor.planning.make import Planned, Wish, make_plans
-from compressor.planning.protecting import Protected, listed
-from compressor.planning.steering import Steering
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
+from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy, read_option
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_data
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.steps.correct.refit import Correction
-from compressor.steps.correct.whole_model import Verdict
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.attributed import Steering
+from compressor.steps.prune.planning import Planned, Wish, make_plans
+from compressor.steps.prune.protecting import Protected, listed
 from compressor.surgery.job import idle_parameters, output_size
 
 RANDOM = "random"
@@ -43,7 +41,7 @@ class Contender:
     name: str
     strategy: Strategy
     options: Mapping[str, Any]
-    corrections: tuple[Correction, ...]
+    corrections: tuple[Correct, ...]
     seed: int | None = None
 
 
@@ -58,6 +56,13 @@ def random_drop(seed: int) -> Strategy:
     return Strategy(RANDOM, plan, frozenset())
 
 
+def correction(method: str) -> Correct:
+    """The step of that method; raises `CompressionError` for an unknown one."""
+    made = make_step("correct", {"method": method})
+    assert isinstance(made, Correct)
+    return made
+
+
 def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
     """A strategy's name, or name:option=value:option=value; corrected by its own default as well, if it has one."""
     name, *settings = text.split(":")
@@ -67,21 +72,7 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
     strategy = load_strategy(name, options)
     methods = dict.fromkeys(corrections or ("none", strategy.correction))
     shown = " ".join([name, *(f"({setting})" for setting in settings)])
-    return Contender(shown, strategy, options, tuple(Correction(method) for method in methods))
-
-
-def _judge_original(model: OpenModel, judge: Judge, progress: Progress) -> None:
-    units, batches = model.architecture.units, judge.tokens
-    progress.start("original", len(units))
-    stream = LayerStream(model.partial, batches, units, units, range(len(batches)), own=here().own(batches))
-    for unit in stream.passing(judge):
-        progress.advance(unit)
-
-
-def _mean(found: Iterable[Judgement]) -> Judgement:
-    """All sets together, each token counting alike."""
-    parts = list(found)
-    return Judgement(sum(p.tokens for p in parts), sum(p.loss for p in parts), sum(p.kl for p in parts))
+    return Contender(shown, strategy, options, tuple(correction(method) for method in methods))
 
 
 def _heldout(calibration: Calibration) -> Calibration:
@@ -91,7 +82,7 @@ def _heldout(calibration: Calibration) -> Calibration:
 
 
 def _held_by_source(calibration: Calibration) -> list[EvaluationSet]:
-    """What is held out of each calibration source, for judging corrections of whole models."""
+    """What is held out of each calibration source, by which corrections of whole models are kept or undone."""
     found: list[list[torch.Tensor]] = [[] for _ in calibration.source_names]
     for number in sorted(calibration.heldout):
         found[calibration.source_of(number)].append(calibration.batches[number])
@@ -116,54 +107,58 @@ class Variant:
 
 @dataclass(slots=True)
 class _Table:
-    """Rows in the making."""
+    """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows show."""
 
     model: OpenModel
-    judge: Judge
+    evaluator: Evaluator
     sets: Sequence[EvaluationSet]
     progress: Progress
     seed: int
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
 
-    @property
-    def _shown(self) -> list[Judgement]:
-        """What was found on the sets that rows tell; the calibration's held-out sets come after these."""
-        return self.judge.found[: len(self.sets)]
+    def heldout(self, figures: Figures, source: int | None) -> Figures:
+        """Figures of the sequences that are held out of a calibration source, or of all."""
+        first, end = len(self.sets), len(self.evaluator.names)
+        return figures.of(range(first, end) if source is None else (first + source,))
 
-    def _apart(self, source: int | None) -> list[float]:
-        """KL of each sequence that is held out of a calibration source, or of all."""
-        held = self.judge.kl_of[len(self.sets) :]
-        return [value for part in (held if source is None else held[source : source + 1]) for value in part]
-
-    def row(self, name: str, experts: int, seconds: float, peak: int, stored: Size | None = None, **more: Any) -> Row:
-        """A row of what the judge has just found."""
-        whole = _mean(self._shown)
+    def row(
+        self,
+        figures: Figures,
+        name: str,
+        experts: int,
+        seconds: float,
+        peak: int,
+        stored: Size | None = None,
+        **more: Any,
+    ) -> Row:
+        """A row of a model's figures."""
+        shown = figures.of(range(len(self.sets)))
+        means = shown.means
         if experts not in self.sizes:  # for which the smaller model is built
             self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
         cut, idle = self.sizes[experts]
         size = stored or cut
-        loss = whole.loss / whole.tokens
+        by_set = {entry.name: shown.of({number}).means["loss"] for number, entry in enumerate(self.sets)}
         return Row(
             name=name,
             experts=experts,
             parameters=size.parameters,
             bytes=size.bytes,
-            loss=loss,
-            perplexity=math.exp(loss) if loss < 700 else math.inf,
-            kl=max(0.0, whole.kl / whole.tokens),
+            loss=means["loss"],
+            perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
+            kl=max(0.0, means["kl"]),
+            flips=means["flips"],
             seconds=seconds,
             peak_memory=peak,
-            loss_by_source={
-                entry.name: part.loss / part.tokens for entry, part in zip(self.sets, self._shown, strict=True)
-            },
+            loss_by_source=by_set,
             split=self.model.architecture.layers[0].parts,
             top_k=self.model.top_k,
             active=None if self.model.layout.quantized else size.parameters - idle,
             **more,
         )
 
-    def judged(self, planned: Planned, contender: Contender, calibration: Calibration) -> list[Row]:
-        """Carry a plan out with each correction layer by layer without writing it, and judge what comes out.
+    def evaluated(self, planned: Planned, contender: Contender, calibration: Calibration) -> list[Row]:
+        """Carry a plan out with each correction layer by layer without writing it, and evaluate what comes out.
 
         As in `compress`, a correction is undone that takes the whole model further away on what is held out.
         """
@@ -174,21 +169,22 @@ class _Table:
         rows: list[Row] = []
         if same and not any(correction.wanted for correction in contender.corrections):
             return rows
-        plain = self._carried_out(planned, contender, Correction(), data)
-        apart = self._apart(source)
+        plain, uncorrected = self._carried_out(planned, contender, Correct(method="none"), data)
         for correction in contender.corrections:
             if not correction.wanted:
                 rows += [] if same else [plain]
                 continue
-            row = self._carried_out(planned, contender, correction, data)
-            if apart and Verdict.of(self._apart(source), apart).undoes:
+            row, corrected = self._carried_out(planned, contender, correction, data)
+            if accepts(self.heldout(corrected, source), self.heldout(uncorrected, source)):
                 row = replace(
                     plain, correction=row.correction, seconds=row.seconds, peak_memory=row.peak_memory, undone=True
                 )
             rows.append(row)
         return rows
 
-    def _carried_out(self, planned: Planned, contender: Contender, correction: Correction, data: Calibration) -> Row:
+    def _carried_out(
+        self, planned: Planned, contender: Contender, correction: Correct, data: Calibration
+    ) -> tuple[Row, Figures]:
         plans = {layer.module: layer for layer in planned.plan.layers}
         method = "" if correction.method == "none" else f" + {correction.method}"
         work = LayerWork(
@@ -199,17 +195,18 @@ class _Table:
             measure=True,
         )
         begin = time.perf_counter()
-        with PeakMemory() as peak, self.judge.watch(self.model.partial.model):
+        with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as riding:
             layers = compress_in_order(
                 self.model,
                 work,
                 data if correction.wanted else _heldout(data),
                 self.progress,
-                judge=self.judge,
+                riding=riding,
                 phase=f"{contender.name}{method}, {planned.plan.experts}",
             )
         spent = time.perf_counter() - begin if correction.wanted else 0.0
-        return self.row(
+        row = self.row(
+            riding.figures[0],
             contender.name,
             planned.plan.experts,
             planned.seconds + spent,
@@ -220,14 +217,18 @@ class _Table:
             source=planned.source,
             seed=contender.seed,
         )
+        return row, riding.figures[0]
 
-    def substituted(self, made: Substituted, correction: Correction, calibration: Calibration) -> Row:
-        """Run a model in which constants stand for experts, without writing it, and judge it."""
+    def substituted(self, made: Substituted, correction: Correct, calibration: Calibration) -> Row:
+        """Run a model in which constants stand for experts, without writing it, and evaluate it."""
         begin = time.perf_counter()
-        with PeakMemory() as peak, self.judge.watch(self.model.partial.model):
-            error = run_judged(self.model, made, correction, calibration, self.judge, self.progress, self.seed)
+        with PeakMemory() as peak:
+            figures, error = evaluate_substituted(
+                self.model, made, correction, calibration, self.evaluator, self.progress, self.seed
+            )
         spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(
+            figures,
             made.name,
             made.experts,
             made.seconds + spent,
@@ -248,27 +249,29 @@ def compare_models(
     progress: Progress,
     seed: int = 0,
     per_source: bool = False,
-    constants: Sequence[Correction] = (),
+    constants: Sequence[Correct] = (),
 ) -> Comparison:
-    """Plan with every contender at every count, from one pass of each variant, carry plans out, and judge all alike.
+    """Plan with every contender at every count, from one pass of each variant, carry plans out, and evaluate all alike.
 
     Protected experts, by layer name, stay as they are in every plan, the random ones included. With `constants`, rows
     of whole experts for which constants stand follow, one for each of these corrections.
     """
     held = _held_by_source(calibration) if any(each.wanted for one in contenders for each in one.corrections) else []
-    judge = Judge(evaluation_batches([*sets, *held], original.vocabulary), len(sets) + len(held))
-    table = _Table(original, judge, sets, progress, seed)
-    with PeakMemory() as peak, judge.watch(original.partial.model):
-        _judge_original(original, judge, progress)
+    evaluator = Evaluator(original, [*sets, *held])
+    table = _Table(original, evaluator, sets, progress, seed)
+    with PeakMemory() as peak:
+        figures = evaluator.keep(progress, "original")
     before = original.architecture.experts
-    rows = [table.row("original", before, 0.0, peak.anonymous, strategy="original", correction="none", error=0.0)]
+    rows = [
+        table.row(figures, "original", before, 0.0, peak.anonymous, strategy="original", correction="none", error=0.0)
+    ]
     shared = 0.0
     for variant in variants:
         made, spent = _planned(variant, contenders, calibration, progress, seed, per_source)
         shared += spent
-        table = _Table(variant.model, judge, sets, progress, seed)
+        table = _Table(variant.model, evaluator, sets, progress, seed)
         for contender, planned in made:
-            rows += table.judged(planned, contender, calibration)
+            rows += table.evaluated(planned, contender, calibration)
         if constants and variant.model is original:
             for found in substituted_models(original, variant.counts, calibration, progress, seed, variant.protected):
                 rows += [table.substituted(found, correction, calibration) for correction in constants]

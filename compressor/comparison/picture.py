@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from compressor.comparison.rows import Comparison, Entry, Row, label, ranked, sort_key
 from compressor.document.blocks import Figure
 from compressor.drawing.lines import LABEL_LENGTH, Line, colour, draw_lines, legend_beside, mark, spaced
-from compressor.drawing.palette import ROLES
+from compressor.drawing.palette import ROLES, scale_axis
 from compressor.drawing.picture import Drawing
-from compressor.drawing.scales import scale_axis
 from compressor.words import human_count
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ class Row:
     loss: float
     perplexity: float
     kl: float  # of the original's next-token distribution to this model's, nats per token
+    flips: float  # share of the positions at which the greedy token is not the original's
     error: float | None  # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
     seconds: float  # deciding, and correcting with the evaluation on the way; not the pass that all plans share
     peak_memory: int  # bytes of anonymous memory at the highest while it was corrected and evaluated

@@ -1,23 +1,23 @@
-"""Calibration data: text of one or several weighted sources, packed into sequences of equal length.
+"""Text of one or several weighted sources: calibration batches, named parts for other steps, and what is held out.
 
-Each source is packed on its own. Its first sequences are the calibration's, the last of them held out if so asked;
-the sequences after those are reserved for evaluation.
+Each source is tokenised once, as one row of token ids, which is cut in this order: the calibration's sequences, the
+last of them held out; the sequences reserved for evaluation; the parts; and further held-out sequences.
 """
 
 import hashlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.data.documents import read_rows
+from compressor.data.documents import as_rows, read_tokens
+from compressor.data.sources import MOST_TOKENS, divide, refuse_floods, shares, short_names
 from compressor.data.sources import WeightedSource as WeightedSource
-from compressor.data.sources import divide, shares, short_names
 from compressor.errors import CompressionError
 from compressor.model import tokenizer as checkpoint_tokenizer
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 8
 LEAST_TO_CUT = 8  # tokens of a sequence that may be cut in two
+HELDOUT = 48  # held-out sequences at the least, where parts are asked for and the text suffices
+MOST_HELDOUT = 0.2  # share of a short text
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,138 @@ class Calibration:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """A part of the text that one step trains on."""
+
+    sequences: int
+    length: int  # tokens of a sequence
+    heldout: int = HELDOUT  # held-out sequences that the step needs; all steps share them
+    batch_size: int = BATCH_SIZE
+    minimum: int = 0  # sequences of full length without which the step cannot run
+
+    def __post_init__(self) -> None:
+        for name, least in (("sequences", 1), ("length", 2), ("heldout", 0), ("batch_size", 1), ("minimum", 0)):
+            if (value := getattr(self, name)) < least:
+                raise CompressionError(f"{name} {value} of a part of the text is too low; give at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpec:
+    """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and named parts.
+
+    All are divided over the sources by weight. A share `heldout` of the calibration's sequences is held out. There may
+    be no samples if there are parts.
+    """
+
+    sources: tuple[WeightedSource, ...]
+    samples: int
+    sequence_length: int
+    seed: int = 0
+    heldout: float = 0.0
+    reserve: int = 0
+    parts: Mapping[str, PartSpec] = field(default_factory=dict)
+    batch_size: int = BATCH_SIZE
+
+    def __post_init__(self) -> None:
+        samples, length, sources, reserve = self.samples, self.sequence_length, len(self.sources), self.reserve
+        if samples < (0 if self.parts else 1) or length < 2:
+            fault = f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
+        elif not 0 <= self.seed < 2**63:
+            fault = f"--seed {self.seed} is out of range; give a number from 0 on"
+        elif sources < 1:
+            fault = "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
+        elif 0 < samples < sources:
+            fault = f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
+        elif reserve < 0 or 0 < reserve < sources or (reserve and not samples):
+            fault = f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each"
+        elif not 0 <= self.heldout < 1:
+            fault = f"a share of {self.heldout} cannot be held out; give at least 0 and less than 1"
+        else:
+            blocks = [(samples, length), (reserve, length)]
+            blocks += [(part.sequences + part.heldout, part.length) for part in self.parts.values()]
+            for block in blocks:
+                refuse_floods(*block)
+            if (total := sum(count * tokens for count, tokens in blocks)) <= MOST_TOKENS:
+                return
+            fault = f"calibration and its parts ask for {total:,} tokens, more than {MOST_TOKENS:,}; ask for fewer"
+        raise CompressionError(fault)
+
+    @classmethod
+    def from_identity(cls, identity: Mapping[str, Any], batch_size: int = BATCH_SIZE) -> "TextSpec":
+        """Return the spec that an identity in a plan names; raise `CompressionError` if it is incomplete."""
+        asked, entries = _stored(identity, "asked", dict), _stored(identity, "sources", list)
+        parts = _stored(asked, "parts", dict) if "parts" in asked else {}
+        for entry in entries:
+            _stored(entry, "sha256", str)
+        return cls(
+            tuple(WeightedSource(_stored(entry, "source", str), _stored(entry, "weight", float)) for entry in entries),
+            **{name: _stored(asked, name, int) for name in ("samples", "sequence_length", "reserve")},
+            seed=_stored(identity, "seed", int),
+            heldout=_stored(identity, "heldout", float),
+            parts={
+                name: PartSpec(**{each.name: _stored(part, each.name, int) for each in fields(PartSpec)})
+                for name, part in parts.items()
+            },
+            batch_size=batch_size,
+        )
+
+    @property
+    def heldout_wanted(self) -> int:
+        """Number of held-out sequences that the parts need together."""
+        return max(HELDOUT, len(self.sources), *(part.heldout for part in self.parts.values())) if self.parts else 0
+
+    @property
+    def heldout_length(self) -> int:
+        """Tokens of a held-out sequence behind the parts: as many as in the part that needs most of them."""
+        return max(self.parts.values(), key=lambda part: part.heldout).length if self.parts else self.sequence_length
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Calibration batches, the batches of named parts, and one set of held-out sequences that nothing is fitted to."""
+
+    fit: Calibration  # its own held-out batches and reserved sets included
+    identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
+    _parts: Mapping[str, tuple[tuple[Tensor, ...], ...]]  # by name: each source's batches [B, L]
+    _heldout: tuple[EvaluationSet, ...]  # one for each source, maybe empty
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of its parts."""
+        return frozenset(self._parts)
+
+    def part(self, name: str) -> tuple[Tensor, ...]:
+        """Batches [B, L] to train on, each of one source."""
+        return tuple(batch for own in self._parts[name] for batch in own)
+
+    @property
+    def heldout(self) -> tuple[EvaluationSet, ...]:
+        """Held-out sequences of each source that has any, for all evaluations of the whole model."""
+        return tuple(each for each in self._heldout if each.batches)
+
+    def only(self, source: int) -> "Text":
+        """The text of one source alone, with an identity that names it."""
+        return Text(
+            self.fit.only(source),
+            {**self.identity, "only": self.fit.source_names[source]},
+            {name: (batches[source],) for name, batches in self._parts.items()},
+            (self._heldout[source],),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The token ids [n, L] of one source, cut."""
+
+    source: WeightedSource
+    fit: Tensor
+    held: Tensor
+    reserved: Tensor
+    further: Tensor  # held out, behind the parts
+    parts: tuple[Tensor, ...] = ()
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
@@ -132,32 +266,190 @@ def _share_out(source: str, rows: Tensor, samples: int, reserve: int, length: in
     return parts
 
 
-def _heldout_counts(rows: Sequence[Tensor], share: float) -> list[int]:
-    """How many of each source's sequences are held out: never all of several, and one of the whole at the least."""
-    counts = [min(math.floor(len(own) * share + 0.5), len(own) - 1) for own in rows]
+def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
+    """Return how many of each source's [n, L] sequences are held out: never all of several, but any at all."""
+    counts = [max(0, min(math.floor(count * share + 0.5), count - 1)) for count, _ in shapes]
     if share > 0 and not any(counts):
-        counts[max(range(len(rows)), key=lambda number: tuple(rows[number].shape))] = 1
+        counts[max(range(len(shapes)), key=lambda number: tuple(shapes[number]))] = 1
     return counts
 
 
 def _digest(parts: Iterable[Tensor]) -> str:
-    return hashlib.sha256(torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()).hexdigest()
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
-def _check_sizes(samples: int, length: int, sources: int, heldout: float, reserve: int) -> None:
-    if samples < 1 or length < 2:
-        fault = f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
-    elif sources < 1:
-        fault = "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
-    elif samples < sources:
-        fault = f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
-    elif reserve < 0 or 0 < reserve < sources:
-        fault = f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each"
-    elif not 0 <= heldout < 1:
-        fault = f"a share of {heldout} cannot be held out; give at least 0 and less than 1"
-    else:
-        return
-    raise CompressionError(fault)
+def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
+    """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
+
+    Parts are disjoint. Where a source is too short for them, they take again from the beginning of its calibration
+    text, though never twice the same sequence within a part, and never what is held out or reserved.
+    """
+    weights = [entry.weight for entry in spec.sources]
+    none = (0,) * len(weights)
+
+    def divided(count: int) -> tuple[int, ...]:
+        return divide(max(count, len(weights)), weights) if count else none
+
+    own, reserved = divided(spec.samples), divided(spec.reserve)
+    sequences = {name: divided(part.sequences) for name, part in spec.parts.items()}
+    held = _heldout_counts([(count, spec.sequence_length) for count in own], spec.heldout)
+    wanted = divided(spec.heldout_wanted) if sum(held) < spec.heldout_wanted else none
+    cuts, rests, needs = [], [], []
+    for number, entry in enumerate(spec.sources):
+        blocks = [(sequences[name][number], part.length) for name, part in spec.parts.items()]
+        needs.append(blocks)
+        behind = sum(count * length for count, length in blocks)
+        behind += max(0, wanted[number] - held[number]) * spec.heldout_length
+        calibrating = (own[number] + reserved[number]) * spec.sequence_length
+        ids = read_tokens(entry.source, tokenizer, calibrating + behind, spec.seed, vocabulary)
+        fit = beyond = ids.new_empty(0, spec.sequence_length)
+        if calibrating:
+            rows = as_rows(ids[:calibrating], spec.sequence_length)
+            fit, beyond = _share_out(entry.source, rows, own[number], reserved[number], spec.sequence_length)
+            ids = ids[rows.numel() :]
+        cuts.append(_Cut(entry, fit, fit[:0], beyond, fit[:0]))
+        rests.append(ids)
+    if spec.samples:
+        counts = _heldout_counts([cut.fit.shape for cut in cuts], spec.heldout)
+        for number, cut in enumerate(cuts):
+            fit, own_held = _split_last(cut.source.source, cut.fit, counts[number])
+            cuts[number] = replace(cut, fit=fit, held=own_held)
+    if spec.parts:
+        tails = _tails(spec, cuts, rests, needs, wanted)
+        cuts = [_with_parts(*each) for each in zip(cuts, rests, needs, tails, strict=True)]
+        for place, (name, part) in enumerate(spec.parts.items()):
+            found = [len(cut.parts[place]) for cut in cuts if cut.parts[place].shape[1] == part.length]
+            if sum(found) < part.minimum:
+                raise CompressionError(
+                    f"the text gives {sum(found)} sequences of {part.length} tokens to train on for {name}, and at "
+                    f"least {part.minimum} are needed; give more text, or ask for less, as with --tokens-per-step"
+                )
+    return _text(spec, cuts)
+
+
+def _tails(
+    spec: TextSpec,
+    cuts: Sequence[_Cut],
+    rests: Sequence[Tensor],
+    needs: Sequence[Sequence[tuple[int, int]]],
+    wanted: Sequence[int],
+) -> list[tuple[int, int]]:
+    """Held-out sequences at the end of each source, and the tokens of each: fewer of short text, but any at all."""
+    length, found = spec.heldout_length, []
+    for cut, rest, blocks, count in zip(cuts, rests, needs, wanted, strict=True):
+        further = max(0, count - len(cut.held))
+        if rest.numel() < sum(n * tokens for n, tokens in blocks) + further * length:
+            most = math.floor((cut.fit.numel() + rest.numel()) // length * MOST_HELDOUT + 0.5)
+            further = min(further, rest.numel() // length, most)
+        found.append((further, length))
+    if not any(len(cut.held) + count for cut, (count, _) in zip(cuts, found, strict=True)):
+        longest = max(range(len(rests)), key=lambda number: rests[number].numel())
+        if (tokens := rests[longest].numel()) < LEAST_TO_CUT:
+            raise CompressionError(
+                "the calibration text is too short to hold a part of it out; give it more text, or lower --samples"
+            )
+        found[longest] = (1, length if tokens >= 2 * length else tokens // 4)
+    return found
+
+
+def _with_parts(cut: _Cut, rest: Tensor, needs: Sequence[tuple[int, int]], tail: tuple[int, int]) -> _Cut:
+    """Cut what lies behind the calibration's sequences: the parts, from which `tail` at the end is held out."""
+    count, length = tail
+    place = rest.numel() - count * length
+    needed = sum(sequences * tokens for sequences, tokens in needs)
+    further, train = rest[place:].view(count, length), rest[:place]
+    if needed <= place:
+        further = rest[needed : needed + count * length].view(count, length)
+        parts = torch.split(train[:needed], [sequences * tokens for sequences, tokens in needs])
+        rows = tuple(own.view(-1, tokens) for own, (_, tokens) in zip(parts, needs, strict=True))
+        return replace(cut, parts=rows, further=further)
+    stream = torch.cat([cut.fit.flatten(), train])
+    logger.warning(
+        "calibration data %s is short: behind its first sequences are %d of %d tokens asked for to train on, so that "
+        "training starts again from its beginning",
+        cut.source.source,
+        train.numel(),
+        needed,
+    )
+    begin, found = cut.fit.numel(), list[Tensor]()
+    for sequences, tokens in needs:
+        most = min(sequences * tokens, stream.numel() // tokens * tokens or stream.numel())
+        found.append(as_rows(stream[(begin + torch.arange(most)) % stream.numel()], tokens))
+        begin += most
+    return replace(cut, parts=tuple(found), further=further)
+
+
+def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
+    """Batches and identities of what was cut."""
+    listed = [
+        (number, held, batch)
+        for number, cut in enumerate(cuts)
+        for held, rows in enumerate((cut.fit, cut.held))
+        for batch in rows.split(spec.batch_size)
+        if len(batch)
+    ]
+    names = [entry.source for entry in spec.sources]
+    reserved = _evaluation_sets(names, [cut.reserved for cut in cuts], spec.batch_size) if spec.reserve else ()
+    fit = Calibration(
+        tuple(batch for _, _, batch in listed),
+        _identity(spec, cuts, False),
+        sources=tuple(number for number, _, _ in listed),
+        weights=shares(spec.sources),
+        heldout=frozenset(place for place, (_, held, _) in enumerate(listed) if held),
+        reserved=reserved,
+    )
+    heldout = tuple(
+        EvaluationSet(name, tuple(batch for rows in parts for batch in rows.split(spec.batch_size) if len(batch)))
+        for name, parts in zip(short_names(names), [(cut.held, cut.further) for cut in cuts], strict=True)
+    )
+    if not spec.parts:
+        return Text(fit, fit.identity, {}, heldout)
+    parts, digests = dict[str, tuple[tuple[Tensor, ...], ...]](), dict[str, Any]()
+    for place, (name, part) in enumerate(spec.parts.items()):
+        rows = [cut.parts[place] for cut in cuts]
+        parts[name] = tuple(own.split(part.batch_size) for own in rows)
+        digests[name] = _counted(rows)
+    evaluated = _counted([rows for cut in cuts for rows in (cut.held, cut.further)])
+    identity = _identity(spec, cuts, True)
+    return Text(fit, {**identity, "parts": digests, "heldout_text": evaluated}, parts, heldout)
+
+
+def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
+    counts = {"samples": sum(map(len, rows)), "tokens": sum(own.numel() for own in rows)}
+    return {**counts, "sha256": _digest(rows)}
+
+
+def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, Any]:
+    """Describe the calibration, or the whole text with its parts, so that `repeat_text` can check and repeat it."""
+    asked: dict[str, Any] = {
+        "samples": spec.samples,
+        "sequence_length": spec.sequence_length,
+        "reserve": spec.reserve,
+    }
+    if whole:
+        asked["parts"] = {name: asdict(part) for name, part in spec.parts.items()}
+    used = [(cut.fit, cut.held, *((*cut.parts, cut.further) if whole else ())) for cut in cuts]
+    together = _counted([rows for own in used for rows in own])
+    return {
+        "source": " + ".join(entry.source for entry in spec.sources),
+        "sources": [
+            {
+                "source": cut.source.source,
+                "weight": float(cut.source.weight),
+                "heldout_samples": len(cut.held) + (len(cut.further) if whole else 0),
+                **_counted(own),
+            }
+            for cut, own in zip(cuts, used, strict=True)
+        ],
+        **together,
+        "sequence_length": max((rows.shape[1] for own in used for rows in own if len(rows)), default=0),
+        "heldout": float(spec.heldout),
+        "seed": spec.seed,
+        "asked": asked,
+    }
 
 
 def calibrate(
@@ -172,60 +464,10 @@ def calibrate(
     heldout: float = 0.0,
     reserve: int = 0,
 ) -> Calibration:
-    """Read, shuffle, tokenise and pack calibration text; raises `CompressionError` if there is too little.
-
-    `samples` sequences are divided over the sources by weight, and so are `reserve` more that follow them; the last
-    ones of each source's samples are held out, `heldout` of them.
-    """
+    """Read calibration text without parts; see `read_text`."""
     entries = (WeightedSource(sources, 1.0),) if isinstance(sources, str) else tuple(sources)
-    _check_sizes(samples, length, len(entries), heldout, reserve)
-    names, weights = [entry.source for entry in entries], [entry.weight for entry in entries]
-    beyond = divide(reserve, weights) if reserve else (0,) * len(entries)
-    shared = [
-        _share_out(source, read_rows(source, tokenizer, own + more, length, seed, vocab), own, more, length)
-        for source, own, more in zip(names, divide(samples, weights), beyond, strict=True)
-    ]
-    used = [calibrating for calibrating, _ in shared]
-    parts = [_split_last(*each) for each in zip(names, used, _heldout_counts(used, heldout), strict=True)]
-    listed = [
-        (number, held, batch)
-        for number, pair in enumerate(parts)
-        for held, rows in enumerate(pair)
-        for batch in rows.split(batch_size)
-        if len(batch)
-    ]
-    batches = tuple(batch for _, _, batch in listed)
-    identity = {
-        "source": " + ".join(names),
-        "sources": [_source_identity(*each) for each in zip(entries, parts, strict=True)],
-        "samples": sum(len(batch) for batch in batches),
-        "sequence_length": max(batch.shape[1] for batch in batches),
-        "tokens": sum(batch.numel() for batch in batches),
-        "heldout": float(heldout),
-        "seed": seed,
-        "asked": {"samples": samples, "sequence_length": length, "reserve": reserve},  # what `recalibrate` repeats
-        "sha256": _digest(batches),
-    }
-    return Calibration(
-        batches,
-        identity,
-        sources=tuple(number for number, _, _ in listed),
-        weights=shares(entries),
-        heldout=frozenset(place for place, (_, held, _) in enumerate(listed) if held),
-        reserved=_evaluation_sets(names, [rows for _, rows in shared], batch_size) if reserve else (),
-    )
-
-
-def _source_identity(entry: WeightedSource, parts: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    fit, held = parts
-    return {
-        "source": entry.source,
-        "weight": float(entry.weight),
-        "samples": len(fit) + len(held),
-        "tokens": fit.numel() + held.numel(),
-        "heldout_samples": len(held),
-        "sha256": _digest(parts),
-    }
+    spec = TextSpec(entries, samples, length, seed, heldout, reserve, batch_size=batch_size)
+    return read_text(spec, tokenizer, vocab).fit
 
 
 def _evaluation_sets(sources: Sequence[str], rows: Sequence[Tensor], batch_size: int) -> tuple[EvaluationSet, ...]:
@@ -239,7 +481,9 @@ def evaluation_sets(
     """At most `most` sequences of each file or data set, packed like calibration."""
     if most < 1 or length < 2:
         raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
-    rows = [read_rows(source, tokenizer, most, length, seed, vocab, "evaluation") for source in sources]
+    rows = [
+        as_rows(read_tokens(source, tokenizer, most * length, seed, vocab, "evaluation"), length) for source in sources
+    ]
     return _evaluation_sets(sources, rows, BATCH_SIZE)
 
 
@@ -261,25 +505,12 @@ def _refuse_difference(stored: Mapping[str, Any], made: Mapping[str, Any], where
             )
 
 
-def recalibrate(identity: Mapping[str, Any], tokenizer: Any, vocab: int, batch_size: int = BATCH_SIZE) -> Calibration:
-    """Repeat the calibration that a plan names; raises `CompressionError` unless the same tokens come out."""
-    asked, entries = _stored(identity, "asked", dict), _stored(identity, "sources", list)
-    digests = [_stored(entry, "sha256", str) for entry in entries]
-    sources = [WeightedSource(_stored(entry, "source", str), _stored(entry, "weight", float)) for entry in entries]
-    samples, length, reserve = (_stored(asked, name, int) for name in ("samples", "sequence_length", "reserve"))
-    made = calibrate(
-        sources,
-        tokenizer,
-        samples=samples,
-        length=length,
-        seed=_stored(identity, "seed", int),
-        vocab=vocab,
-        batch_size=batch_size,
-        heldout=_stored(identity, "heldout", float),
-        reserve=reserve,
-    )
-    for entry, old, digest in zip(made.identity["sources"], entries, digests, strict=True):
-        if entry["sha256"] != digest:
+def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, batch_size: int = BATCH_SIZE) -> Text:
+    """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come out."""
+    made = read_text(TextSpec.from_identity(identity, batch_size), tokenizer, vocabulary)
+    entries = identity["sources"]
+    for entry, old in zip(made.identity["sources"], entries, strict=True):
+        if entry["sha256"] != old["sha256"]:
             raise CompressionError(
                 f"calibration source {entry['source']} no longer gives the tokens that the plan was made with "
                 "(its text, the tokenizer or the plan was changed); restore it or plan again"
@@ -288,9 +519,15 @@ def recalibrate(identity: Mapping[str, Any], tokenizer: Any, vocab: int, batch_s
     _refuse_difference(identity, {**made.identity, "sources": entries}, "calibration")
     if (only := identity.get("only")) is None:
         return made
-    if only not in made.source_names:
+    names = made.fit.source_names
+    if only not in names:
         raise CompressionError(f"the plan's calibration names the source {only!r}, which it does not have; restore it")
-    return made.only(made.source_names.index(only))
+    return made.only(names.index(only))
+
+
+def recalibrate(identity: Mapping[str, Any], tokenizer: Any, vocab: int, batch_size: int = BATCH_SIZE) -> Calibration:
+    """Repeat the calibration that a plan names; see `repeat_text`."""
+    return repeat_text(identity, tokenizer, vocab, batch_size).fit
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:

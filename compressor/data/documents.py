@@ -15,7 +15,7 @@ from torch import Tensor
 from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE, is_file
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError, faults_told, first_line, reason_of
-from compressor.model.chat import ChatTemplate
+from compressor.model.chat import has_chat_template, render_chat
 from compressor.model.tokenizer import first_tokens, no_token, says_something
 
 OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
@@ -25,18 +25,18 @@ REMEDIES = ("split it up", "restore the tokenizer from its source or mend the te
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
-def _document(entry: Any, template: ChatTemplate, where: str) -> str:
+def _document(entry: Any, tokenizer: Any, where: str) -> str:
     if not isinstance(entry, dict):
         raise CompressionError(f"{where}: each line should be a JSON object with 'text' or 'messages'")
     if isinstance(entry.get("text"), str):
         return _whole(entry["text"], where)
     if isinstance(entry.get("messages"), list):
-        if not template:
+        if not has_chat_template(tokenizer):
             raise CompressionError(
                 f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
             )
         try:
-            templated = template.render(entry["messages"])
+            templated = render_chat(tokenizer, entry["messages"])
         except Exception as error:  # a template raises what it likes
             raise CompressionError(
                 f"{where}: the chat template cannot take these messages ({reason_of(error)}); mend or remove them, or "
@@ -55,14 +55,14 @@ def _whole(text: str, where: str) -> str:
     return text
 
 
-def _file_documents(path: Path, template: ChatTemplate, purpose: str) -> list[str]:
+def _file_documents(path: Path, tokenizer: Any, purpose: str) -> list[str]:
     """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
     try:
         with path.open(encoding="utf-8-sig") as stream:
             lines = _lines(stream, path)
             if path.suffix in (".jsonl", ".json"):
                 found = [
-                    _json_document(line, template, f"{path}, line {number}") for number, line in lines if line.strip()
+                    _json_document(line, tokenizer, f"{path}, line {number}") for number, line in lines if line.strip()
                 ]
             else:
                 found = list(_paragraphs(lines, path))
@@ -103,15 +103,15 @@ def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
             paragraph, letters = io.StringIO(), 0
 
 
-def _json_document(line: str, template: ChatTemplate, where: str) -> str:
+def _json_document(line: str, tokenizer: Any, where: str) -> str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
-    return _document(entry, template, where)
+    return _document(entry, tokenizer, where)
 
 
-def _dataset_documents(source: str, seed: int, template: ChatTemplate, purpose: str) -> Iterator[str]:
+def _dataset_documents(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
     """Documents of a `datasets` id, streamed; `id:config` names a configuration."""
     import datasets
 
@@ -121,7 +121,7 @@ def _dataset_documents(source: str, seed: int, template: ChatTemplate, purpose: 
     try:
         stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
         for entry in stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
-            yield _document(entry, template, f"data set {source}")
+            yield _document(entry, tokenizer, f"data set {source}")
     except CompressionError:
         raise
     except Exception as error:
@@ -131,13 +131,13 @@ def _dataset_documents(source: str, seed: int, template: ChatTemplate, purpose: 
         ) from error
 
 
-def documents(source: str, seed: int, template: ChatTemplate, purpose: str = "calibration") -> Iterable[str]:
+def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibration") -> Iterable[str]:
     """Documents of a file, a data set or the demo in the order of the seed; a data set is read as they are taken."""
     path = Path(source)
     if source == DEMO_SOURCE and not os.path.exists(source):
         found = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
     elif is_file(source):
-        found = _file_documents(path, template, purpose)
+        found = _file_documents(path, tokenizer, purpose)
     elif os.path.isdir(path):
         raise CompressionError(
             f"{purpose} {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
@@ -147,20 +147,20 @@ def documents(source: str, seed: int, template: ChatTemplate, purpose: str = "ca
             f"{purpose} file {source} does not exist; name a text or JSONL file, a data set id, or 'demo'"
         )
     else:
-        return _dataset_documents(source, seed, template, purpose)
+        return _dataset_documents(source, seed, tokenizer, purpose)
     if not found:
         raise CompressionError(f"{purpose} file {source} is empty; give it some text")
     random.Random(seed).shuffle(found)
     return found
 
 
-def pack(documents: Iterable[str], tokenizer: Any, samples: int, length: int) -> Tensor:
-    """Token ids of the documents, each ended by the end-of-text token, as one row of at most samples * length ids.
+def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:
+    """Token ids of the documents, each ended by the end-of-text token, as one row of at most `wanted` ids.
 
     Raises `CompressionError` where the tokenizer has no token for any of the text.
     """
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    wanted, ids, silent = samples * length, list[int](), 0  # characters before the first token that stands for some
+    ids, silent = list[int](), 0  # characters before the first token that stands for some
     heard = False
     for document in documents:
         own = first_tokens(tokenizer, document, wanted - len(ids))
@@ -179,15 +179,14 @@ def as_rows(ids: Tensor, length: int) -> Tensor:
     return ids[: whole * length].view(whole, length) if whole else ids[None]
 
 
-def read_rows(
-    source: str, tokenizer: Any, samples: int, length: int, seed: int, vocab: int, purpose: str = "calibration"
+def read_tokens(
+    source: str, tokenizer: Any, wanted: int, seed: int, vocab: int, purpose: str = "calibration"
 ) -> Tensor:
-    """Sequences [n, L] of a source: as many as asked for, or as there are, a single shorter one at the least."""
+    """Token ids [T] of a source: as many as are wanted, or as there are."""
     previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
     try:
-        told = faults_told(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES)
-        with told, ChatTemplate(tokenizer) as template:
-            ids = pack(documents(source, seed, template, purpose), tokenizer, samples, length)
+        with faults_told(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
+            ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, wanted)
     finally:
         tokenizer.model_max_length = previous
     if ids.numel() < 2:
@@ -196,4 +195,4 @@ def read_rows(
         raise CompressionError(
             f"the tokenizer makes token {int(ids.max())}, the model knows {vocab}; they do not belong together"
         )
-    return as_rows(ids, length)
+    return ids

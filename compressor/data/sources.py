@@ -18,6 +18,7 @@ from compressor.words import distinct
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+MOST_TOKENS = 10**9  # of calibration text
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".text", ".md")
 
 
@@ -97,6 +98,14 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     for number in sorted(free, key=lambda number: counts[number] - due[number])[: total - sum(counts)]:
         counts[number] += 1
     return tuple(counts)
+
+
+def refuse_floods(samples: Any, length: Any) -> None:
+    """Refuse more calibration text than any model can be run on, where sequences and their tokens are counted."""
+    if isinstance(samples, int) and isinstance(length, int) and samples * length > MOST_TOKENS:
+        raise CompressionError(
+            f"{samples:,} samples of {length:,} tokens are more than {MOST_TOKENS:,} tokens; ask for fewer"
+        )
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:

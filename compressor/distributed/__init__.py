@@ -1,1 +1,1 @@
-"""Several processes that do one run together, on torch.distributed."""
+"""Several processes that share one run, on torch.distributed."""

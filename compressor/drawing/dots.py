@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compressor.drawing.palette import ROLES
-from compressor.drawing.scales import scale_axis
+from compressor.drawing.palette import ROLES, scale_axis
 from compressor.words import readable
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compressor.drawing.palette import FONT, HEAT
-from compressor.drawing.scales import log_limits, ticks
+from compressor.drawing.palette import FONT, HEAT, log_limits, ticks
 from compressor.words import readable
 
 if TYPE_CHECKING:

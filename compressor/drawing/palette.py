@@ -1,6 +1,12 @@
-"""What all pictures share: colours by their roles, markers, resolution. Colour is never the only sign."""
+"""Colours, sizes of type, scales of axes and keys: what all drawings share."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 DPI = 150
 FONT = 8.0  # points
@@ -40,3 +46,70 @@ def ink_on(background: str) -> str:
 
     red, green, blue = to_rgb(background)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#000000"
+
+
+TINIEST = 1e-30  # less counts as nothing
+DECADES = 6  # of a scale at the most
+
+
+def log_limits(values: Iterable[float | None], decades: int = DECADES) -> tuple[float, float] | None:
+    """The least and the greatest size above 0, over so many decades at the most; None if there is none."""
+    sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and abs(value) >= TINIEST]
+    return (max(min(sizes), max(sizes) / 10.0**decades), max(sizes)) if sizes else None
+
+
+def ticks(low: float, high: float, most: int = 8) -> list[float]:
+    """Round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; the ends if none."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1, 2, 5) if high <= 100 * low else (1,)
+    found = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
+    found = [value for value in found if low <= value <= high]
+    return found[:: math.ceil(len(found) / most)] if len(found) > 1 else [low, high]
+
+
+def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], decades: int = DECADES) -> str:
+    """Scale an axis for these values; returns what its label should say of that, '' for a linear one.
+
+    It is logarithmic where they span more than a factor of ten, and linear around 0 where some are 0 or below.
+    """
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    least, most, limits = min(finite), max(finite), log_limits(finite, decades)
+    if limits is None or limits[1] <= 10 * limits[0]:
+        room = 0.06 * ((max(most, 0.0) - min(least, 0.0)) or 1.0)
+        axes.set(**{f"{which}lim": (min(least, 0.0) - room * (least < 0) - room / 4, max(most, 0.0) + room)})
+        return ""
+    low, high = limits
+    if least >= low:
+        axes.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.3, high * 1.3)})
+        marks, said = ticks(low, high), "logarithmic"
+    else:
+        below = float(f"1e{math.floor(math.log10(low))}")
+        getattr(axes, f"set_{which}scale")("symlog", linthresh=below, linscale=0.5)
+        negative = -least if least < -below else 0.0
+        axes.set(**{f"{which}lim": (-1.3 * negative - below / 3, high * 1.3)})
+        marks = [0.0, *ticks(below, high)]
+        marks = [-mark for mark in (ticks(below, negative) if negative > below else []) if mark <= negative] + marks
+        said = f"logarithmic, linear below {below:g}"
+    getattr(axes, f"set_{which}ticks")(sorted(marks), labels=[f"{mark:.3g}" for mark in sorted(marks)])
+    getattr(axes, f"set_{which}ticks")([], minor=True)
+    return said
+
+
+Look = Mapping[str, Any]  # of a line if it has a marker, of a patch otherwise
+
+
+def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Look | Sequence[Look]]], **style: Any) -> None:
+    """A line for each label, or `ncols` in one; several looks of a label lie on one another."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: Any = [
+        tuple(
+            Line2D([], [], **each) if "marker" in each else Patch(**each)
+            for each in ([look] if isinstance(look, Mapping) else look)
+        )
+        for _, look in looks
+    ]
+    style = {"loc": "center left", "handlelength": 1.2, "columnspacing": 1.2, **style}
+    canvas.legend(handles, [label for label, _ in looks], handler_map={tuple: HandlerTuple(1)}, **style)

@@ -7,7 +7,7 @@ from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import faults_told
 from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
 from compressor.evaluation.room import refuse_written, streams
@@ -65,7 +65,7 @@ def plan_evaluation(
         found = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}
         return {name: plain_json(asdict(scores)) for name, scores in found.items() if scores is not None}
 
-    known = {name: read_as(ItemScores, content) for name, content in here().told(stored).items()}
+    known = {name: read_as(ItemScores, content) for name, content in here().broadcast(stored).items()}
     missing = tuple(task for task in tasks if task.name not in known)
     streamed = bool(missing) and answerer is None and streams(source, options)
     if streamed:

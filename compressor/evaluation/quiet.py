@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from unittest.mock import patch
 
-from compressor.distributed.present import unseen_launcher
+from compressor.distributed.ranks import unseen_launcher
 from compressor.errors import CompressionError
 from compressor.progress import quiet_transformers
 

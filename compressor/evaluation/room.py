@@ -6,7 +6,7 @@ import torch
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.memory import available

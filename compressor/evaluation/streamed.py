@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.memory import available
 from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerStream, LayerVisitor
+from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
 from compressor.progress import Progress
 
 LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
@@ -92,14 +92,14 @@ class _Answers(LayerVisitor):
 
     def __init__(self, batches: Sequence[Sequence[Input]], count: int) -> None:
         self.batches, self.count, self.found = batches, count, dict[int, Answer]()
-        self.running, self.chosen = 0, False
+        self.chosen = False
 
     def entering(self, batch: int) -> None:
-        self.running, self.chosen = batch, False
+        self.chosen = False
 
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
         """Hidden states [B, S, H] -> [1, N, H]; others, which a head of another form may take, stay."""
-        hidden, batch = args[0], self.batches[self.running]
+        hidden, batch = args[0], self.batches[self.at.batch]
         if hidden.shape[:-1] != (len(batch), max(len(each.tokens) for each in batch)):
             return None
         self.chosen = True
@@ -116,7 +116,7 @@ class _Answers(LayerVisitor):
 
     def of_all_ranks(self) -> list[Answer]:
         """The answers to all requests, in their order."""
-        told = {number: answer for each in here().listed([*self.found.items()]) for number, answer in each}
+        told = {number: answer for each in here().all_gather([*self.found.items()]) for number, answer in each}
         return [(float(value), bool(greedy)) for value, greedy in (told[number] for number in range(self.count))]
 
 
@@ -137,17 +137,15 @@ def stream_answers(
     """
     inputs = inputs_of(requests, most)
     batches = batches_of(inputs, rows, LOGIT_BYTES // (4 * model.vocabulary))
-    answers, units = _Answers(batches, len(requests)), model.architecture.units
+    answers = _Answers(batches, len(requests))
     room = available()
     budget = DEFAULT_ACTIVATION_BUDGET if room is None else min(DEFAULT_ACTIVATION_BUDGET, room // WAITING_SHARE)
     tokens = [padded(batch) for batch in batches]
-    stream = LayerStream(model.partial, tokens, units, units, range(len(batches)), budget, own=here().own(tokens))
+    one = Pass(model, tokens, progress, phase, to_end=True, shared=True, activation_budget=budget)
     head = head_of(model.partial.model)
     handle = head.register_forward_pre_hook(answers.before_head) if head is not None else None
-    progress.start(phase, len(units))
     try:
-        for unit in stream.passing(answers):
-            progress.advance(unit)
+        one.run(answers)
     finally:
         if handle is not None:
             handle.remove()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from xml.etree import ElementTree as Xml
 
-from compressor.gates.content import advice, cells, margin, verdict_line
+from compressor.gates.document import advice, cells, margin, verdict_line
 from compressor.gates.verdict import EXIT_STATUS, GateResult, RoutedBy, TaskGate
 from compressor.words import readable
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from compressor.document.blocks import Figure
 from compressor.drawing.dots import Dots, draw_dots
 from compressor.drawing.picture import Drawing
-from compressor.gates.content import SIGNS, change, margin, verdict_line
+from compressor.gates.document import SIGNS, change, margin, verdict_line
 from compressor.gates.verdict import GateResult, Verdict
 from compressor.words import one_line
 

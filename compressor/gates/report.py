@@ -18,8 +18,7 @@ from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.files import file_digest, whole_folder
-from compressor.gates.content import change, level
-from compressor.gates.document import gate_blocks
+from compressor.gates.document import change, gate_blocks, level
 from compressor.gates.junit import junit
 from compressor.gates.verdict import GateResult, TaskGate, gate_content, gate_from_content
 from compressor.records import read_json

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import Answerer, Evaluation, evaluate, plan_evaluation
 from compressor.evaluation.scores import ItemScores, ResultStore, content_identity, identity, judged_identity
@@ -54,7 +54,7 @@ def run_gate(
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    judged_files = here().told(lambda: judged_identity(compressed))
+    judged_files = here().broadcast(lambda: judged_identity(compressed))
     original = plan_base(base, tasks, wanted)
     smaller = plan_evaluation(
         compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content_identity(judged_files)

@@ -4,33 +4,205 @@ Both models answer the same items, so the items' differences are tested, not two
 Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper confidence bound of the drop is under
 the margin; fail the same on the other side; anything else is inconclusive. Of several tests of one drop the most
 careful one counts. Shapes: n items, G clusters, m tasks; `...` stands for repetitions, as in a simulation.
+
+Tests of the mean difference of paired scores, or of a ratio of sums, and the correction for testing several.
+
+n items or other independent units, m tests; `...` stands for repetitions, as in a simulation. Student's t holds its
+level where items differ in many small ways. Two things break it, and each has its own remedy here, of which the more
+careful counts: few of the items differ (`rule_of_three`), or a few of them very much (`student` with `skew`). What is
+left: with differences as skewed as an exponential distribution and lengths as uneven as 1 to 20, 62 documents pass
+falsely in 6.4 % of samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
+
+Exact tests of the drop between two models whose answers to the same n items are right or wrong.
+
+Only items that flip speak: `lost` of them the compressed model gets wrong and the base right, `gained` the other way
+round. Under a true drop d = P(lost) - P(gained) one probability stays unknown, and the maximum of the likelihood under
+that constraint, in closed form by Tango (Statistics in Medicine 17, 1998), is put in its place. Tango then takes the
+score statistic for normal. That is too liberal where flips are few: 272 items without a flip would pass a margin of
+0.01 at confidence 0.95, though a true drop of 0.01 shows none in 6.5 % of such samples. So the tail is summed here
+from the trinomial distribution itself, at the same estimate: an estimated p-value in the sense of Lloyd ("Exact
+P-values for discrete models obtained by estimation and maximization", Australian & New Zealand Journal of Statistics
+50, 2008). Enumerated over 20 to 2,000 items, flips of 0.5 % to 40 %, margins of 0 to 0.1 and confidences of 0.9, 0.95
+and 0.99, its rate of false verdicts never exceeds 1 - confidence; without a flip it is the binomial test.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import binom, binomtest
 from scipy.stats import t as student_t
 
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import ItemScores
-from compressor.gates.paired_means import (
-    Array,
-    Evidence,
-    freedom_of,
-    holm,
-    most_careful,
-    ratio,
-    ratio_error,
-    rule_of_three,
-    skewness,
-    student,
-)
-from compressor.gates.paired_proportions import at_least, at_most, lower_bound, mcnemar, upper_bound
 from compressor.gates.verdict import TaskGate, Verdict
+
+FAR = 1e6  # standard errors, beyond which a distance says no more
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One-sided bounds of a drop, and p-values of one as small or as large if the true one were the margin: [...]."""
+
+    lower: Any
+    upper: Any
+    p_pass: Any
+    p_fail: Any
+
+
+def ratio(values: Array, weights: Array) -> Any:
+    """Sum of values by sum of weights, a mean where weights are 1: [..., n], [n] -> [...]."""
+    return values.sum(axis=-1) / weights.sum()
+
+
+def residuals_of(values: Array, weights: Array) -> Array:
+    """How far `ratio` moves, times the sum of weights, as each unit is left out: [..., n], [n], n > 1 -> [..., n]."""
+    residuals: Array = values - np.asarray(ratio(values, weights))[..., None] * weights
+    left_out: Array = residuals / (1 - weights / weights.sum())
+    return left_out
+
+
+def ratio_error(values: Array, weights: Array) -> Any:
+    """Jackknife standard error of `ratio` over independent units: [..., n], [n] -> [...]; infinite for one unit.
+
+    With weights of 1 it is the usual error of a mean. With the totals of clusters as values and their sizes as
+    weights it is the cluster-robust error of the mean over items, where even clusters have the factor G / (G - 1) and
+    uneven ones a greater (Bell and McCaffrey, Survey Methodology 28, 2002).
+    """
+    units = weights.shape[-1]
+    if units < 2:
+        return np.full(values.shape[:-1], np.inf)
+    return np.sqrt((units - 1) / units * np.square(residuals_of(values, weights)).sum(axis=-1)) / weights.sum()
+
+
+def skewness(values: Array, weights: Array) -> Any:
+    """Skewness of the residuals of `ratio` by the root of their number, in [-1, 1]: [..., n], [n], n > 1 -> [...]."""
+    residuals = residuals_of(values, weights)
+    squares = np.square(residuals).sum(axis=-1)
+    return (residuals**3).sum(axis=-1) / np.where(squares > 0, squares, 1) ** 1.5
+
+
+def freedom_of(weights: Array) -> float:
+    """Degrees of freedom of `ratio_error`: n - 1 for even weights [n], fewer for uneven ones (Kish's effective n).
+
+    Never under 1, except that one unit has none.
+    """
+    if weights.shape[-1] < 2:
+        return 0.0
+    return max(float(weights.sum() ** 2 / np.square(weights).sum()) - 1, 1.0)
+
+
+def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: float, skew: Any = 0.0) -> Evidence:
+    """Student's t on `freedom` degrees of freedom; with none, nothing is known.
+
+    With `skew` the statistic is first freed of skewness by the cubic of Hall ("On the removal of skewness by
+    transformation", Journal of the Royal Statistical Society B 54, 1992): rare large losses are easily missed by a
+    sample, which then shows too small a drop and too small an error.
+    """
+    if freedom < 1:
+        nothing = np.zeros(np.shape(estimate))
+        return Evidence(nothing - np.inf, nothing + np.inf, nothing + 1, nothing + 1)
+    skew = np.asarray(skew)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distance = np.clip(np.nan_to_num((estimate - margin) / error, nan=0.0), -FAR, FAR)
+        distance = distance * (1 + skew * distance / 3 + np.square(skew * distance) / 27) + skew / 6
+    quantile = student_t.isf(alpha, freedom) * np.array([1.0, -1.0]) - skew[..., None] / 6
+    straight = (abs(skew) < 1e-6)[..., None]
+    divisor = np.where(straight, 1.0, skew[..., None])
+    bent = np.where(straight, quantile, 3 * (np.cbrt(1 + divisor * quantile) - 1) / divisor)
+    lower, upper = (estimate - error * bent[..., side] for side in (0, 1))
+    return Evidence(lower, upper, student_t.cdf(distance, freedom), student_t.sf(distance, freedom))
+
+
+def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha: float) -> Evidence:
+    """A kind of change that none of `count` items showed befalls up to -log(alpha) / count of all (3 / count at 0.05).
+
+    Each such item may move by `reach`. This keeps the bounds apart where next to nothing differs.
+    """
+    half = -math.log(alpha) * reach / count
+    room = count * (margin - estimate) / reach
+    p_pass, p_fail = np.exp(-np.maximum(room, 0)), np.exp(-np.maximum(-room, 0))
+    return Evidence(estimate - half, estimate + half, p_pass, p_fail)
+
+
+def most_careful(parts: Sequence[Evidence]) -> Evidence:
+    """The widest bounds and the largest p-values: a claim stands only if every test supports it."""
+    return Evidence(
+        np.minimum.reduce([part.lower for part in parts]),
+        np.maximum.reduce([part.upper for part in parts]),
+        np.maximum.reduce([part.p_pass for part in parts]),
+        np.maximum.reduce([part.p_fail for part in parts]),
+    )
+
+
+def holm(p_values: Array) -> Array:
+    """p-values corrected for being m tests (Holm 1979): [..., m] -> [..., m].
+
+    The i-th smallest of them, from 0, is multiplied by m - i, and is at least what smaller ones became.
+    """
+    order = np.argsort(p_values, axis=-1, kind="stable")
+    factors = np.arange(p_values.shape[-1], 0, -1)
+    grown = np.maximum.accumulate(np.take_along_axis(p_values, order, axis=-1) * factors, axis=-1)
+    adjusted = np.empty_like(grown)
+    np.put_along_axis(adjusted, order, np.minimum(grown, 1.0), axis=-1)
+    return adjusted
+
+
+TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
+SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
+
+
+def constrained_gain(lost: int, gained: int, items: int, drop: float) -> float:
+    """The likeliest P(gained) if P(lost) - P(gained) were `drop`, in [max(0, -drop), (1 - drop) / 2] (Tango 1998)."""
+    linear = (2 * items - lost + gained) * drop - lost - gained
+    constant = -gained * drop * (1 - drop)
+    root = math.sqrt(max(linear * linear - 8 * items * constant, 0.0))
+    return min(max((root - linear) / (4 * items), 0.0, -drop), (1 - drop) / 2)
+
+
+def at_most(lost: int, gained: int, items: int, drop: float) -> float:
+    """p of a net loss of `lost - gained` or less of `items` items, if the true drop were `drop`.
+
+    Falls as `drop` rises, so that a small one shows a drop under `drop`.
+    """
+    if abs(drop) > 1:  # no such drop exists, so the true one lies on the near side of it
+        return float(drop < 0)
+    gain = constrained_gain(lost, gained, items, drop)
+    flip = min(2 * gain + drop, 1.0)
+    share = min(max((gain + drop) / flip, 0.0), 1.0) if flip > 0 else 0.5  # of flips that are losses
+    width = TAILS * math.sqrt(items * flip * (1 - flip)) + SLACK
+    flips = np.arange(max(0, math.floor(items * flip - width)), min(items, math.ceil(items * flip + width)) + 1)
+    tail = binom.pmf(flips, items, flip) * binom.cdf((flips + lost - gained) // 2, flips, share)
+    return min(float(tail.sum()), 1.0)
+
+
+def at_least(lost: int, gained: int, items: int, drop: float) -> float:
+    """p of a net loss of `lost - gained` or more of `items` items, if the true drop were `drop`."""
+    return at_most(gained, lost, items, -drop)
+
+
+def upper_bound(lost: int, gained: int, items: int, alpha: float) -> float:
+    """The drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
+    if lost == items:
+        return 1.0
+    return float(brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
+
+
+def lower_bound(lost: int, gained: int, items: int, alpha: float) -> float:
+    """The drop at which `at_least` is `alpha`."""
+    return -upper_bound(gained, lost, items, alpha)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Exact two-sided p of flips as uneven as these if either direction were as likely; 1 without a flip."""
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+
 
 POWER = 0.8  # the probability with which a sample shows the smallest detectable drop
 FEW = 30  # scores that differ, under which what none of them showed counts as well

@@ -1,23 +1,184 @@
-"""Continues a prompt with a model on disk, token by token: one loop, whatever computes the logits."""
+"""Continues a prompt with a model on disk, token by token: one loop, whatever computes the logits.
+
+A token is the likeliest, or drawn from the softmax that temperature, top-k and top-p leave. Top-p, or nucleus
+sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
+"""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError, faults_told
+from compressor.errors import CompressionError, faults_told, reason_of
 from compressor.generation.decoders import onnx_decoder, stock_decoder
-from compressor.generation.sampling import Choose, GenerationOptions, chooser
-from compressor.generation.text import TextStream, encode_prompt
-from compressor.model.tokenizer import load_tokenizer
+from compressor.model.chat import has_chat_template, render_chat
+from compressor.model.opened import DTYPES
+from compressor.model.tokenizer import load_tokenizer, no_token, says_something
 from compressor.progress import Progress
 from compressor.records import read_object
+
+Choose = Callable[[Tensor], int]  # [V] logits -> token id
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What is asked of a model beside the prompt."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0 is greedy: always the likeliest token
+    top_p: float | None = None  # sampling only: the fewest tokens that hold this probability
+    top_k: int | None = None  # sampling only: this many of the likeliest tokens
+    seed: int = 0
+    chat: bool = False  # the prompt is a user's message, in the tokenizer's chat template
+    device: str = "auto"
+    dtype: str = "auto"  # of a safetensors checkpoint; an ONNX graph has its own
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        if self.max_new_tokens < 1:
+            raise CompressionError(f"--max-new-tokens {self.max_new_tokens} generates nothing; give at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise CompressionError(
+                f"--temperature {self.temperature} is no temperature; give 0 for the likeliest token, or more to sample"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise CompressionError(f"--top-p {self.top_p} is no probability; give a number above 0 and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise CompressionError(f"--top-k {self.top_k} leaves no token; give at least 1")
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            raise CompressionError("--top-p and --top-k have no effect without sampling; add --temperature 1")
+        if not 0 <= self.seed < 2**63:
+            raise CompressionError(f"--seed {self.seed} is out of range; give a whole number from 0 to below 2**63")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise CompressionError(f"there is no dtype {self.dtype!r}; known are auto, {', '.join(DTYPES)}")
+
+
+def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Distribution that the next token is drawn from: [V] -> [V] in float64, summing to 1; ties favour lower ids.
+
+    Top-k comes first; top-p then takes, of what is left, the fewest of the likeliest tokens that hold that share.
+    """
+    scaled = (logits.double() - logits.max().double()) / temperature  # the largest is 0: no temperature overflows
+    order = scaled.argsort(descending=True, stable=True)
+    ranked = torch.softmax(scaled[order][:top_k], dim=0)
+    if top_p is not None:
+        before = ranked.cumsum(0) - ranked
+        ranked = ranked.where(before < top_p, 0.0)
+    found = torch.zeros_like(scaled)
+    found[order[: len(ranked)]] = ranked / ranked.sum()
+    return found
+
+
+def chooser(options: GenerationOptions) -> Choose:
+    """The rule that these options ask for; what it draws depends on the seed alone."""
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def choose(logits: Tensor) -> int:
+        if not bool(logits.max().isfinite()):  # NaN and infinity both come out of a maximum
+            raise CompressionError(
+                "the model's logits are not finite; try --dtype float32, and check its weights if that does not help"
+            )
+        if options.temperature == 0:
+            return int(logits.argmax())
+        drawn = probabilities(logits, options.temperature, options.top_k, options.top_p)
+        return int(torch.multinomial(drawn, 1, generator=generator))
+
+    return choose
+
+
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
+LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
+
+
+def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
+    """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
+    with faults_told("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
+        encoded = tokenizer(prompt, return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    if prompt.strip() and not says_something(tokenizer, [x for x, own in zip(ids, added, strict=True) if not own]):
+        raise no_token("the prompt")
+    if chat:
+        return _encode_chat(tokenizer, prompt)
+    if ids:
+        return tuple(map(int, ids))
+    if tokenizer.bos_token_id is not None:
+        return (int(tokenizer.bos_token_id),)
+    raise CompressionError(
+        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
+    )
+
+
+def _encode_chat(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    if not has_chat_template(tokenizer):
+        raise CompressionError("the tokenizer has no chat template; leave out --chat to continue the prompt as it is")
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        encoded = tokenizer(text, add_special_tokens=False)
+    except Exception as error:  # templates are programs
+        raise CompressionError(f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat") from error
+    if ids := tuple(int(token) for token in encoded["input_ids"]):
+        return ids
+    raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
+
+
+class TextStream:
+    """Turns tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
+
+    Only tokens since the last whole character are decoded anew, after those of the piece before them: some
+    decoders drop the space that opens a text, and it must not be dropped at the seams.
+    """
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []
+        self._follow(list(before))
+
+    def _follow(self, context: list[int]) -> None:
+        self._context = context
+        self._opening = self._shown = self._decode(context)  # text of the context; with what is out of pending
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        decoded: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return decoded
+
+    def _text(self, final: bool) -> str:
+        """Context and pending decoded; of pending alone if the decoder takes back for good what is out."""
+        text = self._decode([*self._context, *self._pending])
+        if text.startswith(self._shown):
+            return text
+        # a decoder that judges a run of bytes as one may do so only for want of the next byte
+        if not final and text.endswith(UNFINISHED) and len(self._pending) <= LONGEST:
+            return self._shown
+        self._context, self._opening, self._shown = [], "", self._shown[len(self._opening) :]
+        return self._decode(self._pending)
+
+    def push(self, token: int) -> str:
+        """What this token adds to the text; '' while a character is incomplete."""
+        self._pending.append(token)
+        text = self._text(final=False)
+        marks = len(text) - len(text.rstrip(UNFINISHED))
+        piece = text[len(self._shown) : len(text) - min(marks, LONGEST)]
+        self._shown += piece
+        if piece and not marks:
+            done, self._pending = self._pending, []
+            self._follow(done)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back; a character that never became whole shows as a mark."""
+        return self._text(final=True)[len(self._shown) :]
+
 
 logger = logging.getLogger(__name__)
 

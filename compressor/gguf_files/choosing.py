@@ -14,13 +14,14 @@ from compressor.gguf_files.scores import ENERGY, SCORES, weight_scores
 from compressor.grouping.choose import keep_best, kept_share
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import resolve_count
-from compressor.planning.protecting import check_protected, listed, read_protected
-from compressor.planning.request import AUTO, GRAPH
 from compressor.recipe.layer import LayerPlan
 from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.records import read_json
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.prune.protecting import check_protected, listed, read_protected
+from compressor.steps.prune.step import AUTO, GRAPH
 from compressor.words import did_you_mean, joined
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def imatrix_plan(
     ratio: float | None,
     strategy: str = AUTO,
     protect: str | Sequence[Mapping[str, Any]] | None = None,
-) -> CompressionPlan:
+) -> Plan:
     """A plan that keeps in each block the experts of highest score; `auto` is `imatrix-energy`.
 
     Protected experts come as a list, or a file with one, with `layer` and `expert`; its modules are not looked at.
@@ -73,16 +74,10 @@ def imatrix_plan(
         layers.append(replace(made, figures={"kept_share": kept_share(made, scores)}))
     source = Source(model.first.path.name, None, blocks.fingerprint)
     data = {"source": imatrix.path.name, "sha256": imatrix.digest()}
-    return CompressionPlan(
-        source,
-        keep,
-        name,
-        {},
-        data,
-        tuple(layers),
-        versions=versions((*PACKAGES[:2], "gguf")),
-        protected=listed(protected),
-    )
+    made_of = versions((*PACKAGES[:2], "gguf"))
+    stage = CompressionPlan(source, keep, name, {}, data, tuple(layers), protected=listed(protected))
+    options = {"strategy": name, "experts": keep}
+    return Plan(source, (PlannedStep(PRUNE, options, decisions(stage)),), data, versions=made_of)
 
 
 def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
@@ -118,17 +113,18 @@ def _protected(protect: str | Sequence[Mapping[str, Any]] | None, blocks: Blocks
     return read_protected(entries, blocks.layers)
 
 
-def fit_plan(plan: CompressionPlan, model: Gguf, blocks: Blocks) -> CompressionPlan:
-    """A plan with the blocks of a GGUF file in place of its layers, matched by number.
+def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
+    """A plan of one step, with the blocks of a GGUF file in place of its layers, matched by number.
 
-    Raises `CompressionError` for a plan that does more than drop, or that speaks of another model. A plan made on a
-    checkpoint tells nothing of its weights that a GGUF file could be held against.
+    Several steps that prune become one. Raises `CompressionError` for a plan that does more than drop, or that names
+    another model. A plan made on a checkpoint records nothing of its weights that a GGUF file could be checked against.
     """
     refuse_more_than_drop(plan)
     if plan.source.fingerprint.startswith(FINGERPRINT) and plan.source.fingerprint != blocks.fingerprint:
         raise CompressionError("the plan was made for another GGUF model: the routers differ; plan again for this one")
-    by_number = {layer.layer: layer for layer in plan.layers}
-    if len(by_number) != len(plan.layers):
+    stage = plan.stage
+    by_number = {layer.layer: layer for layer in stage.layers}
+    if len(by_number) != len(stage.layers):
         raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
     known = {layer.index for layer in blocks.layers}
     if strange := sorted(set(by_number) - known):
@@ -141,16 +137,17 @@ def fit_plan(plan: CompressionPlan, model: Gguf, blocks: Blocks) -> CompressionP
             f"the plan has no entry for blk.{missing[0]} of {model.first.path.name}; apply it to the GGUF file of the "
             "same model"
         )
-    check_llama_cpp(model, blocks, plan.experts)
+    check_llama_cpp(model, blocks, stage.experts)
     layers, protected = list[LayerPlan](), dict[str, tuple[int, ...]]()
     for layer in blocks.layers:
         if (made := by_number.get(layer.index)) is None:
-            layers.append(head_plan(model, layer, plan.experts))
+            layers.append(head_plan(model, layer, stage.experts))
             continue
         layers.append(_fitted(made, layer))
-        if named := plan.protected.get(made.module):
+        if named := stage.protected.get(made.module):
             protected[layer.name] = named
-    return replace(plan, layers=tuple(layers), protected=protected)
+    fitted = decisions(replace(stage, layers=tuple(layers), protected=protected))
+    return replace(plan, steps=(replace(plan.of(PRUNE)[-1], plan=fitted, stage=0),))
 
 
 def _fitted(made: LayerPlan, layer: MoeLayer) -> LayerPlan:
@@ -166,19 +163,15 @@ def _fitted(made: LayerPlan, layer: MoeLayer) -> LayerPlan:
     return LayerPlan.keep(layer, kept, **details)
 
 
-def refuse_more_than_drop(plan: CompressionPlan) -> None:
-    """Refuse, by name, what needs weights as plain numbers."""
-    merged = next((layer for layer in plan.layers if not layer.is_drop), None)
-    done = {
-        "corrects what is left": plan.correction,
-        "splits experts": plan.split,
-        "bakes routers": plan.bake,
-        "recovers by training": plan.recover,
-        f"merges experts ({merged.module if merged else ''})": merged,
-    }
-    for what, entry in done.items():
-        if entry is not None:
-            raise CompressionError(
-                f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only cut; apply it to "
-                "the checkpoint and convert the result, or plan with a strategy that only drops (--correct none)"
-            )
+def refuse_more_than_drop(plan: Plan) -> None:
+    """Refuse, by name, what needs weights as plain numbers, and a plan that has not decided."""
+    other = next((step.name for step in plan.steps if step.name != PRUNE), None)
+    merged = next((layer.module for layer in plan.stage.layers if not layer.is_drop), None)
+    if other is not None or merged is not None:
+        what = f"has the step {other}" if other is not None else f"merges experts ({merged})"
+        raise CompressionError(
+            f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only cut; apply it to "
+            "the checkpoint and convert the result, or plan with a strategy that only drops (--split 1 --correct none)"
+        )
+    if not all(step.plan for step in plan.of(PRUNE)) or not plan.steps:
+        raise CompressionError("the plan does not say which experts stay; make it by moe-compress plan")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from compressor.gguf_files.blocks import EXPERTS, Blocks, cut, find_blocks
 from compressor.gguf_files.header import Tensor, type_name
-from compressor.gguf_files.job import PLANS
 from compressor.gguf_files.parts import Gguf, open_gguf
+from compressor.gguf_files.writing import PLANS
 from compressor.model.inspection import PARTS, Outcome, Part, candidates
 from compressor.words import counted, joined
 

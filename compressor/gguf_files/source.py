@@ -12,7 +12,7 @@ from compressor.gguf_files.imatrix import Numbers
 from compressor.gguf_files.parts import Gguf
 from compressor.gguf_files.scores import dequantised
 from compressor.model.opened import OpenModel, open_model
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import Source
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +28,15 @@ UNCHECKED = (
 )
 
 
-def compare_routers(plan: CompressionPlan, model: Gguf, blocks: Blocks) -> str:
+def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
     """What a reader should know of the match; empty for a plan that was made on a GGUF file, and is checked already.
 
     Where the plan's source is a folder of this machine, and still what it was, its routers are compared: [E, hidden].
     A difference is told, and no fault, for a model that was trained on may serve the plan as well.
     """
-    if plan.source.fingerprint.startswith(FINGERPRINT):
+    if planned.fingerprint.startswith(FINGERPRINT):
         return ""
-    if (source := _source_of(plan)) is None:
+    if (source := _opened(planned)) is None:
         return UNCHECKED
     largest, worst = 0.0, ""
     for layer in source.architecture.layers:
@@ -55,14 +55,13 @@ def compare_routers(plan: CompressionPlan, model: Gguf, blocks: Blocks) -> str:
     return SAME if largest <= ROUNDING else DIFFERENT.format(worst, largest)
 
 
-def _source_of(plan: CompressionPlan) -> OpenModel | None:
+def _opened(planned: Source) -> OpenModel | None:
     """The checkpoint that a plan was made on, if it lies here unchanged."""
-    folder = plan.source.model
-    if plan.source.revision is not None or not Path(folder).is_dir():
+    if planned.revision is not None or not Path(planned.model).is_dir():
         return None
     try:
-        source = open_model(locate(folder), device="cpu")
-        return source if source.fingerprint == plan.source.fingerprint else None
+        source = open_model(locate(planned.model), device="cpu")
+        return source if source.fingerprint == planned.fingerprint else None
     except CompressionError as error:
         logger.debug("the plan's source cannot be read: %s", error)
         return None

@@ -1,19 +1,101 @@
 """A GGUF model with fewer experts, written whole: each tensor is a copy of bytes, and no number is computed."""
 
+import json
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from compressor.checkpoint.headers import Size
 from compressor.errors import CompressionError
 from compressor.files import full_disk_told
-from compressor.gguf_files.header import MAGIC, MOST_HEADER, Header, Tensor, Value, packed, padded, read_header
+from compressor.gguf_files.blocks import Blocks, cut
+from compressor.gguf_files.header import (
+    ARRAY,
+    MAGIC,
+    MOST_HEADER,
+    STRING,
+    Header,
+    Tensor,
+    Value,
+    packed,
+    padded,
+    read_header,
+)
 from compressor.gguf_files.parts import Gguf, has_magic, part_names
 from compressor.locking import alone, check_parent
 from compressor.progress import Progress
+from compressor.recipe.steps_plan import Plan
+from compressor.run_record import versions
 from compressor.words import runs
+
+PLANS, VERSION = "moe_compressor.plans", "moe_compressor.version"
+LABEL = "general.size_label"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSummary:
+    """What became of a GGUF model."""
+
+    out: tuple[str, ...]  # the files, the first first
+    architecture: str
+    strategy: str
+    experts_before: int
+    experts_after: int
+    before: Size
+    after: Size
+    seconds: float
+    note: str  # how well the plan matches the file, where it was made on a checkpoint
+    plan: Plan = field(repr=False)
+
+
+def carry_out(
+    model: Gguf, blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress, note: str = ""
+) -> GgufSummary:
+    """Write the model with the experts that the plan keeps; the plan must be one for this model's blocks."""
+    start, stage = time.monotonic(), plan.stage
+    chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in stage.layers}
+    kept = {name: chosen[number] for name, number in blocks.homes.items()}
+    paths = write_gguf(model, kept, new_values(model, blocks, plan), out, overwrite, progress)
+    tensors = model.tensors.values()
+    return GgufSummary(
+        tuple(map(str, paths)),
+        blocks.arch,
+        stage.strategy,
+        blocks.experts,
+        stage.experts,
+        Size.of(tensors),
+        Size.of(cut(tensor, blocks, stage.experts) for tensor in tensors),
+        time.monotonic() - start,
+        note,
+        plan,
+    )
+
+
+def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
+    """The metadata that changes: the number of experts, the label that repeats it, and the plans, the last one last."""
+    values, experts = model.first.values, plan.stage.experts
+    found = {blocks.count_key: values[blocks.count_key].with_number(experts)}
+    label, begins = model.first.text(LABEL), f"{blocks.experts}x"
+    if label.startswith(begins):
+        found[LABEL] = Value.of_text(f"{experts}x{label.removeprefix(begins)}")
+    text = json.dumps(plan.to_dict(), separators=(",", ":"))
+    found[PLANS] = _appended(values.get(PLANS), text)
+    found[VERSION] = Value.of_text(versions()["moe-compressor"])
+    return found
+
+
+def _appended(before: Value | None, text: str) -> Value:
+    """An array of strings with one more at its end."""
+    earlier, count = b"", 0
+    if before is not None and before.kind == ARRAY and int.from_bytes(before.raw[:4], "little") == STRING:
+        earlier, count = before.raw[12:], int.from_bytes(before.raw[4:12], "little")
+    return Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier + packed(text))
+
 
 CHUNK = 2**22  # bytes in memory at a time
 Kept = Mapping[str, Sequence[int]]  # for each tensor that is cut, the experts that stay, ascending

@@ -12,7 +12,6 @@ from torch.func import functional_call
 from compressor.model.architecture import ExpertTensor
 from compressor.model.buffers import as_call
 from compressor.recipe.plan import LayerPlan
-from compressor.statistics.read_only import opened
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.equal_rows import has_equal, told_apart
 from compressor.surgery.tensors import remap_table
@@ -108,7 +107,6 @@ class SmallerRouter:
 
 def _float(value: Any) -> Any:
     """A tensor of numbers in float32; anything else, also a tensor of ids, as it is."""
-    value = opened(value)  # a router is asked thousands of times
     return value.detach().float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.statistics.read_only import opened
 from compressor.ties import FLOAT32
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
@@ -27,7 +26,7 @@ Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that 
 
 def linear_cka(outputs: Tensor) -> Tensor:
     """CKA with K = X X^T, by way of X_i^T X_j where that is cheaper: [E, T, D] -> [E, E] in [0, 1]."""
-    outputs, (experts, tokens, width) = opened(outputs), _checked_shape(outputs)
+    experts, tokens, width = _checked_shape(outputs)
     spread = [_centre_and_scale(output) for output in outputs]
 
     def tile(expert: int, rows: slice, columns: slice) -> Tensor:
@@ -50,7 +49,7 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 
     If more than half of the pairs coincide, m is 0 and K is its limit: 1 where d = 0, else 0.
     """
-    outputs, (experts, tokens, _) = opened(outputs), _checked_shape(outputs)
+    experts, tokens, _ = _checked_shape(outputs)
     if not 0 < sigma < float("inf"):
         raise CompressionError(f"sigma is a share of the median distance: it must be above 0, not {sigma}")
     spread = [_centre_and_scale(output) for output in outputs]

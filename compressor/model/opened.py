@@ -10,7 +10,7 @@ import torch
 from compressor.checkpoint.headers import TORCH_DTYPES
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
 from compressor.model.bounds import most_parts

@@ -17,7 +17,8 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.buffers import Spill, as_arguments, as_call
 from compressor.model.loading import PartialModel
-from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, Forward, LayerStream, LayerVisitor
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, Forward, LayerVisitor, Pass
 
 Loss = Callable[[int, Any], torch.Tensor]  # (batch, the model's output) -> its share of the loss
 
@@ -41,15 +42,14 @@ class ReverseVisitor(LayerVisitor):
 
 @dataclass(frozen=True, slots=True)
 class ReversePass:
-    """`batches` (token ids [B, L]) forward through all decoder layers `units` and back, one layer in memory at a time.
+    """`batches` (token ids [B, L]) forward through all decoder layers and back, one layer in memory at a time.
 
     `padding` are their attention masks [B, L], or nothing. Hidden states that one layer hands to the next are all that
     may carry a gradient from layer to layer: `run` refuses an architecture of another kind.
     """
 
-    partial: PartialModel
+    model: OpenModel
     batches: Sequence[torch.Tensor]
-    units: tuple[str, ...]
     padding: Sequence[torch.Tensor] = ()
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
@@ -60,27 +60,34 @@ class ReversePass:
         """
         self._refuse_shared()
         calls = _Calls(self, loss)
-        batches, every = range(len(self.batches)), set(self.units)
-        stream = LayerStream(
-            self.partial, self.batches, self.units, every, batches, self.activation_budget, self.padding, gradients=True
+        forward = Pass(
+            self.model,
+            self.batches,
+            to_end=True,
+            padding=self.padding,
+            gradients=True,
+            activation_budget=self.activation_budget,
         )
-        stream.run(*visitors, calls)
+        forward.run(*visitors, calls)
         try:
-            for unit in reversed(self.units):
+            for unit in reversed(self.model.architecture.units):
                 self._reverse(unit, calls, visitors)
         finally:
-            self.partial.release("")
+            self.model.partial.release("")
         return calls.losses
 
     def _reverse(self, unit: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
         """Load a layer and hand the gradients of all batches down through it."""
-        self.partial.load(self.partial.keys_under(unit))
-        if (place := self.units.index(unit)) > 0:
-            self.partial.read_ahead(self.partial.keys_under(self.units[place - 1]))
-        module = self.partial.model.get_submodule(unit)
+        partial, units = self.model.partial, self.model.architecture.units
+        partial.load(partial.keys_under(unit))
+        calls.at.layer = unit
+        if (number := units.index(unit)) > 0:
+            partial.read_ahead(partial.keys_under(units[number - 1]))
+        module = partial.model.get_submodule(unit)
         for visitor in visitors:
             visitor.loaded(unit)
         for batch in range(len(self.batches)):
+            calls.at.batch = batch
             for visitor in visitors:
                 visitor.replaying(unit, batch)
             own: Forward = module.forward
@@ -91,14 +98,15 @@ class ReversePass:
                 visitor.returned(unit, batch)
         for visitor in visitors:
             visitor.done(unit)
-        self.partial.release(unit)
+        calls.at.layer = ""
+        partial.release(unit)
         give_back()
 
     def _refuse_shared(self) -> None:
-        inside = tuple(f"{unit}." for unit in self.units)
-        shared = next((key for key in self.partial.tied if key.startswith(inside)), None)
+        inside = tuple(f"{unit}." for unit in self.model.architecture.units)
+        shared = next((key for key in self.model.partial.tied if key.startswith(inside)), None)
         if shared is not None:
-            raise _another_way(self.partial, f"{shared} shares its weights with another layer")
+            raise _another_way(self.model.partial, f"{shared} shares its weights with another layer")
 
 
 class _Calls(LayerVisitor):
@@ -106,16 +114,13 @@ class _Calls(LayerVisitor):
 
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
-        self.partial, self.loss, self.spill = run.partial, loss, Spill(run.activation_budget)
+        self.partial, self.loss, self.spill = run.model.partial, loss, Spill(run.activation_budget)
         self.held: dict[tuple[str, int], tuple[tuple[str | None, Any], ...]] = {}
         self.left: list[list[torch.Tensor]] = [[] for _ in range(count)]  # what layers put into containers, by batch
         self.outputs: list[list[torch.Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch
         self.gradients = [torch.empty(0)] * count  # of the loss, at the hidden states that come out of a layer
         self.losses = [0.0] * count
-        self.batch, self.strayed = 0, list[str]()
-
-    def entering(self, batch: int) -> None:
-        self.batch = batch
+        self.strayed = list[str]()
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         """The layer's forward, with its call kept and its outputs made leaves from which gradients start."""
@@ -124,21 +129,21 @@ class _Calls(LayerVisitor):
             (name, hidden), *others = as_arguments(args, kwargs)
             self._refuse_other_ways(unit, hidden, others)
             kept = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
-            self.spill.keep((unit, self.batch), kept)
-            self.held[unit, self.batch] = ((name, kept), *((key, _snapshot(value)) for key, value in others))
+            self.spill.keep((unit, self.at.batch), kept)
+            self.held[unit, self.at.batch] = ((name, kept), *((key, _snapshot(value)) for key, value in others))
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
                 output = own(*args, **kwargs)
             left = (value for value in _tensors(others) if id(value) not in before)  # for later layers, if any asks
-            self.left[self.batch] += [value for value in left if value.is_floating_point()]
-            leaves = self.outputs[self.batch] = list[torch.Tensor]()
+            self.left[self.at.batch] += [value for value in left if value.is_floating_point()]
+            leaves = self.outputs[self.at.batch] = list[torch.Tensor]()
             return _as_leaves(output, leaves)
 
         return forward
 
     def _refuse_other_ways(self, unit: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
         """Raise unless the hidden states are what the layer before has put out, and nothing else hangs on it."""
-        before = self.outputs[self.batch]
+        before = self.outputs[self.at.batch]
         if before and hidden is not before[0]:
             raise _another_way(self.partial, f"{unit} is not given the hidden states that the layer before puts out")
         if any(value.requires_grad for value in _tensors(others)):

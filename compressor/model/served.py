@@ -12,8 +12,7 @@ from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.experts import width_of
 from compressor.model.opened import OpenModel
 from compressor.model.routers import takes
-from compressor.serving.advice import Advice, advise, broken, warnings
-from compressor.serving.rules import Served
+from compressor.serving.advice import Advice, Served, advise, broken, warnings
 
 logger = logging.getLogger(__name__)
 

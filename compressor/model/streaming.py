@@ -5,7 +5,7 @@ back to the driver, which loads that layer, lets every batch pass it, shows it t
 Masks, position embeddings and per-layer arguments stay the stock code's business.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
 from itertools import pairwise
@@ -15,24 +15,46 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
-from compressor.model.architecture import head_of
+from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
 from compressor.model.buffers import Spill
 from compressor.model.loading import PartialModel
+from compressor.model.opened import OpenModel
+from compressor.progress import Progress, Silent
 
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
 _REPLAY = "replay"
+_SILENT = Silent()
 
 Forward = Callable[..., Any]
 Replay = Callable[[Iterable[int]], None]
 
 
+@dataclass(slots=True)
+class Place:
+    """Where a pass is; all its visitors share one."""
+
+    model: Any  # the live modules, of which one decoder layer is loaded
+    by_layer: Mapping[str, Sequence[MoeLayer]]  # the MoE layers of each decoder layer that has any
+    layer: str = ""  # name of the loaded decoder layer; "" before the first and after the last
+    batch: int = 0  # number of the batch that is running, or ran last
+
+    @property
+    def moe_layers(self) -> Sequence[MoeLayer]:
+        """The loaded decoder layer's MoE layers, often one."""
+        return self.by_layer.get(self.layer, ())
+
+
 class LayerVisitor:
     """What is done along a streamed pass; each method does nothing unless a visitor has its own.
 
-    Of several visitors of one pass, each method is called in their order. Layers go by name, batches by number.
+    Of several visitors of one pass, each method is called in their order. Layers go by name, batches by number. `at`,
+    which the pass sets, says where it is.
     """
+
+    at: Place
 
     def loaded(self, unit: str) -> None:
         """A layer has been loaded, and every batch has come as far as it."""
@@ -54,79 +76,109 @@ class LayerVisitor:
         """Every batch has passed the layer, which is still loaded."""
 
     def finished(self, batch: int, output: Any) -> None:
-        """One of the `finishing` batches has reached the model's output."""
+        """A batch that goes to the end has reached the model's output."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStream:
-    """`batches` (token ids [B, L]) through the decoder layers `units`, one of them in memory at a time.
+class Pass:
+    """One pass of `batches` (token ids [B, L]) through a model's decoder layers, one of them in memory at a time.
 
-    A pass ends when all `wanted` layers have passed. The `finishing` batches then go on to the model's output; all
-    layers must be wanted for that. Of several ranks each runs the batches of its `own` numbers; visitors see those.
+    It ends with the last layer that has MoE layers, or that is `wanted`. With `to_end` all batches go on to the model's
+    output; those of `evaluation`, numbered after the others, always do. A `phase` is reported to `progress`, layer by
+    layer. With a `seed` torch's random state is forked for the pass and seeded. Of several processes each runs its
+    share of the batches if they are `shared`, or those of its `own` numbers; visitors see those alone.
     """
 
-    partial: PartialModel
+    model: OpenModel
     batches: Sequence[torch.Tensor]
-    units: tuple[str, ...]
-    wanted: Collection[str]
-    finishing: Collection[int] = ()
-    activation_budget: int = DEFAULT_ACTIVATION_BUDGET
+    progress: Progress = _SILENT
+    phase: str = ""
+    seed: int | None = None
+    to_end: bool = False
+    evaluation: Sequence[torch.Tensor] = ()
+    wanted: Collection[str] | None = None  # decoder layers
+    shared: bool = False
+    own: Collection[int] | None = None
     padding: Sequence[torch.Tensor] = ()  # attention masks [B, L] of the batches, if there are any
     gradients: bool = False  # whether the stock code around the layers runs with gradients
-    own: Collection[int] | None = None  # None: all of them
+    activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
     def __post_init__(self) -> None:
-        if self.finishing and set(self.wanted) < set(self.units):
+        if self.finishing and self.wanted is not None and set(self.wanted) < set(self.model.architecture.units):
             raise ValueError("batches reach the model's output only if all layers are wanted")
+
+    @property
+    def finishing(self) -> range:
+        """Numbers of the batches that go on to the model's output."""
+        return range(0 if self.to_end else len(self.batches), len(self.batches) + len(self.evaluation))
 
     def run(self, *visitors: LayerVisitor) -> None:
         """Carry out the whole pass; in the end nothing is loaded."""
-        for _ in self.passing(*visitors):
+        for _ in self.layers(*visitors):
             pass
 
-    def passing(self, *visitors: LayerVisitor) -> Generator[str, None, None]:
+    def layers(self, *visitors: LayerVisitor) -> Generator[str, None, None]:
         """Yield each layer's name when every batch has passed it, its weights still loaded until the next is asked for.
 
         Nothing stays loaded once the generator is exhausted or closed.
         """
-        lockstep = _Lockstep(self, visitors)
-        try:
-            yield from lockstep.layers()
-        finally:
-            lockstep.close()
+        lockstep, units = _Lockstep(self, visitors), self.model.architecture.units
+        with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
+            try:
+                if self.phase:
+                    last = max((units.index(unit) for unit in lockstep.waiting), default=-1)
+                    self.progress.start(self.phase, last + 1)
+                if self.seed is not None:
+                    torch.manual_seed(self.seed)
+                for unit in lockstep.layers():
+                    yield unit
+                    if self.phase:
+                        self.progress.advance(unit)
+                lockstep.finish()
+            finally:
+                lockstep.close()
 
 
 class _Lockstep:
     """One pass: the batches, each in a greenlet of its own, and what has them stand still before every layer."""
 
-    def __init__(self, stream: LayerStream, visitors: Sequence[LayerVisitor]) -> None:
-        self.stream, self.visitors, self.driver = stream, visitors, getcurrent()
-        self.partial, self.model = stream.partial, stream.partial.model
-        self.waiting, self.running, self.spill = set(stream.wanted), 0, Spill(stream.activation_budget)
-        modules = {unit: self.model.get_submodule(unit) for unit in stream.units}
-        self.own: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
+    def __init__(self, run: Pass, visitors: Sequence[LayerVisitor]) -> None:
+        self.run, self.visitors, self.driver = run, visitors, getcurrent()
+        architecture, self.partial = run.model.architecture, run.model.partial
+        self.model, self.units = self.partial.model, architecture.units
+        self.place = Place(self.model, layers_by_unit(architecture.layers))
+        for visitor in visitors:
+            visitor.at = self.place
+        self.batches = [*run.batches, *run.evaluation]
+        everything = self.units if run.finishing else self.place.by_layer
+        self.waiting = set(everything if run.wanted is None else run.wanted)
+        self.spill = Spill(run.activation_budget)
+        self.own = here().own(run.batches, run.evaluation) if run.shared else run.own
+        modules = {unit: self.model.get_submodule(unit) for unit in self.units}
+        self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
         for unit, module in modules.items():
             module.forward = bind(self._pass_layer, unit)
         self.handles = [module.register_forward_hook(bind(self._after, unit)) for unit, module in modules.items()]
         self.handles += [
             self.model.get_submodule(name).register_forward_pre_hook(bind(self._load, keys))
-            for name, keys in _outside_keys(self.partial, stream.units).items()
+            for name, keys in _outside_keys(self.partial, self.units).items()
         ]
-        own = range(len(stream.batches)) if stream.own is None else sorted(stream.own)
-        self.runs = {number: greenlet(self._run) for number in own}
+        numbers = range(len(self.batches)) if self.own is None else sorted(self.own)
+        self.runs = {number: greenlet(self._run) for number in numbers}
 
     def layers(self) -> Iterator[str]:
-        """Load, pass, yield and release one layer after another, then finish the batches that are to be finished."""
+        """Load, pass, yield and release one layer after another, as far as any is wanted."""
         places = [self._resume(number, number) for number in self.runs]
         _release_embedding(self.partial)
-        following = dict(pairwise(self.stream.units))
-        idle = iter(self.stream.units if self.stream.own is not None and not places else ())  # ranks keep in step
+        following = dict(pairwise(self.units))
+        idle = iter(self.units if self.own is not None and not places else ())  # ranks keep in step
         while (unit := places[0] if places else next(idle, None)) is not None:
             if any(place != unit for place in places):
                 raise CompressionError(
                     f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
                 )
             self.partial.load(self.partial.keys_under(unit))
+            self.place.layer = unit
             if self.waiting - {unit} and (successor := following.get(unit)):
                 self.partial.read_ahead(self.partial.keys_under(successor))
             for visitor in self.visitors:
@@ -142,9 +194,15 @@ class _Lockstep:
             self.waiting.discard(unit)
             if not self.waiting:
                 break
-        for number in self.stream.finishing:
+        self.place.layer = ""
+
+    def finish(self) -> None:
+        """Let the batches that go on to the model's output do so."""
+        for number in self.run.finishing:
             if number in self.runs:
-                self._finish(number)
+                output = self._resume(number)
+                for visitor in self.visitors:
+                    visitor.finished(number, output)
 
     def close(self) -> None:
         """End all batches, and leave the model empty and as it was."""
@@ -153,16 +211,16 @@ class _Lockstep:
                 run.throw(GreenletExit)
         for handle in self.handles:
             handle.remove()
-        for unit in self.stream.units:
+        for unit in self.units:
             self.model.get_submodule(unit).__dict__.pop("forward", None)
         self.partial.release("")
 
     def _resume(self, number: int, *values: Any) -> Any:
         """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
-        self.running = number
+        self.place.batch = number
         for visitor in self.visitors:
             visitor.entering(number)
-        with torch.set_grad_enabled(self.stream.gradients):
+        with torch.set_grad_enabled(self.run.gradients):
             return self.runs[number].switch(*values)
 
     def _replay(self, numbers: Iterable[int]) -> None:
@@ -170,21 +228,16 @@ class _Lockstep:
             if number in self.runs:
                 self._resume(number, _REPLAY)
 
-    def _finish(self, number: int) -> None:
-        output = self._resume(number)
-        for visitor in self.visitors:
-            visitor.finished(number, output)
-
     def _run(self, number: int) -> Any:
         """What a batch's greenlet does: the stock forward."""
-        stream, device = self.stream, self.partial.device
-        more = {"attention_mask": stream.padding[number].to(device)} if stream.padding else {}
-        return self.model(input_ids=stream.batches[number].to(device), use_cache=False, **more)
+        padding, device = self.run.padding, self.partial.device
+        more = {"attention_mask": padding[number].to(device)} if padding else {}
+        return self.model(input_ids=self.batches[number].to(device), use_cache=False, **more)
 
     def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
-        own = self.own[unit]
-        self.spill.keep(self.running, next(iter((*args, *kwargs.values())), None))
+        own = self.forwards[unit]
+        self.spill.keep(self.place.batch, next(iter((*args, *kwargs.values())), None))
         while self.driver.switch(unit) == _REPLAY:
             own(*_copied(args), **kwargs)
         for visitor in self.visitors:

@@ -6,7 +6,7 @@ That model is the architecture's own with a single layer, the head's: what its e
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,16 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.verification import verify_plain
 from compressor.mtp.layouts import HeadNames, head_names
-from compressor.mtp.view import CheckpointView
+
+
+class CheckpointView(Checkpoint):
+    """Tensors of a checkpoint by the names that another model gives them; files and bytes are the checkpoint's own."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], raw_config: dict[str, Any]) -> None:
+        """`names` maps each name here to the stored one."""
+        self.folder, self.raw_config, self.stored = checkpoint.folder, raw_config, dict(names)
+        self.tensors = {name: replace(checkpoint.tensors[own], name=name) for name, own in names.items()}
+
 
 logger = logging.getLogger(__name__)
 

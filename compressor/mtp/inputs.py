@@ -22,7 +22,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
 from compressor.model.buffers import allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.mtp.head import Head
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
@@ -133,7 +133,6 @@ class LastStates(LayerVisitor):
     judged: frozenset[int]
     text: HeadText | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)  # [B, L] by batch
-    _batch: int = 0
     _own: Any = None
     _vocabulary: int = 0
 
@@ -149,19 +148,16 @@ class LastStates(LayerVisitor):
         finally:
             head.__dict__.pop("forward", None)
 
-    def entering(self, batch: int) -> None:
-        self._batch = batch
-
     @torch.no_grad()
     def _instead(self, hidden: Tensor) -> Tensor:
         """The language-model head's forward: what is wanted is kept, and no logits are handed on."""
         if self.text is not None:
-            self.text.take(self._batch, hidden)
-        if self._batch in self.judged:
+            self.text.take(self.at.batch, hidden)
+        if self.at.batch in self.judged:
             rows = hidden.flatten(0, 1)
             at_once = max(1, LOGITS // self._vocabulary)
             chosen = torch.cat([self._own(chunk).argmax(-1) for chunk in rows.split(at_once)])
-            self.choices[self._batch] = chosen.view(hidden.shape[:2]).cpu()
+            self.choices[self.at.batch] = chosen.view(hidden.shape[:2]).cpu()
         return hidden[..., :0]
 
 
@@ -209,8 +205,6 @@ def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tenso
     relay = Relay(model, heads, batches, frozenset(range(len(batches))))
     models = [(model, tuple(batches)), *((text.head.model, text.batches) for text in relay.texts)]
     for number, ((own, tokens), end) in enumerate(zip(models, relay.ends, strict=True)):
-        units = own.architecture.units
-        stream = LayerStream(own.partial, tokens, units, units, range(len(tokens)))
         with relay.texts[number - 1].put_in() if number else nullcontext(), end.attached():
-            stream.run(end)
+            Pass(own, tokens, to_end=True).run(end)
     return [relay.acceptance(number) for number in range(len(heads))]

@@ -17,6 +17,7 @@ from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.items import Row
 from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.opened import OpenModel
+from compressor.model.watch import Watch
 from compressor.pathways.options import Tokens
 from compressor.pathways.router_logits import Product, watched
 from compressor.pathways.scores import Score, find_score, weights_of
@@ -101,10 +102,7 @@ class PathwayModel:
             for layer in self.layers:
                 stack.enter_context(watched(self.model, layer, partial(seen.keep, layer.name)))
                 if not self.scores:
-                    handle = self.model.get_submodule(layer.name).register_forward_pre_hook(
-                        partial(seen.keep_choice, layer.name), with_kwargs=True
-                    )
-                    stack.callback(handle.remove)
+                    stack.enter_context(Watch(self.model, layer, on_experts=partial(seen.keep_choice, layer.name)))
             for unit in self.early_units:
                 handle = self.model.get_submodule(unit).register_forward_hook(partial(_keep_output, kept, unit))
                 stack.callback(handle.remove)
@@ -190,8 +188,7 @@ class _Seen:
         self.logits[layer] = product.logits.detach().reshape(-1, product.logits.shape[-1]).clone()
         self.calls[layer] = self.calls.get(layer, 0) + 1
 
-    def keep_choice(self, layer: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        _, chosen, given = [*args, *kwargs.values()][:3]
+    def keep_choice(self, layer: str, hidden: Tensor, chosen: Tensor, given: Tensor) -> None:
         self.choices[layer] = (chosen.detach().clone(), given.detach().clone())
 
     def refuse_other_calls(self, layers: Sequence[MoeLayer]) -> None:

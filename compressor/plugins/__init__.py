@@ -1,8 +1,9 @@
 """The one door for authors of plugins: everything here is public, and nothing else need be imported.
 
-A strategy is a module with `NEEDS` and `plan(stats, keep, protected[, options])`, an exporter one with
-`export(checkpoint, output, options, progress)`; entry points announce them. docs/plugins.md tells the contract, and
-`compressor.plugins.testing` holds a fake layer to try a strategy on. The built-in strategies are written with this.
+A step of a recipe is a class that derives from `Step`, a strategy a module with `NEEDS` and
+`plan(stats, keep, protected[, options])`, an exporter one with `export(checkpoint, output, options, progress)`; entry
+points announce them. docs/plugins.md has the contract, and `compressor.plugins.testing` a fake layer to try a strategy
+on. The built-in strategies are written with this.
 """
 
 from compressor.errors import CompressionError
@@ -35,6 +36,7 @@ from compressor.progress import Progress
 from compressor.recipe.layer import Group, LayerPlan
 from compressor.recipe.options import option
 from compressor.recipe.registry import Exporter, Strategy, load_strategy
+from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
 from compressor.statistics.statistics import (
     HELDOUT,
     RECONSTRUCTION,
@@ -56,15 +58,21 @@ __all__ = [
     "Group",
     "Grouping",
     "KeptErrors",
+    "LayerAt",
     "LayerPlan",
     "LayerStatistics",
     "LayerWeights",
     "MoeLayer",
+    "Needs",
     "Progress",
     "Projections",
+    "Result",
     "Routed",
     "RouterArguments",
+    "Step",
     "Strategy",
+    "Tensors",
+    "TextPart",
     "apply_expert",
     "check_count",
     "closeness",

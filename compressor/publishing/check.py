@@ -22,6 +22,7 @@ from compressor.mtp.head import written_heads
 from compressor.publishing.card.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.publishing.files import belonging, left_out
 from compressor.recipe.registry import load_exporter
+from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
@@ -71,18 +72,20 @@ def _verify_weights(folder: Path) -> dict[str, int]:
     """
     experts, heads = None, False
     if (folder / COMPRESSION).is_file():
-        plan = entry_of(read_object(folder / COMPRESSION), "plan")
-        experts, heads = plan.get("experts"), plan.get("mtp") == "keep"
-        if type(experts) is not int:
-            raise CompressionError(
-                f"{folder / COMPRESSION} does not say how many experts were kept; restore the file from its source"
-            )
+        stage = _plan_of(folder).stage
+        experts = stage.experts if stage.layers else None  # where no step decided on them, all stayed
+        heads = stage.mtp == "keep" or not stage.layers
     if declared(read_object(folder / "config.json")):
         files = {info.file for info in _verify_constants(folder).tensors.values()}
         return {name: header_bytes(folder / name) for name in sorted(files)}
     checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
     files = {info.file for info in checked.tensors.values()}
     return {name: header_bytes(folder / name) for name in sorted(files)}
+
+
+def _plan_of(folder: Path) -> Plan:
+    """The plan in an output's record; raises `CompressionError` for what is none."""
+    return Plan.from_dict(entry_of(read_object(folder / COMPRESSION), "plan"), f"{folder / COMPRESSION}: plan")
 
 
 def _verify_constants(folder: Path) -> Checkpoint:
@@ -216,9 +219,11 @@ def default_message(found: VerifiedFolder) -> str:
     """What a commit is called: how the model was made, as far as compression.json tells."""
     suffix = " as ONNX" if found.is_graph else ""
     try:
-        plan = read_object(found.folder / COMPRESSION)["plan"]
-        base, strategy, kept = plan["source"]["model"], plan["strategy"], plan["experts"]
-        counts = {layer["experts"] for layer in plan["layers"]}
-        return f"Compressed from {base} by {strategy}, {kept} of {max(counts)} experts{suffix}"
-    except (OSError, CompressionError, KeyError, TypeError, ValueError):
+        plan = _plan_of(found.folder)
+        stage, base = plan.stage, plan.source.model
+        if not stage.layers:
+            return f"Made from {base} by {', '.join(step.name for step in plan.steps)}{suffix}"
+        counts = {layer.experts for layer in stage.layers}
+        return f"Compressed from {base} by {stage.strategy}, {stage.experts} of {max(counts)} experts{suffix}"
+    except (OSError, CompressionError):
         return f"Checkpoint {found.folder.resolve().name}{suffix}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from compressor.checkpoint.links import refuse_link
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressionError
-from compressor.planning.recipe import RECIPE
+from compressor.recipe.recipe import RECIPE
 from compressor.replaceable import TEMPLATES
 
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates

@@ -15,8 +15,8 @@ def fault_of_constants(plan: "CompressionPlan") -> str:
         return f"the plan's constants are of format {plan.constants.get('format')!r}; known is 'mone'"
     if plan.calibration is None:
         return "constants are measured on calibration data; restore calibration or plan again"
-    if plan.bake is not None or plan.recover is not None or plan.split is not None:
-        return "a plan with constants can have no bake, recovery or split; take them out"
+    if plan.split is not None:
+        return "a plan with constants can have no split; take it out"
     kept, said = sum(len(layer.groups) for layer in plan.layers), plan.constants.get("experts_total")
     if kept != said or (plan.layers and kept // len(plan.layers) != plan.experts):
         told = f"{said!r} in all and {plan.experts} in each"

@@ -1,18 +1,20 @@
 """A plan as blocks: what becomes of each layer's experts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
 from compressor.words import counted
 
 MOST = 12  # numbers in a cell
 COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 
-def plan_blocks(plan: CompressionPlan, path: Path) -> tuple[Block, ...]:
-    """A row for each layer of a plan that was written there."""
+def plan_blocks(made: Plan, path: Path) -> tuple[Block, ...]:
+    """A row for each layer of a plan that was written there, and its steps if there are several."""
+    plan = made.stage
     columns: tuple[str, ...] = COLUMNS if plan.protected else COLUMNS[:-1]
     rows = [
         (
@@ -29,7 +31,8 @@ def plan_blocks(plan: CompressionPlan, path: Path) -> tuple[Block, ...]:
     if plan.constants is not None:
         columns = tuple("constants" if name == "dropped" else name for name in columns)
     title = f"Plan by {plan.strategy}{data}, written to {path}"
-    return Table(title, columns, tuple(rows)), *protected_blocks(plan)
+    steps = [Text(f"Steps: {', '.join(step.name for step in made.steps)}")] if len(made.steps) > 1 else []
+    return Table(title, columns, tuple(rows)), *protected_blocks_of(plan.protected), *steps
 
 
 def constants_line(plan: CompressionPlan) -> str:
@@ -40,9 +43,9 @@ def constants_line(plan: CompressionPlan) -> str:
     return f"constants for {gone}; the layers keep {each} each"
 
 
-def protected_blocks(plan: CompressionPlan) -> tuple[Block, ...]:
+def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:
     """How many experts stay untouched; nothing if none."""
-    count = sum(map(len, plan.protected.values()))
+    count = sum(map(len, protected.values()))
     return (Text(f"{counted(count, 'protected expert')}, neither merged nor dropped"),) if count else ()
 
 

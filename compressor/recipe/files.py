@@ -8,7 +8,7 @@ from pathlib import Path
 from compressor.errors import CompressionError
 from compressor.files import replacing
 from compressor.locking import alone
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
 from compressor.replaceable import json_object
 from compressor.words import distinct
 
@@ -34,7 +34,7 @@ def check_files(paths: Sequence[Path], overwrite: bool) -> None:
             raise CompressionError(f"{path.parent} does not exist; create it or name another file")
 
 
-def write_plans(paths: Sequence[Path], plans: Sequence[CompressionPlan]) -> None:
+def write_plans(paths: Sequence[Path], plans: Sequence[Plan]) -> None:
     """Write each plan to its file, replacing what is there once all are complete; a fault leaves no new file."""
     absent = [path for path in paths if not path.exists()]
     try:

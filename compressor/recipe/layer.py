@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
-from compressor.model.routers import check_count
+
+if TYPE_CHECKING:  # plans are read without torch
+    from compressor.model.architecture import MoeLayer
 
 SUM_TOLERANCE = 1e-6
 LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # that float32 holds in full, in which experts are mixed
@@ -86,6 +87,8 @@ class LayerPlan:
             raise CompressionError(f"{self.module}: {fault}")
         if self.constants:
             return  # the router stays as it is
+        from compressor.model.routers import check_count
+
         check_count(self, len(self.groups), self.module)
         if self.routing_groups > 1 and (fault := self._fault_of_routing_groups()):
             raise CompressionError(f"{self.module}: {fault}")
@@ -130,12 +133,12 @@ class LayerPlan:
         return "" if in_order else "its groups are not in the order of the routing groups; order them by their members"
 
     @classmethod
-    def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
+    def keep(cls, layer: "MoeLayer", experts: Sequence[int], **details: Any) -> Self:
         """Keep these experts as they are and drop the others."""
         return cls.of(layer, [Group.single(expert) for expert in sorted(experts)], **details)
 
     @classmethod
-    def of(cls, layer: MoeLayer, groups: Sequence[Group], **details: Any) -> Self:
+    def of(cls, layer: "MoeLayer", groups: Sequence[Group], **details: Any) -> Self:
         """A plan with these groups, put in the order of their smallest members."""
         ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
         facts = {name: getattr(layer, name) for name in LAYER_FACTS}

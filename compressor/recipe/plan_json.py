@@ -12,7 +12,6 @@ from compressor.records import MOST_BITS
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has
 MOST_IN_ALL = 2**17  # experts of all layers, few enough to list and to draw
 MOST_FIGURES = 100  # names in a layer's figures, and in whatever else a page shows one by one
-MOST_TOKENS = 10**9  # of calibration text
 ROUTING_FIELDS = ("routing_groups", "chosen_groups", "experts_per_group")
 
 
@@ -54,14 +53,6 @@ def few(content: Any, name: str) -> Any:
     if isinstance(content, Mapping | Sequence) and not isinstance(content, str) and len(content) > MOST_FIGURES:
         raise CompressionError(f"{name}: {len(content):,} entries are more than {MOST_FIGURES}; take some out")
     return content
-
-
-def refuse_floods(samples: Any, length: Any) -> None:
-    """Refuse more calibration text than any model can be run on, where sequences and their tokens are counted."""
-    if isinstance(samples, int) and isinstance(length, int) and samples * length > MOST_TOKENS:
-        raise CompressionError(
-            f"{samples:,} samples of {length:,} tokens are more than {MOST_TOKENS:,} tokens; ask for fewer"
-        )
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from compressor.words import did_you_mean
 
 STRATEGIES = "moe_compressor.strategies"
 EXPORTERS = "moe_compressor.exporters"
-KINDS = {STRATEGIES: "strategy", EXPORTERS: "exporter"}
+STEPS = "moe_compressor.steps"
+KINDS = {STRATEGIES: "strategy", EXPORTERS: "exporter", STEPS: "step"}
 
 
 def _changed(folder: str) -> int:

@@ -1,7 +1,7 @@
 """What strategies and exporters are to the compressor: the contract that each plugin is held to."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from compressor.recipe import plugins
 from compressor.recipe.options import defaults, make_options, read_option
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.plugins import EXPORTERS, STRATEGIES, names
-from compressor.statistics.statistics import LayerStatistics, check_needs
+from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
 
 __all__ = [
     "EXPORTERS",
@@ -66,8 +66,11 @@ class Strategy:
                 f"{layer.name}: {who} failed: {type(error).__name__}: {reason_of(error)}; mend its plan() or choose "
                 "another strategy"
             ) from error
-        if before != _versions(statistics):
-            fault = "changed the layer's weights, which are only to be read"
+        if changed := [name for name, version in _versions(statistics).items() if version != before[name]]:
+            fault = f"changed the statistic {changed[0]!r}, which the next strategy reads too; clone() it before "
+            fault += "writing to it"
+            if "weights" in changed:
+                fault = "changed the layer's weights, which are only to be read"
         elif not isinstance(made, LayerPlan):
             fault = f"returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
         elif (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
@@ -80,10 +83,25 @@ class Strategy:
         raise CompressionError(f"{layer.name}: {who} {fault}")
 
 
-def _versions(statistics: LayerStatistics) -> list[int]:
-    """How often each tensor of the layer's live modules has been written to."""
-    block = statistics.values["weights"].block if "weights" in statistics.values else None
-    return [value._version for value in block.state_dict().values()] if isinstance(block, torch.nn.Module) else []
+def _versions(statistics: LayerStatistics) -> dict[str, list[int]]:
+    """How often each tensor of the statistics, and of the layer's live modules, has been written to, by statistic.
+
+    Writes through numpy() are not counted.
+    """
+    found = dict[str, list[int]]()
+    for name, value in statistics.values.items():
+        if isinstance(value, LayerStatistics):
+            found |= {f"{name}.{inner}": versions for inner, versions in _versions(value).items()}
+            continue
+        parts: Iterable[Any] = (value,)
+        if isinstance(value, RouterArguments):
+            parts = (*value.positional, *value.by_keyword.values())
+        elif isinstance(value, LayerWeights):
+            parts = value.block.state_dict().values() if isinstance(value.block, torch.nn.Module) else ()
+        found[name] = [part._version for part in parts if isinstance(part, torch.Tensor) and not part.is_inference()]
+    for number, own in enumerate(statistics.by_source):
+        found |= {f"by_source[{number}].{inner}": versions for inner, versions in _versions(own).items()}
+    return found
 
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:

@@ -28,11 +28,6 @@ def told_split(split: Mapping[str, Any]) -> str:
     return f"each of {split.get('experts')} experts into {split.get('parts')} parts, neurons dealt out {how}"
 
 
-def part_entry(expert: int, parts: int) -> dict[str, int]:
-    """How lists of protected experts name an expert of a split model: by its number before, and its part."""
-    return {"expert": expert} if parts == 1 else {"expert": expert // parts, "part": expert % parts}
-
-
 def parts_of(split: Mapping[str, Any] | None) -> int:
     """Parts that each expert became; 1 without a split."""
     return 1 if split is None else int(split["parts"])

@@ -13,13 +13,15 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.gates.report import read_gate_of
-from compressor.gates.verdict import GateResult, gate_content, gate_from_content
+from compressor.gates.verdict import GateResult, gate_content
 from compressor.recipe.layer import LayerPlan, correction_of
 from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.split import parts_of
+from compressor.recipe.steps_plan import Plan
 from compressor.records import plain_json, read_as, read_json
 from compressor.run_record import COMPRESSION, read_record
 
-FORMAT = "moe-compressor-report/1"
+FORMAT = "moe-compressor-report/2"
 DIGITS = 4  # of a matrix's entries
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -78,11 +80,10 @@ class Measured:
         return read_as(cls, content)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport(LayerMeasures):
     """One MoE layer: what the plan did to it, and what was measured of it."""
 
-    module: str
     layer: int
     experts: int
     kept: int
@@ -90,17 +91,9 @@ class LayerReport:
     dropped: tuple[int, ...]
     protected: tuple[int, ...]
     decided_by: str
-    similarity: Matrix | None = None  # [E, E], 0 to 1
-    similarity_label: str = ""
-    visits_before: tuple[float, ...] | None = None  # [E] shares
-    visits_after: tuple[float, ...] | None = None  # [N] shares
-    error: float | None = None
-    cosine: float | None = None
     heldout_error_before: float | None = None  # of the correction, on tokens that it did not see
     heldout_error_after: float | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-    stream_error: float | None = None
-    stream_cosine: float | None = None
     rescaled: tuple[int, ...] = ()  # experts alone in their group, but not as they were
 
     @property
@@ -144,45 +137,14 @@ class ReportData:
     zeroed_fields: tuple[str, ...] = ()
     measured_tokens: int = 0
     measured_text: str | None = None
-    bake: Mapping[str, Any] | None = None
-    recover: Mapping[str, Any] | None = None
+    steps: tuple[Mapping[str, Any], ...] = ()  # those on the whole model, in order, as the plan has them
     split: Mapping[str, Any] | None = None  # how each of the source's experts became several
 
     def to_json(self) -> str:
-        """JSON that `from_json` reads back."""
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("gate", "layers")}
+        """All of it as JSON."""
         gate = None if self.gate is None else gate_content(self.gate)
-        layers = [asdict(layer) for layer in self.layers]
-        return json.dumps(
-            {"format": FORMAT, **plain_json(plain), "layers": plain_json(layers), "gate": gate},
-            ensure_ascii=False,
-            allow_nan=False,
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What `to_json` wrote; raises `CompressionError` for anything else."""
-        try:
-            content = json.loads(text)
-            if content.pop("format") != FORMAT:
-                raise ValueError("its format is another one")
-            layers = tuple(LayerReport(**_tupled(entry)) for entry in content.pop("layers"))
-            gate = content.pop("gate")
-            found = cls(**_tupled(content), layers=layers)
-            return replace(found, gate=None if gate is None else gate_from_content(gate))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CompressionError(
-                f"this is no report's data in the format {FORMAT} ({error}); make the report again"
-            ) from error
-
-
-def _tupled(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass from JSON: its lists are tuples; what lies in a mapping stays as it is."""
-    return {name: _tuple(value) for name, value in content.items()}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(_tuple(entry) for entry in value) if isinstance(value, list) else value
+        content = {"format": FORMAT, **plain_json(replace(self, gate=None)), "gate": gate}
+        return json.dumps(content, ensure_ascii=False, allow_nan=False)
 
 
 def rounded(value: float) -> float:
@@ -190,13 +152,24 @@ def rounded(value: float) -> float:
     return round(float(value), DIGITS)
 
 
-def read_compression(folder: Path) -> tuple[Mapping[str, Any], CompressionPlan]:
+def read_compression(folder: Path) -> tuple[Mapping[str, Any], Plan]:
     """An output's compression.json and the plan in it; raises `CompressionError` if there is none or it is damaged."""
     path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
     content = read_json(path, remedy, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
         raise CompressionError(f"{path} holds no plan; {remedy}")
-    return content, CompressionPlan.from_dict(content["plan"], f"{path}: plan")
+    return content, Plan.from_dict(content["plan"], f"{path}: plan")
+
+
+def experts_of(folder: Path, stage: CompressionPlan) -> tuple[int, int]:
+    """Experts of a layer before and after; where no step has chosen any, those of the output itself."""
+    if stage.layers:
+        return max(layer.experts for layer in stage.layers), stage.experts
+    config = read_json(folder / "config.json", "restore it", "restore it")
+    inner = [config, *(value for value in config.values() if isinstance(value, dict))]
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    after = next((entry[name] for entry in inner for name in names if isinstance(entry.get(name), int)), 0)
+    return after // parts_of(stage.split), after
 
 
 def read_hubs(path: Path | None, most: int) -> tuple[Mapping[str, Any], ...]:
@@ -221,24 +194,25 @@ def report_data(
     """
     (content, plan), record, measured = read_compression(folder), read_record(folder), measured or Measured(())
     measures = {layer.module: layer for layer in measured.layers}
-    rows = read_hubs(hubs, sum(layer.experts for layer in plan.layers))
+    stage = plan.stage
+    rows = read_hubs(hubs, sum(layer.experts for layer in stage.layers))
     unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)
-    layers = [_layer(layer, plan, measures.get(layer.module, LayerMeasures(layer.module))) for layer in plan.layers]
+    layers = [_layer(layer, stage, measures.get(layer.module, LayerMeasures(layer.module))) for layer in stage.layers]
+    experts_before, experts_after = experts_of(folder, stage)
     try:
         return ReportData(
             title=Path(folder).resolve().name,
             source=plan.source.model,
             revision=plan.source.revision,
-            strategy=plan.strategy,
-            options=plan.options,
-            correction=plan.correction,
-            sequential=plan.sequential,
-            bake=plan.bake,
-            recover=plan.recover,
-            split=plan.split,
-            experts_before=max((layer.experts for layer in plan.layers), default=plan.experts),
-            experts_after=plan.experts,
-            top_k=max((layer.top_k for layer in plan.layers), default=0),
+            strategy=stage.strategy,
+            options=stage.options,
+            correction=stage.correction,
+            sequential=stage.sequential,
+            steps=tuple(step.to_dict() for step in plan.steps if step.result is not None),
+            split=stage.split,
+            experts_before=experts_before,
+            experts_after=experts_after,
+            top_k=max((layer.top_k for layer in stage.layers), default=0),
             parameters=_before_after(content["parameters"]),
             nbytes=_before_after(content["bytes"]),
             calibration=plan.calibration,

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from compressor.document.blocks import Figure
 from compressor.drawing.bars import draw_bars, draw_left, draw_parts
 from compressor.drawing.dots import Dots, draw_dots
-from compressor.drawing.keys import draw_key
-from compressor.drawing.palette import FONT, ROLES
+from compressor.drawing.lines import Line, draw_lines, spaced
+from compressor.drawing.palette import FONT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
 from compressor.gates.picture import gate_figure
-from compressor.report.afterwards import recovery
+from compressor.recipe.results import changed, result_of
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.layers import brief_end, named, roles, share
 from compressor.report.matrices import experts, similarity
+from compressor.steps.distill.describe import Evaluation, curve
 from compressor.words import counted, human_bytes, human_count, readable, short
 from compressor.words import share as part_of
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 WIDTH = 3.6  # inches
 VISITS = (2.5, 2.0)  # inches of a layer's drawing
+CURVE = (3.6, 2.2)
 MOST_ROW, LEAST_ROW, TALLEST = 0.26, 0.13, 7.0
-FARTHEST = 1e30  # errors beyond it are drawn there: no axis holds the largest numbers
+FARTHEST = 1e30  # errors and divergences beyond it are drawn there: no axis holds the largest numbers
 HELDOUT = ("heldout_error_before", "heldout_error_after")
 ERRORS = {  # by field of a layer: what it is and how it is drawn
     "error": Dots("of the MoE block", (), "after"),
@@ -224,6 +226,43 @@ def times(data: ReportData) -> Figure | None:
     return Figure("times", "Time by phase", "The numbers are those of the table's rows.", (drawing,))
 
 
+def distillation(data: ReportData) -> Figure | None:
+    """For each distillation its curve on held-out text, with the state that was taken; None without two evaluations."""
+    drawings = []
+    for step in data.steps:
+        if step.get("name") != "distill" or len(found := curve(step)) < 2:
+            continue
+        best = result_of(step).get("best")
+        taken = next((entry for entry in found if entry[0] == best), None) if changed(step) else None
+        (first, before, _), (last, after, _) = found[0], found[-1]
+        chosen = f"the state after {taken[0]} was taken, at {short(taken[1])}" if taken else "nothing was changed"
+        ends = f"{short(before)} after {first} steps, {short(after)} after {last}"
+        alt = f"{counted(len(found), 'evaluation')}: {ends}; {chosen}."
+        drawings.append(Drawing("KL from the base", alt, CURVE, partial(_draw_curve, found=found, taken=taken)))
+    if not drawings:
+        return None
+    caption = (
+        "KL divergence from the base's next-token distributions, on text that was not trained on; the dashed line is "
+        "where training began, a ring the state that was taken."
+    )
+    return Figure("distillation", "Held-out text during the distillation", caption, tuple(drawings))
+
+
+def _draw_curve(canvas: "FigureBase", found: Sequence[Evaluation], taken: Evaluation | None) -> None:
+    axes = canvas.add_subplot()
+    steps = [step for step, *_ in found]
+    apart = [min(max(value, -FARTHEST), FARTHEST) for _, value, _ in found]
+    axes.axhline(apart[0], color=ROLES["muted"], linewidth=0.8, linestyle="dashed")
+    draw_lines(axes, [Line("held out", steps, apart, ROLES["after"], marker="o")], first_is_start=False)
+    if taken is not None:
+        place = min(max(taken[1], -FARTHEST), FARTHEST)
+        axes.plot([taken[0]], [place], marker="o", markersize=11, markerfacecolor="none", color=ROLES["good"])
+    axes.set_xticks(spaced(steps))
+    axes.set_xlabel("steps")
+    axes.set_ylabel("nats per token from the base")
+    axes.grid(axis="y")
+
+
 def gate(data: ReportData) -> Figure | None:
     """The gate's own figure; none without a gate."""
     return gate_figure(data.gate) if data.gate else None
@@ -235,7 +274,7 @@ MADE: Mapping[str, Callable[[ReportData], Figure | None]] = {
     "similarity": similarity,
     "visits": visits,
     "errors": errors,
-    "recovery": recovery,
+    "distillation": distillation,
     "gate": gate,
     "times": times,
 }

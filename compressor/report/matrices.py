@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.document.blocks import Figure
 from compressor.drawing.cells import MARKS, Cell, draw_cells, group_look
 from compressor.drawing.heatmaps import draw_heat, label_axes
-from compressor.drawing.keys import draw_key
-from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES
+from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.layers import all_fates, brief_end, listed, mean, merged, named, order, within

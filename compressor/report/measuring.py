@@ -23,13 +23,12 @@ from compressor.data.sources import DEMO_SOURCE, divide, is_file, parse_sources,
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.opened import DTYPES, OpenModel, open_model
-from compressor.planning.request import DEFAULT_LENGTH
 from compressor.progress import Progress, Silent
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
+from compressor.recipe.text_options import DEFAULT_LENGTH
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
-from compressor.report.measuring_experts import Likeness, compared, likeness_of
-from compressor.report.measuring_pass import measure_layers
-from compressor.report.store import keep_measures, kept_measures
+from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers
+from compressor.report.measuring_run import keep_measures, kept_measures
 from compressor.run_record import RunRecord, read_record, versions
 from compressor.statistics.statistics import WEIGHTS, Collector
 from compressor.steps.split.opening import as_planned
@@ -45,7 +44,7 @@ class _AtHand:
     """What there is of an output and its source, and what the run that made it noted."""
 
     folder: Path
-    plan: CompressionPlan
+    plan: Plan
     source: OpenModel | None
     output: OpenModel | None
     text: Calibration | None
@@ -69,13 +68,13 @@ class _AtHand:
 
     def _likeness(self) -> Callable[[str], Likeness]:
         """How each layer's experts are compared, by its module; what the run has noted is told again."""
-        planned = {layer.module: layer for layer in self.plan.layers}
+        planned = {layer.module: layer for layer in self.plan.stage.layers}
         known = {layer.module: layer for layer in self.noted.layers if layer.similarity is not None}
 
         @cache
         def likeness(module: str) -> Likeness:
             if module not in known:
-                return likeness_of(self.plan, planned[module])
+                return likeness_of(self.plan.stage, planned.get(module))
             label, table = known[module].similarity_label, torch.tensor(known[module].similarity, dtype=torch.float64)
             return Likeness(frozenset(), lambda stats: (label, table))
 
@@ -168,7 +167,7 @@ def by_weights(source: OpenModel, likeness: Callable[[str], Likeness], progress:
 
 def _source(
     folder: Path,
-    plan: CompressionPlan,
+    plan: Plan,
     record: RunRecord | None,
     named: tuple[str | None, str | None],
     how: tuple[str, str],
@@ -183,8 +182,9 @@ def _source(
                 f"{model.source.name} is not the model that {folder} was made from: its fingerprint is "
                 f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the original with --model"
             )
-        model = as_planned(model, plan)
-        check_plan(plan, model)
+        model = as_planned(model, plan.stage)
+        if plan.stage.layers:
+            check_plan(plan.stage, model)
         return model
 
     if named[0] is not None:
@@ -216,7 +216,7 @@ def _output(folder: Path, source: OpenModel | None, how: tuple[str, str]) -> Ope
 
 def _text(
     model: OpenModel,
-    plan: CompressionPlan,
+    plan: Plan,
     record: RunRecord | None,
     named: Sequence[str] | None,
     samples: int | None,
@@ -241,10 +241,10 @@ def _text(
     except (CompressionError, OSError) as error:
         logger.debug("the calibration text cannot be had: %s", error)
         return None
-    return Calibration(part_of(made, samples), made.identity) if made else None
+    return Calibration(part_of(made, samples), made.identity) if made and made.batches else None
 
 
-def _identity(plan: CompressionPlan, record: RunRecord | None) -> Mapping[str, Any] | None:
+def _identity(plan: Plan, record: RunRecord | None) -> Mapping[str, Any] | None:
     """What repeats the plan's calibration: the record's, which knows folders, or the plan's own if that needs none."""
     own, recorded = plan.calibration, record.calibration if record else None
     if own is None or (recorded is not None and recorded.get("sha256") == own.get("sha256")):

@@ -3,8 +3,12 @@
 Of every two batches one goes through the source's layers and the next, of the same text, through the output's. While
 the source's passes a layer, the output's MoE block also runs on what the source's block is given, so that corrections
 and merged routers count as they are stored. No more than one layer of each is in memory. T tokens, E experts, H hidden.
+
+Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
+arXiv:1905.00414) stands in where a strategy compares no experts. S sampled tokens.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -16,14 +20,107 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import sample_positions
-from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.errors import CompressionError, reason_of
+from compressor.grouping.similarity import linear_cka
+from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor
+from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.model.watch import Watch
 from compressor.progress import Progress
-from compressor.report.data import LayerMeasures
-from compressor.report.measuring_experts import Likeness, compared, sample_size, shares
-from compressor.statistics.statistics import Collector
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.registry import Strategy, load_strategy
+from compressor.report.data import LayerMeasures, Matrix, rounded
+from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics
+
+logger = logging.getLogger(__name__)
+
+ROUTER_LABEL = "cosine of the centred router rows, negative ones as 0"
+
+
+def sample_size(experts: int) -> int:
+    """Tokens S that experts are compared on; CKA by Gram matrices takes S^2 H multiplications for each expert."""
+    return 256 if experts <= 64 else 128  # 256 experts of width 7168 take 4 seconds a layer on one core with 128
+
+
+def shares(counts: Tensor) -> tuple[float, ...]:
+    """Each expert's share of the visits: [E] -> E numbers that sum to 1; zeros where there are none."""
+    return tuple(round(share, 6) for share in (counts / counts.sum().clamp(min=1)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """A way to compare a layer's experts: what it needs measured, and a label with the matrix [E, E], 0 to 1."""
+
+    needs: frozenset[str]
+    measure: Callable[[LayerStatistics], tuple[str, Tensor]]
+
+    def tell(self, stats: LayerStatistics) -> tuple[Matrix, str] | None:
+        """The matrix and its label, as a strategy tells them, which may raise anything; None without any tokens."""
+        sampled = self.needs & (SAMPLED | DENSE) - {"router_arguments"}
+        sizes = (getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled)
+        if self.needs - WEIGHTS and not (stats.tokens and all(sizes)):
+            return None
+        (label, table), experts = self.measure(stats), stats.layer.experts
+        if table.shape != (experts, experts) or not bool(table.isfinite().all()):
+            raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
+        return _matrix(table), str(label)
+
+
+def own_likeness(strategy: Strategy) -> Likeness | None:
+    """How a strategy itself compares experts; None if it does not say."""
+    measure = strategy.likeness
+    return measure and Likeness(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
+
+
+def likeness_of(plan: CompressionPlan, layer: LayerPlan | None) -> Likeness:
+    """How the layer's strategy compared its experts, or linear CKA of their outputs where it does not say."""
+    won = layer and layer.figures.get("won")  # by a strategy that tries several, each with its default options
+    name, options = (str(won), {}) if won is not None else (plan.strategy, plan.options)
+    try:
+        own = own_likeness(load_strategy(name, options))
+    except CompressionError:  # it need not be installed where a report is made
+        own = None
+    return own or Likeness(frozenset({"expert_outputs"}), _by_outputs)
+
+
+def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
+    outputs = stats.expert_outputs
+    return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
+
+
+@torch.no_grad()
+def compared(likeness: Likeness, stats: LayerStatistics, model: Any) -> tuple[Matrix | None, str]:
+    """The matrix and its label; of the router's rows, which must be loaded, where no token reached the layer."""
+    try:
+        told = likeness.tell(stats)
+    except Exception as error:  # of a plugin: a report can do without
+        told = None
+        logger.warning(
+            "%s: its strategy cannot tell how alike its experts are (%s), so its router rows are compared",
+            stats.layer.name,
+            reason_of(error),
+        )
+    return told or _by_rows(stats.layer, model)
+
+
+def _by_rows(layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:
+    """Cosine of what the router's matrices hold for each expert, less its mean over experts; None without a matrix."""
+    rows = []
+    for tensor in layer.tensors:
+        owner, _, name = tensor.key.rpartition(".")
+        value = None if tensor.key.startswith(f"{layer.name}.") else getattr(model.get_submodule(owner), name)
+        if value is not None and value.dim() > 1:
+            rows.append(value.detach().movedim(tensor.dim, 0)[: layer.experts].flatten(1).double())
+    if not rows:
+        return None, ""
+    centred = torch.cat(rows, dim=1)
+    centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
+    return _matrix((centred @ centred.T).clamp(0, 1).fill_diagonal_(1)), ROUTER_LABEL
+
+
+def _matrix(table: Tensor) -> Matrix:
+    return tuple(tuple(rounded(value) for value in row) for row in table.cpu().clamp(0, 1).tolist())
+
 
 VISITS = frozenset({"routed_count"})
 
@@ -74,23 +171,26 @@ class _Watch:
         self.layer, self.collectors = layers[0], collectors  # in the order of the models' turns
         self.block, self.stream, self.width = Gap(), Gap(), int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]
-        block, self.small = (model.get_submodule(self.layer.block) for model in (models[0], models[-1]))
-        hooks = [block.register_forward_hook(self._compare, with_kwargs=True, prepend=True)]  # before all is cut short
-        # a decoder layer that itself holds router and experts is judged by its experts' part
-        judged = self.layer.name if self.layer.block == self.layer.unit else self.layer.block
-        for turn, model in enumerate(models):
-            hooks.append(model.get_submodule(judged).register_forward_hook(bind(self._keep, turn), prepend=True))
-        self.hooks = hooks
+        self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
+        self.watches = [
+            Watch(model, self.layer, on_output=bind(self._experts_ran, turn), on_block=bind(self._block_ran, turn))
+            for turn, model in enumerate(models)
+        ]
+        for watch in self.watches:
+            watch.attach()
 
-    def _keep(self, turn: int, module: Any, args: Any, output: Any) -> None:
-        self.outputs[turn] = _first(output)
+    def _experts_ran(self, turn: int, hidden: Tensor, output: Tensor) -> None:
+        self.outputs[turn] = output
 
-    def _compare(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _block_ran(self, turn: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Have the output's block run on the arguments of the source's, unless it is the output's turn anyway."""
-        source, self.outputs[0] = self.outputs[0], torch.empty(0)
-        if source.numel() and module is not self.small:
-            self.small(*args, **kwargs)
-            self.block.add(source, self.outputs[1], self.width)
+        if self.layer.block != self.layer.unit:  # one that is the decoder layer is compared by its experts' outputs
+            self.outputs[turn] = _first(output)
+        if turn == 0 and self.small is not None:
+            source, self.outputs[0] = self.outputs[0], torch.empty(0)
+            if source.numel():
+                self.small(*args, **kwargs)
+                self.block.add(source, self.outputs[1], self.width)
 
     def enter(self, number: int, turn: int) -> None:
         """This batch of the text is about to run through the model whose turn it is."""
@@ -168,8 +268,8 @@ class _SideBySide(LayerVisitor):
         """Leave the models as they were."""
         for watch in self.watches:
             watch.detach()
-            for hook in watch.hooks:
-                hook.remove()
+            for each in watch.watches:
+                each.detach()
         self.watches = []
         for model in self.models[1:]:
             model.partial.release(unit)
@@ -191,17 +291,12 @@ def measure_layers(
             f"{models[0].source.label} and {output.source.label} have different layers, so they are no source and its "
             "output; name the source with --model"
         )
-    by_unit, doubled = layers_by_unit(output.architecture.layers), [batch for batch in batches for _ in models]
-    progress.start("measure", len(by_unit))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        both = _SideBySide(models, [batch.numel() for batch in batches], likeness, seed)
-        with closing(LayerStream(models[0].partial, doubled, one[0], by_unit).passing(both)) as passed:
-            try:
-                for unit in passed:
-                    yield from both.finish()
-                    if unit in by_unit:
-                        progress.advance(unit)
-                    both.clear(unit)
-            finally:
-                both.clear()
+    doubled = [batch for batch in batches for _ in models]
+    both = _SideBySide(models, [batch.numel() for batch in batches], likeness, seed)
+    with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
+        try:
+            for unit in passed:
+                yield from both.finish()
+                both.clear(unit)
+        finally:
+            both.clear()

@@ -1,22 +1,61 @@
-"""What a run of `compress` sees anyway of what reports show: it is kept, so that no report need measure it again."""
+"""What a run of `compress` sees anyway of what reports show, and what was measured last: kept in the user's cache."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from compressor.checkpoint.reader import Checkpoint
 from compressor.data.sources import without_folders
+from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.data import LayerMeasures, Measured
-from compressor.report.measuring_experts import own_likeness, shares
+from compressor.report.measuring_pass import own_likeness, shares
+from compressor.run_record import cache_folder, digest_of, read_cached, write_cached
 from compressor.statistics.statistics import LayerStatistics
 
 logger = logging.getLogger(__name__)
+
+By = Literal["run", "report"]
+
+
+def keep_measures(folder: Path, measured: Measured, by: By, key: str = "") -> None:
+    """Remember what was measured of an output as it is now, under a `key` that names what else it depends on.
+
+    Where that cannot be written, nothing is kept.
+    """
+    if measured.layers:
+        write_cached(_path(folder, by), {**_facts(folder), "key": key, "measured": measured.to_dict()})
+
+
+def kept_measures(folder: Path, by: By = "report", key: str | None = None) -> Measured | None:
+    """What was measured last, unless the weights or the key, if one is given, are others; None if nothing was."""
+    path, wanted = _path(folder, by), _facts(folder) | ({} if key is None else {"key": key})
+    content = read_cached(path)
+    try:
+        fits = content is not None and all(content[name] == value for name, value in wanted.items())
+        return Measured.from_dict(content["measured"]) if content is not None and fits else None
+    except (KeyError, CompressionError) as error:
+        logger.debug("the measures in %s are ignored: %s", path, error)
+        return None
+
+
+def _path(folder: Path, by: By) -> Path:
+    return cache_folder("reports") / f"{by}-{digest_of(folder)}.json"
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Name, size and time of change of each weight file; none of a folder with a graph alone."""
+    try:
+        return {"weights": [list(entry) for entry in Checkpoint(folder).stamp()]}
+    except (CompressionError, OSError):
+        return {"weights": []}
 
 
 class Noted:
@@ -62,3 +101,7 @@ class Noted:
         """All notes, with the name of their text."""
         text = without_folders(calibration)["source"] if calibration else None
         return Measured(tuple(self.layers.values()), self.tokens, text)
+
+    def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
+        """Keep the notes for reports on the output in a folder."""
+        keep_measures(folder, self.measured(calibration), "run")

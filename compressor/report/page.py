@@ -12,17 +12,18 @@ from compressor.document.blocks import Block, Facts, Figure, Heading, Note, Tone
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import check_folder, replacing, whole_folder
-from compressor.gates.content import SIGNS
+from compressor.gates.document import SIGNS
 from compressor.locking import alone
+from compressor.recipe.results import changed
 from compressor.replaceable import is_page
 from compressor.report import run_sections, sections
-from compressor.report.afterwards import afterwards, moved, trained
 from compressor.report.data import ReportData
 from compressor.report.figures import NAMES, figures
 from compressor.report.layers import mean
 from compressor.words import counted, human_bytes, human_count, joined, share, short
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
+WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[ReportData], list[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
@@ -32,7 +33,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[ReportData], list[Block
     ("similarity", "Similarity and groups", "similarity", sections.similarity),
     ("visits", "Visits before and after", "visits", sections.visits),
     ("errors", "Reconstruction error", "errors", sections.errors),
-    ("afterwards", "Bake and recovery", "recovery", afterwards),
+    ("steps", "Router calibration and distillation", "distillation", run_sections.steps),
     ("hubs", "Hubs and protected experts", None, sections.hubs),
     ("gate", "Accuracy gate", "gate", run_sections.gate),
     ("cost", "Time and memory", "times", run_sections.cost),
@@ -45,11 +46,11 @@ def page(data: ReportData, drawn: Sequence[Figure]) -> str:
     blocks: list[Block] = []
     for anchor, heading, name, body in SECTIONS:
         blocks += [Heading(heading, 2, anchor), *([by_name[name]] if name in by_name else []), *body(data)]
-    done = (data.correction, "a correction"), (moved(data.bake), "a bake"), (trained(data.recover), "a recovery")
-    ways = [data.strategy, *(name for is_done, name in done if is_done)]
+    later = [WAYS.get(name, name) for step in data.steps if changed(step) and (name := str(step.get("name")))]
+    ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.correction else []), *later])
     said = (
         f"{data.source} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in each MoE "
-        f"layer, by {joined(ways)}."
+        f"layer, by {joined([*ways])}."
     )
     made_by = f"{MADE_BY} {data.title}; plan {data.plan_digest[:12]}."
     return html.page(data.title, "Compression report", said, Facts(_tiles(data)), blocks, made_by)

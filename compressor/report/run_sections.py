@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Items, Listing, Table, Text, Words
-from compressor.gates.content import SIGNS
-from compressor.gates.document import advice_blocks, task_table, tested_blocks, verdict_block
+from compressor.gates.document import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
+from compressor.recipe.results import step_blocks, step_line
 from compressor.recipe.split import told_split
-from compressor.report.afterwards import bake_line, recovery_line
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
 from compressor.report.layers import shown
@@ -26,8 +25,7 @@ def done(data: ReportData) -> list[Block]:
         *([("Split", told_split(data.split))] if data.split else []),
         ("MoE layers", f"{len(data.layers):,}"),
         ("Correction", shown(data.correction) if data.correction else "none"),
-        *([("Bake", bake_line(data.bake))] if data.bake else []),
-        *([("Recovery", recovery_line(data.recover))] if data.recover else []),
+        *((str(step.get("name")).capitalize(), step_line(step)) for step in data.steps),
         ("Sequential", "each layer on what the compressed earlier ones put out" if data.sequential else "no"),
         *_calibration(data),
         *([("Measured for this report", measured)] if data.measured_tokens else []),
@@ -43,7 +41,7 @@ def done(data: ReportData) -> list[Block]:
 
 def _calibration(data: ReportData) -> list[tuple[str, Words | Items]]:
     if (identity := data.calibration) is None:
-        return [("Calibration", "none; no text was read" + (" to choose experts" if data.bake or data.recover else ""))]
+        return [("Calibration", "none; no text was read" + (" to choose experts" if data.steps else ""))]
     skipped, sources = ("source", "sources", "sha256", "asked"), identity.get("sources")
     sizes = {str(name).replace("_", " "): value for name, value in identity.items() if name not in skipped}
     several = isinstance(sources, Sequence) and len(sources) > 1
@@ -53,6 +51,12 @@ def _calibration(data: ReportData) -> list[tuple[str, Words | Items]]:
         *([("Calibration's parts", Items(tuple(map(shown, sources or ()))))] if several else []),
         *([("Calibration's digest", Code(str(identity["sha256"])))] if "sha256" in identity else []),
     ]
+
+
+def steps(data: ReportData) -> list[Block]:
+    """What each step on the whole model did, in order."""
+    found = [block for step in data.steps for block in step_blocks(step)]
+    return found or [Text("No routers were calibrated, and nothing was distilled.")]
 
 
 def sizes(data: ReportData) -> list[Block]:

@@ -1,9 +1,372 @@
-"""Which servers run a model at full speed and which do not, and the nearest number of experts that all of them do."""
+"""Which servers run a model at full speed and which do not, and the nearest number of experts that all of them do.
 
-from collections.abc import Iterable, Sequence
+Every rule stands with the place in the server's source it is from.
+E is the number of routed experts in a layer, K the top-k, I the width of an expert (its neurons), n_group and
+topk_group the routing groups and how many of them a token may use.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
-from compressor.serving.rules import RULES, SERVERS, Effect, Rule, Served, said
+from compressor.words import joined
+
+Effect = Literal["fails", "wrong", "slower", "larger"]
+About = Literal["experts", "top-k", "width", "head"]
+Evidence = Literal["read", "run", "reported"]  # in the source, in the source and seen, said by others alone
+
+SIZES = (2, 4, 8)  # of expert or tensor parallelism, that people use
+TO_512 = frozenset(2**power for power in range(10))
+MULTIPLES = frozenset({192, 320, 384, 448, 576})  # of 64, for which vLLM has router kernels too
+LLAMA_CUDA = TO_512 | {288, 576}
+VLLM = "0.32.0"
+SGLANG = "0.5.23"
+LLAMA = "0c1e57098"
+FLASHINFER = "0.6.18 (fb28d7242)"
+AITER = "0.1.20 (e4048607a)"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What of a model decides how servers take it."""
+
+    family: str  # transformers' model type
+    experts: int
+    top_k: int
+    width: int
+    groups: int = 1
+    chosen_groups: int = 1
+    selection_bias: bool = False  # whether the router chooses by scores with a bias that weights do not have
+    tied: bool = False  # the head to the embeddings
+    quantization: str = ""  # quant_method of the config
+
+    @property
+    def uneven(self) -> tuple[int, ...]:
+        """Sizes of parallelism, up to the number of experts, that do not divide it."""
+        return tuple(size for size in SIZES if size <= self.experts and self.experts % size)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule: whom it concerns, what it needs, and what the server does otherwise."""
+
+    server: str
+    version: str
+    source: str  # a path in the server's repository, or an issue
+    effect: Effect
+    about: About
+    whom: str
+    needs: str
+    says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
+    concerns: Callable[[Served], bool]
+    holds: Callable[[Served], bool]
+    evidence: Evidence = "read"
+
+
+def _sizes(numbers: tuple[int, ...]) -> str:
+    return joined([str(number) for number in numbers])
+
+
+def said(rule: Rule, model: Served) -> str:
+    """What the server does with a model that does not keep the rule."""
+    divide = tuple(size for size in SIZES if model.experts % size == 0)
+    even = f" (over {_sizes(divide)} it can)" if divide else ""
+    numbers = {"experts": model.experts, "top_k": model.top_k, "width": model.width}
+    return rule.says.format(**numbers, uneven=_sizes(model.uneven), even=even)
+
+
+def _ungrouped(model: Served) -> bool:
+    return model.groups == 1
+
+
+def _grouped(model: Served) -> bool:
+    return model.groups > 1
+
+
+def _even_groups(model: Served) -> bool:
+    return model.experts % model.groups == 0 and model.experts // model.groups >= 2
+
+
+def _any(_: Served) -> bool:
+    return True
+
+
+VLLM_TIES = (
+    "afmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "jamba",
+    "minimax_m2",
+    "nemotron_h",
+    "olmoe",
+    "qwen3_next",
+)
+LLAMA_HEADS = (
+    "deepseek_v4",
+    "dots1",
+    "exaone_moe",
+    "gpt_oss",
+    "kimi_linear",
+    "mellum",
+    "minimax_m2",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+)
+TENSOR_PARALLEL = ("cohere2_moe", "exaone_moe", "laguna", "lfm2_moe", "minimax_m2", "qwen2_moe", "qwen3_moe")
+
+_vllm, _sglang = partial(Rule, "vLLM", VLLM), partial(Rule, "SGLang", SGLANG)
+_flashinfer, _llama = partial(Rule, "FlashInfer", FLASHINFER), partial(Rule, "llama.cpp", LLAMA)
+
+RULES = (
+    _vllm(
+        "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
+        "wrong",
+        "experts",
+        "routing groups",
+        "E is a multiple of n_group and at least two experts a group",
+        "chooses among {experts} experts without their routing groups, in silence",
+        _grouped,
+        _even_groups,
+    ),
+    Rule(
+        "vLLM",
+        "085c812b2",
+        "csrc/libtorch_stable/moe/topk_softmax_kernels.cu",
+        "slower",
+        "experts",
+        "softmax or sigmoid, no routing groups",
+        "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
+        "routes among {experts} experts by a slower kernel",
+        lambda model: _ungrouped(model) and model.family != "deepseek_v4",
+        lambda model: model.experts in TO_512 | MULTIPLES,
+    ),
+    Rule(
+        "vLLM",
+        "0d8909899",
+        "csrc/libtorch_stable/moe/topk_softplus_sqrt_kernels.cu; issue 51521, PR 50982 (open)",
+        "fails",
+        "experts",
+        "deepseek_v4",
+        "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
+        "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
+        lambda model: model.family == "deepseek_v4",
+        lambda model: model.experts in TO_512 | MULTIPLES,
+    ),
+    _vllm(
+        "vllm/model_executor/models/gpt_oss.py",
+        "wrong",
+        "experts",
+        "gpt_oss in MXFP4",
+        "E is a multiple of the size of expert parallelism",
+        "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
+        lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4",
+        lambda model: not model.uneven,
+    ),
+    _vllm(
+        "vllm/model_executor/models/qwen3_moe.py and others",
+        "fails",
+        "experts",
+        ", ".join(TENSOR_PARALLEL),
+        "E is at least the size of tensor parallelism",
+        "takes no tensor parallelism over more GPUs than the {experts} experts",
+        lambda model: model.family in TENSOR_PARALLEL,
+        lambda model: model.experts >= max(SIZES),
+    ),
+    _vllm(
+        "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
+        "slower",
+        "width",
+        "not quantised, FlashInfer's TRT-LLM kernel",
+        "I is a multiple of 128",
+        "pads experts of {width} neurons to a multiple of 128",
+        lambda model: not model.quantization,
+        lambda model: model.width % 128 == 0,
+    ),
+    _vllm(
+        "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
+        "fails",
+        "width",
+        "FP8 in blocks of 128",
+        "I is a multiple of 128",
+        "refuses experts of {width} neurons in FP8 blocks of 128",
+        lambda model: model.quantization == "fp8",
+        lambda model: model.width % 128 == 0,
+    ),
+    _vllm(
+        "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
+        "slower",
+        "width",
+        "Marlin kernels (4-bit weights)",
+        "I is a multiple of 64",
+        "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
+        _any,
+        lambda model: model.width % 64 == 0,
+    ),
+    _vllm(
+        "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
+        "slower",
+        "top-k",
+        "routing groups with a selection bias",
+        "K and n_group are at most 32",
+        "routes a grouped top-{top_k} by slower code",
+        lambda model: _grouped(model) and model.selection_bias,
+        lambda model: model.top_k <= 32 and model.groups <= 32,
+    ),
+    _vllm(
+        "vllm/model_executor/models/olmoe.py and others",
+        "wrong",
+        "head",
+        ", ".join(VLLM_TIES),
+        "the head is not tied to the embeddings",
+        "does not know that the head is tied to the embeddings and answers uniformly, in silence",
+        lambda model: model.family in VLLM_TIES,
+        lambda model: not model.tied,
+        "run",
+    ),
+    _sglang(
+        "python/sglang/srt/layers/moe/fused_moe_triton/layer.py",
+        "fails",
+        "experts",
+        "all",
+        "E is a multiple of the size of expert parallelism",
+        "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
+        _any,
+        lambda model: not model.uneven,
+    ),
+    _sglang(
+        "python/sglang/srt/models/qwen3_moe.py and others",
+        "fails",
+        "experts",
+        ", ".join(TENSOR_PARALLEL),
+        "E is at least the size of tensor parallelism",
+        "takes no tensor parallelism over more GPUs than the {experts} experts",
+        lambda model: model.family in TENSOR_PARALLEL,
+        lambda model: model.experts >= max(SIZES),
+    ),
+    _sglang(
+        "python/sglang/srt/layers/moe/topk.py",
+        "slower",
+        "experts",
+        "routing groups with a selection bias",
+        "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
+        "does not use FlashInfer's router kernel for {experts} experts, but its own",
+        lambda model: _grouped(model) and model.selection_bias,
+        lambda model: (
+            model.experts & (model.experts - 1) == 0
+            and model.experts <= 32 * model.groups
+            and model.experts * model.chosen_groups <= 128 * model.groups
+        ),
+    ),
+    _sglang(
+        "python/sglang/srt/layers/moe/topk.py",
+        "slower",
+        "top-k",
+        "routing groups with a selection bias",
+        "K is at most 8",
+        "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
+        lambda model: _grouped(model) and model.selection_bias,
+        lambda model: model.top_k <= 8,
+    ),
+    _sglang(
+        "python/sglang/srt/layers/quantization/unquant.py",
+        "slower",
+        "width",
+        "not quantised, on AMD",
+        "I is a multiple of 128",
+        "does not use aiter's kernels for experts of {width} neurons on AMD",
+        lambda model: not model.quantization,
+        lambda model: model.width % 128 == 0,
+    ),
+    _flashinfer(
+        "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
+        "fails",
+        "experts",
+        "FP8 (TRT-LLM kernel)",
+        "E is a multiple of 4, at most 512 and above K",
+        "takes no {experts} experts in its FP8 kernel",
+        lambda model: model.quantization == "fp8",
+        lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
+    ),
+    _flashinfer(
+        "csrc/trtllm_fused_moe_kernel_launcher.cu",
+        "fails",
+        "top-k",
+        "FP8 (TRT-LLM kernel)",
+        "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
+        "takes no top-{top_k} of {experts} experts in its FP8 kernel",
+        lambda model: model.quantization == "fp8",
+        lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
+    ),
+    Rule(
+        "aiter",
+        AITER,
+        "csrc/kernels/topk_softmax_kernels.cu",
+        "slower",
+        "experts",
+        "softmax, no routing groups, on AMD",
+        "E is a power of two up to 512",
+        "routes among {experts} experts by a slower kernel",
+        lambda model: _ungrouped(model) and not model.selection_bias,
+        lambda model: model.experts in TO_512,
+    ),
+    _llama(
+        "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
+        "fails",
+        "experts",
+        "all",
+        "E is at most 1,024 (512 in versions before)",
+        "loads no more than 1,024 experts a layer",
+        _any,
+        lambda model: model.experts <= 1024,
+    ),
+    _llama(
+        "src/llama-model.cpp",
+        "fails",
+        "experts",
+        "routing groups",
+        "E is a multiple of n_group and above it",
+        "refuses {experts} experts in this many routing groups",
+        _grouped,
+        _even_groups,
+    ),
+    _llama(
+        "ggml/src/ggml-cuda/topk-moe.cu",
+        "slower",
+        "experts",
+        "no routing groups, on CUDA",
+        "E is a power of two up to 512, 288 or 576",
+        "routes among {experts} experts by slower kernels on CUDA",
+        _ungrouped,
+        lambda model: model.experts in LLAMA_CUDA,
+    ),
+    _llama(
+        "src/llama-quant.cpp (tensor_type_fallback)",
+        "larger",
+        "width",
+        "K-quants and I-quants",
+        "I is a multiple of 256",
+        "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
+        _any,
+        lambda model: model.width % 256 == 0,
+    ),
+    _llama(
+        "src/models/olmoe.cpp and others",
+        "fails",
+        "head",
+        ", ".join(LLAMA_HEADS),
+        "the head is not tied to the embeddings",
+        "wants a head of its own, where this model ties it to the embeddings",
+        lambda model: model.family in LLAMA_HEADS,
+        lambda model: not model.tied,
+        "run",
+    ),
+)
+SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
+
 
 PAGE = "docs/how-to/serving.md"
 

@@ -1,6 +1,6 @@
 """Collecting statistics: one pass over the layers measures what strategies need, each source's tokens apart."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration, sample_positions
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
+from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
-from compressor.statistics.handing import handed, unpacked
 from compressor.statistics.statistics import (
     RECONSTRUCTION,
     SAMPLE_TOKENS,
@@ -104,14 +103,27 @@ class Observers:
         self.seen.clear()
 
     def _gather(self) -> None:
-        """Have the first rank see what every rank's batches have shown."""
+        """Add up the sums of all ranks' batches, and bring their samples together in the order of the batches."""
         like = {name: meter for collector in self.seen.values() for name, meter in collector.meters.items()}
-        packed = handed(self.seen)
-        self.seen = {} if not here().is_first else self.seen
-        for content in here().gathered(packed)[1:]:
-            for batch, tensors in unpacked(content).items():
-                self.seen[batch] = self._collector(self.parts[batch], torch.arange(0), [])
-                self.seen[batch].restore(tensors, like)
+        own = {
+            f"{batch:09}/{name}/{place:09}": value
+            for batch, collector in self.seen.items()
+            for name, meter in collector.meters.items()
+            for place, value in enumerate(meter.samples())
+        }
+        samples: dict[tuple[int, str], list[Tensor]] = {}
+        for rank, tensors in enumerate(here().all_gather_tensors(own)):
+            for key, value in sorted(tensors.items()) if rank != here().rank else ():
+                batch, name, _ = key.split("/")
+                samples.setdefault((int(batch), name), []).append(value)
+        for (number, name), values in samples.items():
+            if number not in self.seen:
+                self.seen[number] = self._collector(self.parts[number], torch.arange(0), [])
+            if (meter := self.seen[number].meters.get(name)) is not None:
+                meter.restore(values, like.get(name, meter))
+        self._add()
+        for _, collector in sorted(self.collectors.items()):
+            collector.all_reduce()
 
     def finish(self) -> LayerStatistics:
         """The statistics of the layer, with the held-out tokens' among them where they are needed.
@@ -165,19 +177,14 @@ def collect(
         return
     if needs_heldout(needs) and not calibration.heldout:
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
-    by_unit = layers_by_unit(model.architecture.layers)
-    watching = _Watching(by_unit, lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
-    batches, units = calibration.batches, model.architecture.units
-    wanted, finishing = (by_unit, range(0)) if end is None else (units, range(len(batches)))
-    stream = LayerStream(model.partial, batches, units, wanted, finishing, own=here().own(batches))
-    progress.start("calibrate and plan", len(model.architecture.layers))
-    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching, *([end] if end else []))) as passed:
-        torch.manual_seed(seed)
+    watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
+    to_end, batches = end is not None, calibration.batches
+    one = Pass(model, batches, progress, "calibrate and plan", seed, to_end=to_end, shared=True)
+    with closing(one.layers(watching, *([end] if end else []))) as passed:
         try:
             for _ in passed:
                 for seen in watching.active:
                     yield seen.finish()
-                    progress.advance(seen.layer.name)
                 watching.active = []  # before their layer's memory is given back
         finally:
             for seen in watching.active:
@@ -206,11 +213,11 @@ def _from_weights(
 class _Watching(LayerVisitor):
     """Has the observers of each layer watch the batches that pass it."""
 
-    def __init__(self, layers: Mapping[str, list[MoeLayer]], observers: Callable[[MoeLayer], Observers]) -> None:
-        self.layers, self.observers, self.active = layers, observers, list[Observers]()
+    def __init__(self, observers: Callable[[MoeLayer], Observers]) -> None:
+        self.observers, self.active = observers, list[Observers]()
 
     def loaded(self, unit: str) -> None:
-        self.active = [self.observers(layer) for layer in self.layers.get(unit, ())]
+        self.active = [self.observers(layer) for layer in self.at.moe_layers]
 
     def entering(self, batch: int) -> None:
         for observers in self.active:

@@ -1,26 +1,133 @@
 """Meters: how each statistic of an MoE layer is measured, with its shape and meaning; a class is all there is to one.
 
 A meter sees every batch that passes the layer and in the end gives its statistic. Sums run over all tokens that the
-router sent to an expert and are float64; samples of the tokens stand in `compressor.statistics.samples`. The gate
-weight is the one that really multiplies an expert's output. E experts, H hidden.
+router sent to an expert and are float64. Samples are of some of the tokens, S of them, kept as they were seen: float32,
+or in the computing dtype where experts are to be run on them. The gate weight is the one that really multiplies an
+expert's output. T tokens of a batch, E experts, K top-k, H hidden.
 """
 
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from compressor.statistics.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterCall, SmallerRouter
-from compressor.statistics.samples import (
-    ExpertOutputs,
-    Inputs,
-    MixedOutputs,
-    RouterArgumentsThere,
-    RouterLogits,
-    TopKIndex,
-    TopKWeights,
-)
+from compressor.distributed.ranks import here
+from compressor.model.architecture import MoeLayer
+from compressor.model.buffers import as_call, token_dim
+from compressor.model.experts import apply_expert, expert_parameters
+
+SmallerRouter = Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The layer's own modules while it is loaded. Strategies read them; they never write."""
+
+    experts: Any
+    router: Any
+    block: Any
+    smaller_router: SmallerRouter
+
+
+@dataclass(frozen=True, slots=True)
+class RouterArguments:
+    """What a router was called with at the sampled tokens; unpacks into (positional, by keyword)."""
+
+    positional: tuple[Any, ...] = ()
+    by_keyword: Mapping[str, Any] = field(default_factory=dict)
+    dims: Mapping[int | str, int | None] = field(default_factory=dict)  # which dimension counts tokens, if one does
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_keyword", MappingProxyType(dict(self.by_keyword)))
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.positional
+        yield self.by_keyword
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The layer that is observed."""
+
+    layer: MoeLayer
+    experts: Any
+    router: Any
+    block: Any
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCall:
+    """What a batch handed to the experts: hidden [T, H], index and weights [T, K]; `rows` [s] are sampled."""
+
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    rows: Tensor
+
+    @property
+    def used(self) -> Tensor:
+        """Which choices [T, K] name an expert: a skip expert is handed on as index 0 with weight 0."""
+        return self.weights != 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterCall:
+    """A batch's router call: logits [T, E and maybe more], all its arguments by keyword or None; `rows` are sampled."""
+
+    logits: Tensor
+    arguments: tuple[tuple[str | None, Any], ...]
+    rows: Tensor
+
+
+class Meter:
+    """Measures one statistic. `outputs` asks for the outputs of the experts, which takes a slower forward."""
+
+    name: ClassVar[str]
+    shape: ClassVar[str] = ""
+    meaning: ClassVar[str]
+    kind: ClassVar[str]
+    outputs: ClassVar[bool] = False
+
+    def __init__(self, observed: Observed) -> None:
+        self.observed = observed
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        """A batch is about to pass the experts."""
+
+    def router_called(self, call: RouterCall) -> None:
+        """A batch has passed the router."""
+
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
+        """An expert put out what has these L2 norms [n] in float64, and these gate weights [n]."""
+
+    def expert_put_out(self, expert: int, weights: Tensor, outputs: Tensor) -> None:
+        """The same outputs [n, H] themselves, in the computing dtype."""
+
+    def absorb(self, other: Self, scale: float) -> None:
+        """Take in what another meter of the same layer has seen, its sums times `scale`."""
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks."""
+
+    def samples(self) -> list[Tensor]:
+        """Return the sampled tokens, for another rank to `restore`."""
+        return []
+
+    def restore(self, samples: list[Tensor], like: Self) -> None:
+        """Append what another rank has sampled; `like` has watched the same layer here."""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether any token was sampled."""
+        return False
+
+    def finish(self, smaller_router: SmallerRouter) -> Any:
+        """The statistic."""
+        raise NotImplementedError
 
 
 class _Sum(Meter):
@@ -33,11 +140,8 @@ class _Sum(Meter):
     def absorb(self, other: Self, scale: float) -> None:
         self.total += scale * other.total
 
-    def tensors(self) -> list[Tensor]:
-        return [self.total]
-
-    def restore(self, tensors: list[Tensor], like: Self) -> None:
-        (self.total,) = tensors
+    def all_reduce(self) -> None:
+        self.total = here().all_reduce(self.total)
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         return self.total
@@ -119,6 +223,170 @@ class SquaredGatedNormSum(_OutputSum):
 
     def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
         self.total[expert] += (weights.double() * norms).square().sum().cpu()
+
+
+class _Sample(Meter):
+    kind = "sampled"
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.parts: list[Any] = []
+
+    def absorb(self, other: Self, scale: float) -> None:
+        self.parts.extend(other.parts)
+
+    def samples(self) -> list[Tensor]:
+        return self.parts
+
+    def restore(self, samples: list[Tensor], like: Self) -> None:
+        device = self.observed.experts.down_proj.device
+        self.parts += [value.to(device) for value in samples]
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.parts)
+
+    def take(self, value: Tensor, rows: Tensor) -> None:
+        """Keep these rows of a tensor [T, ...]."""
+        if rows.numel():
+            taken = value[rows.to(value.device)].detach()
+            self.parts.append(taken.float() if taken.is_floating_point() else taken)
+
+    def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All rows; of a layer that no sampled token reached, none, and so wide."""
+        return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
+
+
+class Inputs(_Sample):
+    name, shape, meaning = "inputs", "[S, H]", "inputs of the experts at the sampled tokens"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call.hidden, call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(1)
+
+
+class RouterLogits(_Sample):
+    name, shape, meaning = "router_logits", "[S, E]", "router logits there"
+
+    def router_called(self, call: RouterCall) -> None:
+        self.take(call.logits[:, : self.observed.layer.experts], call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.experts)
+
+
+class TopKIndex(_Sample):
+    name, shape, meaning = "top_k_index", "[S, K]", "experts chosen there"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call.index, call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.top_k, torch.long)
+
+
+class TopKWeights(_Sample):
+    name, shape, meaning = "top_k_weights", "[S, K]", "their gate weights"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call.weights, call.rows)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.top_k)
+
+
+class RouterArgumentsThere(_Sample):
+    name, meaning = "router_arguments", "positional and by keyword, what the router was called with there"
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        block = observed.block
+        self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
+        self.last: list[tuple[str | None, int | None, Any]] = []  # of the last call, maybe of no rows
+
+    def router_called(self, call: RouterCall) -> None:
+        tokens = len(call.logits)
+        self.last = [(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments]
+        if call.rows.numel():
+            self.parts.append(self.last)
+
+    def absorb(self, other: Self, scale: float) -> None:
+        super().absorb(other, scale)
+        self.last = other.last or self.last
+
+    def samples(self) -> list[Tensor]:
+        return [value for part in self.parts for _, dim, value in part if dim is not None]
+
+    def restore(self, samples: list[Tensor], like: Self) -> None:
+        left, self.last = iter(samples), like.last
+        width = sum(dim is not None for _, dim, _ in self.last)
+        device = self.observed.experts.down_proj.device
+        for _ in range(len(samples) // width if width else 0):
+            self.parts.append(
+                [(name, dim, value if dim is None else next(left).to(device)) for name, dim, value in self.last]
+            )
+
+    def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
+        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
+
+        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
+        """
+        dim = None if id(value) in self.own else token_dim(value, tokens)
+        if dim is None:
+            return None, value
+        by_token = value if dim == 0 else value.flatten(0, 1)
+        taken = by_token[rows.to(value.device)].detach().clone()
+        return dim, taken if dim == 0 else taken[None]
+
+    def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
+        joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
+        for place, column in enumerate(zip(*self.parts, strict=True)):
+            (name, dim, first), values = column[0], [value for _, _, value in column]
+            joined.append((name, first if dim is None else torch.cat(values, dim)))
+            dims[place if name is None else name] = dim
+        return RouterArguments(*as_call(joined), dims)
+
+
+class ExpertOutputs(_Sample):
+    name, shape, meaning, kind = "expert_outputs", "[E, S, H]", "every expert's output there", "dense"
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        if call.rows.numel():
+            self.parts.append(call.hidden[call.rows.to(call.hidden.device)].detach())
+
+    def inputs(self) -> Tensor:
+        """What the experts are run on, [S, H]."""
+        return torch.cat(self.parts)
+
+    @torch.no_grad()
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        experts, count = self.observed.experts, self.observed.layer.experts
+        if not self.parts:
+            return torch.zeros(count, 0, 1)
+        hidden = self.inputs()
+        outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)
+        for expert in range(count):
+            outputs[expert] = apply_expert(experts, expert_parameters(experts, expert), hidden)
+        return outputs
+
+
+class MixedOutputs(ExpertOutputs):
+    name, meaning = "mixed_outputs", "every expert's output on random mixtures of those inputs"
+
+    def inputs(self) -> Tensor:
+        """What the experts are run on, [S, H]."""
+        return mix_tokens(super().inputs(), self.observed.seed)
+
+
+def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
+    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
+    share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
+    mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
+    return mixed.to(hidden.dtype)
 
 
 class Weights(Meter):

@@ -4,23 +4,29 @@ A statistic is a meter in `compressor.statistics.meters` and a line of `LayerSta
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import as_arguments
-from compressor.model.experts import observed_forward
-from compressor.statistics.meters import METERS
-from compressor.statistics.observing import ExpertsCall, LayerWeights, Meter, Observed, RouterArguments, RouterCall
-from compressor.statistics.read_only import ReadOnly, opened
-from compressor.statistics.samples import mix_tokens
+from compressor.model.watch import Watch
+from compressor.statistics.meters import (
+    METERS,
+    ExpertsCall,
+    LayerWeights,
+    Meter,
+    Observed,
+    RouterArguments,
+    RouterCall,
+    mix_tokens,
+)
 
 __all__ = [
     "ALL",
@@ -84,7 +90,7 @@ class _Collected(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What was measured of one layer, read-only; shapes and meanings stand with the meters.
+    """What was measured of one layer, only to be read; shapes and meanings stand with the meters.
 
     A statistic that was not declared as a need is a `CompressionError`. `values` holds those that were, by name.
     """
@@ -116,38 +122,11 @@ class LayerStatistics:
     rank_change = _Collected[Tensor]()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", _Values(self.values, self.layer.name))
+        object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
 
     def adding(self, **values: Any) -> "LayerStatistics":
         """The same with these statistics too, by name."""
         return replace(self, values={**self.values, **values})
-
-
-class _Values(Mapping[str, Any]):
-    """Statistics by name, the tensors read-only, anew each time they are asked for."""
-
-    def __init__(self, values: Mapping[str, Any], layer: str) -> None:
-        self._values, self._layer = {name: opened(value) for name, value in values.items()}, layer
-
-    def __getitem__(self, name: str) -> Any:
-        value, label = self._values[name], f"statistic {name!r} of {self._layer}"
-        if isinstance(value, Tensor):
-            return ReadOnly(value, label)
-        if not isinstance(value, RouterArguments):
-            return value
-
-        def guarded(place: int | str, argument: Any) -> Any:  # others are the layer's own tensors
-            return argument if value.dims.get(place) is None else ReadOnly(opened(argument), label)
-
-        positional = tuple(guarded(place, argument) for place, argument in enumerate(value.positional))
-        by_keyword = {place: guarded(place, argument) for place, argument in value.by_keyword.items()}
-        return replace(value, positional=positional, by_keyword=MappingProxyType(by_keyword))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
@@ -192,25 +171,23 @@ class Collector:
         self.meters: dict[str, Meter] = {
             name: meter(self.observed) for name, meter in METERS.items() if name in self.needs
         }
-        self.handles: list[Any] = []
+        outputs = any(meter.outputs for meter in self.meters.values())
+        self.watch = Watch(
+            model,
+            layer,
+            on_router=self._router_ran,
+            on_experts=self._experts_called,
+            on_expert_output=self._expert_ran if outputs else None,
+        )
 
     def enter(self, batch: int) -> None:
         """Observe this batch, numbered among the collector's own; the stock computation is not changed."""
         self.batch = batch
-        experts = self.observed.experts
-        self.handles = [
-            experts.register_forward_pre_hook(self._before_experts),
-            self.observed.router.register_forward_hook(self._after_router, with_kwargs=True),
-        ]
-        if any(meter.outputs for meter in self.meters.values()):
-            experts.forward = partial(observed_forward, experts, observe=self._observe_outputs)
+        self.watch.attach()
 
     def detach(self) -> None:
         """Stop observing; the module is as it was."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-        self.observed.experts.__dict__.pop("forward", None)
+        self.watch.detach()
 
     def _rows(self, tokens: int) -> Tensor:
         """Rows of the current batch that belong to the sample."""
@@ -220,8 +197,7 @@ class Collector:
         inside = (self.positions >= start) & (self.positions < start + tokens)
         return self.positions[inside] - start
 
-    def _before_experts(self, module: Any, args: tuple[Tensor, ...]) -> None:
-        hidden, index, weights = args
+    def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
             return
         if not bool(torch.isfinite(hidden.sum(dtype=torch.float32))) and not bool(torch.isfinite(hidden).all()):
@@ -233,15 +209,13 @@ class Collector:
         for meter in self.meters.values():
             meter.experts_called(call)
 
-    def _after_router(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
-    ) -> None:
+    def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
         logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
         call = RouterCall(logits, as_arguments(args, kwargs), self._rows(len(logits)))
         for meter in self.meters.values():
             meter.router_called(call)
 
-    def _observe_outputs(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
+    def _expert_ran(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
         norms = outputs.double().norm(dim=-1)
         for meter in self.meters.values():
             meter.expert_ran(expert, weights, norms)
@@ -253,15 +227,11 @@ class Collector:
         for name, meter in self.meters.items():
             meter.absorb(other.meters[name], scale)
 
-    def restore(self, tensors: Mapping[str, list[Tensor]], like: Mapping[str, Meter]) -> None:
-        """Have seen what a collector of another process has (`compressor.statistics.handing`).
-
-        `like` are meters of the same layer that have watched a batch here.
-        """
-        self.tokens = int(tensors[""][0])
-        for name, meter in self.meters.items():
-            if name in tensors:
-                meter.restore(tensors[name], like.get(name, meter))
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks' collectors of the same tokens' kind."""
+        self.tokens = int(here().all_reduce(torch.tensor(self.tokens)))
+        for meter in self.meters.values():
+            meter.all_reduce()
 
     def finish(
         self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()

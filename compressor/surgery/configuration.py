@@ -10,11 +10,11 @@ from typing import Any
 from compressor.errors import CompressionError
 from compressor.model.architecture import KERNEL_FIELDS, Architecture
 from compressor.model.layout import Layout, expert_prefixes
-from compressor.model.patterns import PREFIXES, body_of
 from compressor.recipe.plan import CompressionPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
+PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 EXTRA_HEAD = (("mtp", "nextn"), ("num", "layers"))  # a field with one of each announces a multi-token-prediction head
 
 
@@ -99,9 +99,9 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: Compression
 
 def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
     """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
-    if pattern.startswith(PREFIXES):
+    if pattern.startswith(("re:", "+:", "-:")):  # a regular expression
         try:
-            matches = re.compile(body_of(pattern)).match
+            matches = re.compile(pattern.partition(":")[2]).match
         except re.error as error:
             raise CompressionError(f"config.json: {pattern!r} in quantization_config is no regex: {error}") from error
         samples = ("", ".", *(f".{leaf}" for leaf in LEAVES))

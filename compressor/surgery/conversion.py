@@ -20,6 +20,8 @@ from compressor.recipe.plan import CompressionPlan
 from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
 
+LayerChange = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]  # of a layer's tensors, by key
+
 
 def through_model(layout: Layout, plan: CompressionPlan) -> bool:
     """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
@@ -58,6 +60,7 @@ def convert_unit(
     small: Any,
     files: CutFiles | None,
     unit: str,
+    change: LayerChange | None = None,
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
     """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
@@ -72,17 +75,18 @@ def convert_unit(
             refuse_overflow(key, value.to(partial.model.state_dict()[key].dtype))
         return made or cut_layers(partial.model, [layer], plans)
 
-    yield from changed_unit(partial, architecture, small, cut, unit)
+    yield from changed_unit(partial, architecture, small, cut, unit, change)
 
 
 def changed_unit(
     partial: PartialModel,
     architecture: Architecture,
     small: Any,
-    change: Callable[[MoeLayer], Mapping[str, torch.Tensor]],
+    made: Callable[[MoeLayer], Mapping[str, torch.Tensor]],
     unit: str,
+    change: LayerChange | None = None,
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Load a decoder layer ("" is the rest), put what `change` makes of its MoE layers in place, and yield all of it.
+    """Load a decoder layer ("" is the rest), put what is `made` of its MoE layers in place, and yield all of it.
 
     Tensors come out by the names and in the shapes in which stock `save_pretrained` would write the model `small`.
     """
@@ -91,7 +95,9 @@ def changed_unit(
     state = partial.model.state_dict()
     cut = {key: state[key] for key in keys}
     for layer in (layer for layer in architecture.layers if layer.unit == unit):
-        cut.update({key: value.to(cut[key].dtype) for key, value in change(layer).items()})
+        cut.update({key: value.to(cut[key].dtype) for key, value in made(layer).items()})
+    if change is not None and unit:
+        cut.update({key: refuse_overflow(key, value.to(cut[key].dtype)) for key, value in change(unit, cut).items()})
     for name, tensor in saved_names(small, cut):
         refuse_nan(name, "the converted model", tensor)
         yield name, iter([tensor_bytes_view(tensor)])

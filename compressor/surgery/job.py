@@ -1,9 +1,7 @@
 """From an opened model and a plan to the job that an exporter carries out."""
 
-import hashlib
 import json
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial as bind
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 
 from compressor.checkpoint.headers import Size
 from compressor.checkpoint.links import refuse_links
-from compressor.data.sources import without_folders
 from compressor.model.architecture import build_meta
 from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
@@ -21,15 +18,13 @@ from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.mtp.head import kept_heads
 from compressor.recipe.plan import CompressionPlan, LayerPlan
-from compressor.recipe.plan_json import readable_json
 from compressor.recipe.whole import whole_plan
-from compressor.replaceable import TEMPLATES, TOOL
-from compressor.run_record import versions
+from compressor.replaceable import TEMPLATES
 from compressor.surgery.configuration import output_config
-from compressor.surgery.conversion import convert_unit, converted_outputs, through_model
+from compressor.surgery.conversion import LayerChange, convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.heads import cut_heads, verify_heads
-from compressor.surgery.tensors import MAX_SHARD_BYTES, OutputJob, OutputTensor, plan_outputs, stored_unit
+from compressor.surgery.tensors import OutputJob, plan_outputs, stored_unit
 
 logger = logging.getLogger(__name__)
 
@@ -72,38 +67,6 @@ def carried_files(folder: Path) -> dict[str, Path]:
 
 def _visible(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(".")]
-
-
-def compression_record(
-    model: OpenModel,
-    plan: CompressionPlan,
-    outputs: Iterable[OutputTensor],
-    zeroed: list[str],
-    carried: Iterable[str],
-) -> bytes:
-    """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
-    before, after = Size.of(model.checkpoint.tensors.values()), Size.of(outputs)
-    content = plan.to_dict()
-    content["source"]["model"] = model.source.label
-    if content["calibration"] is not None:
-        content["calibration"] = without_folders(content["calibration"])
-    for name in {"bake", "recover", "split"} & content.keys():
-        if content[name]["calibration"] is not None:
-            content[name]["calibration"] = without_folders(content[name]["calibration"])
-    record = readable_json(
-        {
-            "tool": TOOL,
-            "versions": versions(),
-            "parameters": {"before": before.parameters, "after": after.parameters},
-            "bytes": {"before": before.bytes, "after": after.bytes},
-            "left_out": list(left_out_of(model, plan)),
-            "zeroed_fields": zeroed,
-            "files": sorted(carried),
-            "plan_digest": plan.digest(),
-            "plan": content,
-        }
-    )
-    return record.encode()
 
 
 def stored_partial(model: OpenModel) -> PartialModel:
@@ -156,22 +119,22 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
 
 
 def make_job(
-    model: OpenModel, plan: CompressionPlan, max_shard_bytes: int | None = None, cut: CutFiles | None = None
-) -> tuple[OutputJob, list[str]]:
-    """The job, and the config fields set to zero as their tensors are left out; a correction needs its `cut` layers."""
+    model: OpenModel, plan: CompressionPlan, cut: CutFiles | None = None, change: LayerChange | None = None
+) -> OutputJob:
+    """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values."""
     architecture, layout = model.architecture, model.layout
     dequantized: str | None = None
     produce: Any
     heads = cut_heads(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
-    if model.stored_parts and plan.is_drop:
+    if model.stored_parts and plan.is_drop and change is None:
         outputs, produce = model.stored_parts.cut(model, plan)
-    elif model.is_split or through_model(layout, plan):
+    elif model.is_split or change is not None or through_model(layout, plan):
         partial = stored_partial(model)
         if model.stored_parts:
             logger.warning("parts are merged, so quantised experts are written in a plain dtype")
         small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
         outputs = converted_outputs(partial, architecture, small)
-        produce = bind(convert_unit, partial, architecture, plan, small, cut)
+        produce = bind(convert_unit, partial, architecture, plan, small, cut, change=change)
         dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
     else:
         outputs = plan_outputs(model.checkpoint, layout, plan, architecture.units)
@@ -181,23 +144,11 @@ def make_job(
     renames = {old: new for head in heads for old, new in head.renames.items()} if heads else None
     config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized, renames)
     config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    carried = carried_files(model.source.folder)
-    made = {"config.json": config_bytes, "compression.json": compression_record(model, plan, outputs, zeroed, carried)}
-    shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
-    facts = [
-        plan.to_dict(),
-        model.checkpoint.stamp(),
-        shard_bytes,
-        [[o.name, o.dtype, o.shape] for o in outputs],
-        hashlib.sha256(config_bytes).hexdigest(),
-    ]
-    job = OutputJob(
-        digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+    return OutputJob(
         outputs=tuple(outputs),
         units=("", *architecture.units, *of_heads),
         produce=lambda unit: of_heads[unit]() if unit in of_heads else produce(unit),
-        files={**carried, **made},
+        files={**carried_files(model.source.folder), "config.json": config_bytes},
         verify=bind(_verify, model, plan.experts, [output.name for head in heads for output in head.outputs]),
-        max_shard_bytes=shard_bytes,
+        zeroed=tuple(zeroed),
     )
-    return job, zeroed

@@ -68,17 +68,14 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class OutputJob:
-    """One output for an exporter to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
+    """One checkpoint to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
 
-    digest: str  # decides whether an interrupted run of the same job may be resumed
     outputs: tuple[OutputTensor, ...]
     units: tuple[str, ...]  # in order; "" is the rest of the model
     produce: Callable[[str], Iterable[tuple[str, Iterator[Piece]]]]
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
-    verify: Callable[[Path], None]  # by the first rank; raises CompressionError when the written folder is not good
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    finish: Callable[[Path], None] = lambda folder: None  # done to the folder by all ranks before it is verified
-    accept: Callable[[Path], None] = lambda folder: None  # asked of all ranks once it is; raises what speaks against it
+    verify: Callable[[Path], None]  # by the first process; raises CompressionError when the written folder is not good
+    zeroed: tuple[str, ...] = ()  # config fields set to zero, as the tensors that they announce are left out
 
     @property
     def nbytes(self) -> int:

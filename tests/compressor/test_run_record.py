@@ -21,6 +21,7 @@ from compressor.run_record import (
     write_cached,
 )
 from tests import small
+from tests.plans import plan_of
 from tests.small import tree
 
 TOKEN = "hf_" + "Canary7" * 6  # what a token looks like
@@ -55,7 +56,7 @@ def test_a_run_is_recorded_beside_nothing_in_the_output(tmp_path: Path, source: 
     found = read_record(tmp_path / "out")
     assert found is not None
     assert (found.source, found.revision, found.peak_memory) == (str(source), None, summary.peak_memory)
-    assert found.seconds == summary.seconds and set(found.seconds) == {"open", "plan", "write"}
+    assert found.seconds == summary.seconds and set(found.seconds) == {"open", "read text", "plan", "write"}
     assert found.calibration == summary.plan.calibration
     assert found.command == ("moe-compress", "compress", str(source), "--token", "***", "--option=key=***")
     assert found.finished.endswith("+00:00")
@@ -81,7 +82,7 @@ def test_names_that_look_like_a_token_are_kept_nowhere(tmp_path: Path, cache: Pa
 
 
 def test_equal_runs_give_equal_bytes_and_the_later_record(tmp_path: Path, source: Path) -> None:
-    plan = compressor.plan(str(source), experts=4, strategy="model-centric")
+    plan = plan_of(source, experts=4, strategy="model-centric")
     compressor.apply(plan, tmp_path / "one", command=["first"])
     compressor.apply(plan, tmp_path / "two", command=["second"])
     assert tree(tmp_path / "one") == tree(tmp_path / "two")

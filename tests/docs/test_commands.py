@@ -71,7 +71,7 @@ def test_commands_in_blocks_are_known(page: Path, words: list[str]) -> None:
     program, *rest = words
     if program == PROGRAM:
         parse(rest)
-    elif program in ("accelerate", "torchrun", "srun"):
+    elif program in ("torchrun", "srun"):
         parse(rest[rest.index("compressor") + 1 :])
     elif program == "python":
         script = ROOT / (f"{rest[1].replace('.', '/')}.py" if rest[0] == "-m" else rest[0])

@@ -4,8 +4,8 @@ from dataclasses import fields
 from typing import Any
 
 from compressor.recipe.layer import Group, LayerPlan
-from compressor.recipe.plan import FORMAT, CompressionPlan, Source
-from compressor.steps.correct.refit import METHODS, Correction
+from compressor.recipe.plan import Source
+from compressor.recipe.steps_plan import FORMAT, PRUNED, Plan, PlannedStep
 from scripts import write_cli_reference, write_schema_reference
 
 
@@ -27,6 +27,13 @@ def test_the_page_of_commands_has_every_command_and_option() -> None:
             assert not entry.help or " ".join(entry.help.split())[:20].replace("<", "&lt;") in section
 
 
+def test_the_page_of_commands_has_every_step_and_option() -> None:
+    text = write_cli_reference.page().split("## Steps of a recipe")[1]
+    for step in write_cli_reference.STEPS:
+        section = text.split(f"\n### {step.name}\n")[1].split("\n### ")[0]
+        assert all(f"`{name}`" in section for name in step.model_fields)
+
+
 def test_the_tables_of_the_plan_are_up_to_date() -> None:
     text = write_schema_reference.PAGE.read_text(encoding="utf-8")
     assert text == write_schema_reference.page(text), "run python -m scripts.write_schema_reference --write"
@@ -35,10 +42,19 @@ def test_the_tables_of_the_plan_are_up_to_date() -> None:
 def test_the_schema_has_the_fields_of_the_dataclasses() -> None:
     plan: dict[str, Any] = write_schema_reference.schema("plan")
     parts = plan["$defs"]
-    assert set(plan["properties"]) == names(CompressionPlan) | {"format"}
+    assert set(plan["properties"]) == names(Plan) | {"format"}
     assert plan["properties"]["format"]["const"] == FORMAT
     assert set(parts["source"]["properties"]) == names(Source)
+    assert set(parts["step"]["properties"]) == names(PlannedStep)
     assert set(parts["layer"]["properties"]) == names(LayerPlan) | {"dropped"}
     assert set(parts["group"]["properties"]) == names(Group)
-    assert set(parts["correction"]["properties"]) == names(Correction) | {"dtype"}
-    assert {*parts["correction"]["properties"]["method"]["enum"], "none"} == set(METHODS)
+    assert set(parts["pruned"]["properties"]) <= set(PRUNED)
+
+
+def test_the_schema_has_the_options_of_the_steps() -> None:
+    assert write_schema_reference.with_options() == write_schema_reference.schema("plan"), (
+        "run python -m scripts.write_schema_reference --write"
+    )
+    for step in write_schema_reference.STEPS:
+        described = write_schema_reference.schema("plan")["$defs"][f"{step.name}_options"]["properties"]
+        assert set(described) == set(step.model_fields) and all("description" in each for each in described.values())

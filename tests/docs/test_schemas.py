@@ -17,6 +17,10 @@ from tests.pages import DOCS, blocks
 
 FOLDER = DOCS / "reference"
 Content = dict[str, Any]
+FEW = (
+    "routers.rounds=1", "routers.sequences=8", "routers.sequence_length=16",
+    "distill.steps=1", "distill.tokens_per_step=64", "distill.sequence_length=16",
+)  # fmt: skip
 
 
 def load(name: str) -> Content:
@@ -37,6 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, text = small.save(folder / "model"), small.text_file(folder)
     (folder / "protected.json").write_text('[{"layer": 0, "expert": 1}]')
     data = ("--calibration", text, "--samples", 8, "--sequence-length", 16)
+    trained = ("--routers", "router", "--distill", "experts", *(f"--set={option}" for option in FEW))
     asked = {
         "merged": ("plan", "--strategy", "router-guided", *data),
         "scaled": ("plan", "--strategy", "model-centric", "--merge", "learned", *data),
@@ -45,12 +50,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "several": ("plan", "--strategy", "reap", "--per-source", *data, "--calibration", "demo"),
         "dropped": ("compress", "--strategy", "reap", *data),
         "refitted": ("compress", "--strategy", "reap", "--correct", "ridge", *data),
+        "constants": ("compress", "--format", "mone", *data),
+        "split-and-trained": ("compress", "--strategy", "reap", "--split", 2, *data, *trained),
     }
     for name, (command, *options) in asked.items():
         target = folder / (f"{name}.json" if command == "plan" else name)
         done = captured(command, model, "-o", target, "--experts", 4, *options)
         assert done.status == 0, done.err
-    done = captured("split", model, "-o", folder / "split", "--split", 2, "--data", text, *data[2:])
+    done = captured("split", model, "-o", folder / "split", "--split", 2, "--calibration", text, *data[2:])
     assert done.status == 0, done.err
     return folder
 
@@ -63,7 +70,7 @@ def test_the_schemas_are_schemas() -> None:
 def test_what_is_made_passes(made: Path) -> None:
     plans = [path for path in made.glob("*.json") if path.name != "protected.json"]
     outputs = list(made.glob("*/compression.json"))
-    assert len(plans) >= 6 and len(outputs) == 3
+    assert len(plans) >= 6 and len(outputs) == 5
     for name, files in (("plan", plans), ("compression", outputs)):
         for file in files:
             validator(name).validate(json.loads(file.read_text(encoding="utf-8")))
@@ -75,19 +82,29 @@ def changed(content: Content, change: Callable[[Content], Any]) -> Content:
     return content
 
 
+def prune(plan: Content) -> Content:
+    """What the step prune decided."""
+    (step,) = [step for step in plan["steps"] if step["name"] == "prune"]
+    decided: Content = step["plan"]
+    return decided
+
+
 CHANGES: dict[str, Callable[[Content], Any]] = {
     "another format": lambda plan: plan.update(format="moe-compressor-plan/9"),
     "an unknown field": lambda plan: plan.update(expert=4),
-    "a missing field": lambda plan: plan.pop("layers"),
-    "a number as text": lambda plan: plan.update(experts="4"),
+    "a missing field": lambda plan: plan.pop("steps"),
+    "a step without a name": lambda plan: plan["steps"][0].pop("name"),
+    "an unknown field of a step": lambda plan: plan["steps"][0].update(opions={}),
+    "a number as text": lambda plan: prune(plan).update(experts="4"),
     "no fingerprint": lambda plan: plan["source"].update(fingerprint="abc"),
-    "an unknown correction": lambda plan: plan.update(correction={"method": "magic"}),
-    "an expert that is no number": lambda plan: plan["layers"][0]["groups"][0].update(members=["0"]),
-    "an expert twice in a group": lambda plan: plan["layers"][0]["groups"][0].update(members=[0, 0]),
-    "a negative scale": lambda plan: plan["layers"][0]["groups"][0].update(scale=-1.0),
-    "a misspelt field of a group": lambda plan: plan["layers"][0]["groups"][0].update(coefficents=[1.0]),
-    "a fraction of an expert dropped": lambda plan: plan["layers"][0].update(dropped=[0.5]),
-    "protected experts as text": lambda plan: plan.update(protected={"module": "0, 1"}),
+    "an unknown correction": lambda plan: plan["steps"].append({"name": "correct", "options": {"method": "magic"}}),
+    "an unknown option": lambda plan: plan["steps"].append({"name": "distill", "options": {"step": 4}}),
+    "an expert that is no number": lambda plan: prune(plan)["layers"][0]["groups"][0].update(members=["0"]),
+    "an expert twice in a group": lambda plan: prune(plan)["layers"][0]["groups"][0].update(members=[0, 0]),
+    "a negative scale": lambda plan: prune(plan)["layers"][0]["groups"][0].update(scale=-1.0),
+    "a misspelt field of a group": lambda plan: prune(plan)["layers"][0]["groups"][0].update(coefficents=[1.0]),
+    "a fraction of an expert dropped": lambda plan: prune(plan)["layers"][0].update(dropped=[0.5]),
+    "protected experts as text": lambda plan: prune(plan).update(protected={"module": "0, 1"}),
 }
 
 

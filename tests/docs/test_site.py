@@ -60,6 +60,6 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
 
 def test_the_functions_are_described(site: Path) -> None:
     text = (site / "reference" / "python.html").read_text(encoding="utf-8")
-    for name in ("compress", "plan", "apply", "inspect", "compare", "attribute", "gate", "Request", "Group"):
+    for name in ("compress", "plan", "apply", "inspect", "compare", "attribute", "gate", "Recipe", "Distill", "Group"):
         assert re.search(rf'id="compressor\.[\w.]+\.{name}"', text), name
     assert "interrupted run goes on" in text  # a docstring, not only a signature

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.planning.make import make_plan
 from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.prune.planning import make_plan
 from strategies import aimer
 from tests.opened import batches, calibration, opened
 

@@ -12,15 +12,17 @@ from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.planning.make import make_plan
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
+from compressor.recipe.steps_plan import decisions
 from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.prune.planning import make_plan
 from strategies import auto
 from strategies.auto import Options
 from tests import reference, zoo
 from tests.opened import batches, calibration, opened, watch
+from tests.plans import by_hand
 
 SIZES = (3, 2, 2)
 HELD = (1,)  # number of the batch that judges
@@ -66,7 +68,7 @@ def errors(stock: Any, model: OpenModel, plan: CompressionPlan, parts: Sequence[
     A token's output is scaled by least squares, but not turned round, and weighted by its energy and their median.
     """
     layers = model.architecture.layers
-    small = reference.cut(stock, model.architecture.count_field, plan.to_dict())
+    small = reference.cut(stock, model.architecture.count_field, decisions(plan))
     calls, found = block_calls(stock, layers, parts), {}
     before, after = watch(stock, layers), watch(small, layers)
     for layer in layers:
@@ -189,7 +191,7 @@ def test_the_same_plan_twice(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     data = with_heldout(batches(stock, SIZES))
     first, second = (planned(model, "auto", 5, data) for _ in range(2))
-    assert first.to_json() == second.to_json()
+    assert by_hand(first).to_json() == by_hand(second).to_json()
 
 
 def test_without_heldout_tokens_it_is_refused(tmp_path: Path) -> None:

@@ -18,17 +18,18 @@ from compressor.errors import CompressionError
 from compressor.grouping.choose import keep_best
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
-from compressor.planning.make import Wish, make_plan, make_plan_in_order, make_plans
-from compressor.planning.steering import Steering
 from compressor.progress import Silent
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.correct.refit import Correction
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.attributed import Steering
+from compressor.steps.prune.planning import Wish, make_plan, make_plan_in_order, make_plans
 from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan
 from tests import small, zoo
 from tests.command_line import Run, names, refused
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
+from tests.plans import pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -202,7 +203,7 @@ def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
         seed=0, vocab=model.vocabulary,
     )  # fmt: skip
     mass_of, visits = masses(stock, torch.cat(read.batches), planted / "model")
-    for layer in json.loads((tmp_path / "plan.json").read_text())["layers"]:
+    for layer in pruned(json.loads((tmp_path / "plan.json").read_text()))["layers"]:
         name = layer["module"]
         heavy = mass_of[name] if mass == "gated-mass" else visits[name]
         effects = [changes[name, expert] for expert in range(8)]
@@ -290,7 +291,7 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> No
     wish = Wish(Strategy("listening", listening, frozenset({"rank_change"})), 4, {})
     made = make_plans(model, [wish], data, Silent(), per_source=True)
     assert len(seen) == 3 * LAYERS and len(made) == 3
-    ordered = make_plan_in_order(model, wish, data, Correction(), Silent())
+    ordered = make_plan_in_order(model, wish, data, Correct("none"), Silent())
     assert len(seen) == 4 * LAYERS
     assert [layer.groups for layer in ordered.layers] == [layer.groups for layer in made[0].plan.layers]
     for name, found in seen:

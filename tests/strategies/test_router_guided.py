@@ -15,15 +15,16 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
-from compressor.planning.make import make_plan
 from compressor.progress import Silent
 from compressor.recipe.plan import Group
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.prune.planning import make_plan
 from strategies import router_guided
 from strategies.router_guided import Options
 from tests import zoo
 from tests.opened import batches, calibration
+from tests.plans import by_hand
 
 TWINS = {0: 5, 1: 4, 2: 7, 3: 6}
 
@@ -161,7 +162,7 @@ def test_planted_twins_are_found_aligned_and_merged_without_loss(merge: str, tmp
         assert layer.figures["mean_similarity"] == pytest.approx(1, abs=1e-3)
     before = zoo.logits(model, ids)
     for wanted, folder in ((plan, "out"), (plain, "plain")):
-        compressor.apply(wanted, tmp_path / folder)
+        compressor.apply(by_hand(wanted), tmp_path / folder)
     after, unaligned = (zoo.logits(zoo.reload("mixtral", tmp_path / folder), ids) for folder in ("out", "plain"))
     tolerance = 1e-2 if merge == "learned" else 1e-5  # a learned scale is near 1
     torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
@@ -172,13 +173,13 @@ def test_planted_twins_are_found_aligned_and_merged_without_loss(merge: str, tmp
 def test_stock_models_are_planned_and_load(name: str, tmp_path: Path) -> None:
     stock = zoo.save(name, tmp_path / "in")
     first, second = (plans(tmp_path / "in", batches(stock), 4) for _ in range(2))
-    assert first.to_json() == second.to_json()
+    assert by_hand(first).to_json() == by_hand(second).to_json()
     assert any(group.aligned for layer in first.layers for group in layer.groups)
     for layer in first.layers:
         assert len(layer.groups) == 4 and not layer.dropped
         if layer.routing_groups > 1:
             assert all(len({member // 4 for member in group.members}) == 1 for group in layer.groups)
-    compressor.apply(first, tmp_path / "out")
+    compressor.apply(by_hand(first), tmp_path / "out")
     assert zoo.logits(zoo.reload(name, tmp_path / "out"), zoo.tokens(stock)).isfinite().all()
 
 

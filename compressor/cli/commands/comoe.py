@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 import compressor
-from compressor.cli.options import COMPUTING, Model, Out, Running, listed
+from compressor.cli.options import Computing, Model, Out, Running, listed
 from compressor.cli.parameters import spread
 from compressor.cli.ranks import alone
 from compressor.cli.terminal import progress_bars, tell
-from compressor.planning.request import Request
 
 EXPERTS, TRAINING = "Experts", "Training"
 TARGETS = "q_proj,k_proj,v_proj,o_proj"
@@ -29,7 +28,7 @@ app = typer.Typer(
 def train(
     model: Model,
     output: Out,
-    computing: Annotated[Request, COMPUTING],
+    computing: Computing,
     running: Running,
     tasks: Annotated[
         str | None, typer.Option(help="lm-eval tasks of multiple choice with training splits, separated by commas.")
@@ -79,9 +78,8 @@ def train(
     The adapters are written as safetensors with a config and a log. The same command goes on where a killed one was.
     """
     from compressor.cli.results import written_line
-    from compressor.comoe.config import ComoeConfig
     from compressor.comoe.document import training_blocks
-    from compressor.comoe.options import TuningOptions
+    from compressor.comoe.options import ComoeConfig, TuningOptions
     from compressor.records import plain_json
 
     config = ComoeConfig(rank, experts, top_k, tuple(listed(targets, "--targets") or ()), alpha, dropout, seed)
@@ -121,7 +119,7 @@ def train(
 def evaluate(
     model: Model,
     adapters: Annotated[Path, typer.Option(help="The folder that `comoe train` has written.")],
-    computing: Annotated[Request, COMPUTING],
+    computing: Computing,
     running: Running,
     tasks: Annotated[str | None, typer.Option(help="lm-eval tasks of multiple choice, separated by commas.")] = None,
     data: Data = None,

@@ -4,22 +4,23 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 import compressor
 from compressor.cli.commands.publishing import push_made
-from compressor.cli.options import COMPUTING, GateOptions, Publishing, Running, UnderGate, listed
+from compressor.cli.options import Computing, GateOptions, Publishing, Running, UnderGate, listed
 from compressor.cli.routing import RoutingOptions
-from compressor.cli.terminal import progress_bars
-from compressor.distributed.places import held
-from compressor.distributed.present import here, refuse_several
+from compressor.cli.terminal import command_line, progress_bars
+from compressor.distributed.process_group import held
+from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
-from compressor.planning.request import Request
 from compressor.progress import Progress
+from compressor.recipe.recipe import Recipe
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
@@ -28,7 +29,7 @@ DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
 def gate(
     options: GateOptions,
     routed: RoutingOptions,
-    computing: Annotated[Request, COMPUTING],
+    computing: Computing,
     running: Running,
     base: Annotated[str | None, typer.Argument(help="The original: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
@@ -61,7 +62,7 @@ def gate(
     if base is None:
         refuse_several("the demo's compression", "name two models")
     if output is not None:
-        here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
+        here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
     with (
         held(output) if output else nullcontext(),
         progress_bars(running.as_json) as progress,
@@ -84,13 +85,13 @@ def gate(
 
 
 def compress_under_gate(
-    model: str,
+    recipe: Recipe,
     output: Path,
-    task: dict[str, Any],
     formats: Sequence[str],
     under_gate: UnderGate,
     options: GateOptions,
     publishing: Publishing,
+    computing: Computing,
     running: Running,
 ) -> NoReturn:
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
@@ -100,15 +101,26 @@ def compress_under_gate(
     from compressor.files import check_folder
     from compressor.gates.report import NAMES, write_gate
 
-    wanted = options.request(listed(under_gate.gate, "--gate") or (), task["request"].device)
+    assert recipe.gate is not None
+    asked = recipe.gate
+    include = None if asked.include_path is None else Path(asked.include_path)
+    filled = replace(
+        options,
+        max_drop=asked.max_drop,
+        confidence=asked.confidence,
+        limit=asked.limit,
+        include_path=include,
+        batch_size=str(asked.batch_size),
+    )
+    wanted = filled.request(asked.tasks, computing.device)
     decided = options.decided
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
-    here().first_alone(lambda: check_folder(reports, NAMES, overwrite=True))
+    here().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
     with progress_bars(running.as_json) as progress:
         found = compress_gated(
-            model,
+            recipe,
             output,
             wanted,
             inconclusive=decided,
@@ -116,17 +128,18 @@ def compress_under_gate(
             search=under_gate.search,
             overwrite=running.overwrite,
             progress=progress,
+            device=computing.device,
             after=additions(formats, progress),
             terms=",".join(formats),
-            **task,
+            command=command_line(),
         )
         result = found.decisive.result
         written = write_gate(result, reports, overwrite=True) if here().is_first else []
-    status, pushed = here().told(lambda: _status(result, decided)), None
+    status, pushed = here().broadcast(lambda: _status(result, decided)), None
     if not here().is_first:
         raise typer.Exit(status)
     summarise(result)
-    if found.summary is not None and status == EXIT_STATUS["pass"]:
+    if found.outcome is not None and status == EXIT_STATUS["pass"]:
         report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
         pushed = push_made(output, publishing, report, running.as_json)
     show_gated(found, running.as_json, written, pushed)

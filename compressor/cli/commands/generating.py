@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from compressor.cli.options import COMPUTING, Model, Running
+from compressor.cli.options import Computing, Model, Running
 from compressor.cli.terminal import print_json, progress_bars
-from compressor.planning.request import Request
 from compressor.words import readable
 
 INTERRUPTED = 130
@@ -17,7 +16,7 @@ INTERRUPTED = 130
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    computing: Annotated[Request, COMPUTING],
+    computing: Computing,
     running: Annotated[Running, ("revision", "as_json")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more samples.")] = 0.0,
@@ -31,8 +30,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
-    from compressor.generation.generate import prepare
-    from compressor.generation.sampling import GenerationOptions
+    from compressor.generation.generate import GenerationOptions, prepare
 
     options = GenerationOptions(
         max_new_tokens,

@@ -1,45 +1,55 @@
 """`plan`, `apply` and `compress`: the commands that make models smaller."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import compressor
-from compressor.cli.announcing import announcing
 from compressor.cli.commands.gating import compress_under_gate
 from compressor.cli.commands.publishing import check_access, push_made
 from compressor.cli.gguf_files import CHOOSING, Imatrix, compress_file, plan_of_file, show_gguf_summary, takes_gguf
-from compressor.cli.options import GateOptions, Out, Publishing, Running, StrategyOptions, UnderGate, Yes, listed
-from compressor.cli.parameters import given
+from compressor.cli.options import (
+    Computing,
+    GateOptions,
+    Out,
+    Publishing,
+    Running,
+    StrategyOptions,
+    TextFlags,
+    UnderGate,
+    listed,
+)
+from compressor.cli.parameters import CALIBRATION, Flags
+from compressor.cli.step_flags import SetFlag, flags, recipe_of_flags
 from compressor.cli.terminal import command_line, progress_bars
-from compressor.distributed.places import held
-from compressor.distributed.present import here, refuse_several
+from compressor.distributed.process_group import held
+from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.planning.request import CALIBRATION, MONE, Request
+from compressor.recipe.recipe import GateOptions as RecipeGate
+from compressor.recipe.recipe import OutputOptions, Recipe
 
+MONE = "mone"  # the format in which constants stand for experts
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help="A local checkpoint folder, a Hub id such as org/model, or a GGUF file; a recipe has one."
+        metavar="MODEL", help="A checkpoint folder, a Hub id such as org/model, a GGUF file, or a recipe.yaml."
     ),
 ]
-Recipe = Annotated[
-    Path | None,
-    typer.Option(help="A recipe.yaml, as every output has one: its fields count where an option is not given here."),
-]
+StepFlags = Annotated[dict[str, Any], Flags(flags)]
 
 
 def plan(
     context: typer.Context,
     output: Out,
-    request: Request,
+    step_flags: StepFlags,
+    text: TextFlags,
     strategy_options: StrategyOptions,
+    setting: SetFlag,
+    computing: Computing,
     running: Running,
     model: Model = None,
-    recipe: Recipe = None,
     format: Annotated[
         str, typer.Option("--format", help="safetensors, or mone: a plan with constants for what is dropped.")
     ] = "safetensors",
@@ -51,74 +61,48 @@ def plan(
             rich_help_panel=CALIBRATION,
         ),
     ] = False,
-    yes: Yes = False,
     imatrix: Imatrix = None,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
+    from compressor.api import compressing
     from compressor.cli import rendering
+    from compressor.data.sources import parse_sources, short_names
     from compressor.recipe.files import check_files, source_files, write_plans
 
     if takes_gguf(context, model, imatrix, CHOOSING):
         refuse_several("a GGUF file")
-        return plan_of_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
-    name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
-    request = with_constants(request, listed(format, "--format") or ())
-    outputs = [output, *source_files(output, request.source_names if per_source else ())]
-    here().first_alone(lambda: check_files(outputs, running.overwrite))
+        return plan_of_file(str(model), output, step_flags, imatrix, running.overwrite, running.as_json)
+    constants = MONE in (listed(format, "--format") or ())
+    recipe = _recipe(model, step_flags, text, strategy_options, setting, computing, running, constants)
+    sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
+    outputs = [output, *source_files(output, short_names([entry.source for entry in sources]))]
+    here().broadcast(lambda: check_files(outputs, running.overwrite))
     with held(output), progress_bars(running.as_json) as progress:
         if per_source:
-            made = compressor.plan_per_source(name, request, revision=revision, progress=progress)
+            made = compressing.plan_per_source(recipe, device=computing.device, progress=progress)
         else:
-            told = announcing(progress, yes, running.as_json)
-            made = [compressor.plan(name, request, revision=revision, progress=progress, announce=told)]
+            made = [compressing.plan(recipe, device=computing.device, progress=progress)]
         if here().is_first:
             check_files(outputs, running.overwrite)  # planning takes a while
             write_plans(outputs, made)
     rendering.show_plans(made, outputs, running.as_json)
 
 
-def _asked(
-    context: typer.Context,
+def _recipe(
     model: str | None,
-    revision: str | None,
-    recipe: Path | None,
-    request: Request,
+    step_flags: dict[str, Any],
+    text: TextFlags,
     strategy_options: StrategyOptions,
-) -> tuple[str, str | None, Request]:
-    """Model, revision and request of the command line, and of a recipe where the command line says nothing."""
-    said = given(context)
-    if recipe is not None:
-        from compressor.planning.recipe import read_recipe, refuse_missing
-
-        content = {name: value for name, value in read_recipe(recipe).items() if name not in said}
-        if said & {"experts", "ratio", "search"}:
-            content = {name: value for name, value in content.items() if name not in ("experts", "ratio")}
-        if model is not None:  # a revision, too, is of the recipe's model
-            content = {name: value for name, value in content.items() if name not in ("model", "revision")}
-        if "strategy" in said:
-            content.pop("options", None)  # which are those of the recipe's strategy
-        refuse_missing(recipe, content)
-        model, revision = content.pop("model", model), content.pop("revision", revision)
-        request = replace(request, **content)
+    setting: SetFlag,
+    computing: Computing,
+    running: Running,
+    constants: bool,
+) -> Recipe:
     if model is None:
-        nor = "" if recipe is None else f", and {recipe} names none"
-        raise CompressionError(f"Missing argument 'MODEL'{nor}; see {context.command_path} --help")
-    return model, revision, strategy_options.put_into(request)
-
-
-def with_constants(request: Request, formats: Sequence[str]) -> Request:
-    """The request, for constants if it is for the format that has them; that goes with no other format."""
-    if MONE not in formats:
-        return request
-    if set(formats) != {MONE}:
-        raise CompressionError(f"--format {','.join(formats)}: {MONE} is written alone; name one format")
-    return replace(request, constants=True)
-
-
-def refuse_beside_constants(under_gate: UnderGate) -> None:
-    """Refuse a gate, which loads the output by stock transformers."""
-    if under_gate.gate is not None:
-        raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
+        raise CompressionError("Missing argument 'MODEL'; see moe-compress compress --help")
+    return recipe_of_flags(
+        model, step_flags, text, strategy_options, computing, setting.set or (), running.revision, constants
+    )
 
 
 def apply(
@@ -138,63 +122,84 @@ def apply(
             refuse_several("a GGUF file")
             made = compressor.apply_gguf(plan_file, str(model), output, overwrite=running.overwrite, progress=progress)
             return show_gguf_summary(made, running.as_json)
-        summary = compressor.apply(
+        outcome = compressor.apply(
             plan_file, output, model=model, overwrite=running.overwrite, progress=progress, command=command_line()
         )
-    rendering.show_summary(summary, running.as_json)
+    rendering.show_outcome(outcome, running.as_json)
 
 
 def compress(
     context: typer.Context,
     output: Out,
-    request: Request,
+    step_flags: StepFlags,
+    text: TextFlags,
     strategy_options: StrategyOptions,
+    setting: SetFlag,
     under_gate: UnderGate,
     gate_options: GateOptions,
     publishing: Publishing,
+    computing: Computing,
     running: Running,
     model: Model = None,
-    recipe: Recipe = None,
     format: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--format",
             help="safetensors, onnx or another exporter, or both: safetensors,onnx (in the subfolder onnx); or mone: "
             "constants for what is dropped, as vLLM serves them.",
         ),
-    ] = "safetensors",
-    yes: Yes = False,
+    ] = None,
     imatrix: Imatrix = None,
 ) -> None:
-    """Plan and apply in one go; an interrupted run goes on when the same command is run again."""
+    """Carry out a recipe's steps, or split, prune and correct; an interrupted run goes on when it is run again."""
     from compressor.api import exporting
     from compressor.cli import rendering
 
     if takes_gguf(context, model, imatrix, CHOOSING):
         refuse_several("a GGUF file")
-        return compress_file(str(model), output, request, imatrix, running.overwrite, running.as_json)
-    name, revision, request = _asked(context, model, running.revision, recipe, request, strategy_options)
-    request = with_constants(request, listed(format, "--format") or ())
-    formats = exporting.read_formats((exporting.WRITER,) if request.constants else listed(format, "--format") or ())
-    if request.constants:
-        refuse_beside_constants(under_gate)
+        return compress_file(str(model), output, step_flags, imatrix, running.overwrite, running.as_json)
+    asked = listed(format, "--format") or ()
+    if MONE in asked and set(asked) != {MONE}:
+        raise CompressionError(f"--format {format}: {MONE} is written alone; name one format")
+    recipe = _recipe(model, step_flags, text, strategy_options, setting, computing, running, MONE in asked)
+    recipe = _with_gate_and_output(recipe, under_gate, gate_options, asked)
+    constants = any(step.name == "constants" for step in recipe.steps)
+    formats = exporting.read_formats((exporting.WRITER,) if constants else recipe.output.formats)
+    if constants and recipe.gate is not None:
+        raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
     if publishing.push_to_hub is not None:
         check_access(publishing.push_to_hub, publishing.private)
-    task: dict[str, Any] = {"request": request, "revision": revision, "command": command_line()}
-    if under_gate.gate is not None:
-        compress_under_gate(name, output, task, formats, under_gate, gate_options, publishing, running)
+    if recipe.gate is not None:
+        compress_under_gate(recipe, output, formats, under_gate, gate_options, publishing, computing, running)
     with progress_bars(running.as_json) as progress:
-        summary = compressor.compress(
-            name,
+        outcome = compressor.compress(
+            recipe,
             output,
             overwrite=running.overwrite,
             progress=progress,
+            device=computing.device,
             accept=exporting.additions(formats, progress),
             terms=",".join(formats),
-            announce=announcing(progress, yes, running.as_json),
-            **task,
+            command=command_line(),
         )
     if not here().is_first:
         return
     pushed = push_made(output, publishing, None, running.as_json)
-    rendering.show_summary(summary, running.as_json, pushed)
+    rendering.show_outcome(outcome, running.as_json, pushed)
+
+
+def _with_gate_and_output(
+    recipe: Recipe, under_gate: UnderGate, options: GateOptions, formats: Sequence[str]
+) -> Recipe:
+    """The recipe with what the command line says of gate and formats."""
+    changes: dict[str, Any] = {}
+    if formats and set(formats) != {MONE}:
+        changes["output"] = OutputOptions(**{**recipe.output.model_dump(), "formats": tuple(formats)})
+    tasks = listed(under_gate.gate, "--gate")
+    if tasks is not None or recipe.gate is not None:
+        found = {} if recipe.gate is None else recipe.gate.model_dump()
+        found |= {"tasks": tuple(tasks)} if tasks is not None else {}
+        changes["gate"] = RecipeGate(**{**found, **options.given()})
+    elif under_gate.keep_failed or under_gate.search:
+        raise CompressionError("--keep-failed and --search go with --gate; name the tasks to pass")
+    return recipe.model_copy(update=changes)

@@ -1,20 +1,21 @@
 """`inspect`, `compare` and `attribute`: the commands that look at models and strategies and change nothing."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import compressor
-from compressor.cli.announcing import announcing
-from compressor.cli.options import DATA, Model, Running, Yes, counts, listed, shares
+from compressor.cli.options import Computing, Model, Running, TextFlags, counts, listed, shares
+from compressor.cli.parameters import CALIBRATION, KEEP
 from compressor.cli.terminal import progress_bars
-from compressor.distributed.places import held
-from compressor.distributed.present import here
+from compressor.distributed.process_group import held
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.planning.request import CALIBRATION, KEEP, MONE, Request
+from compressor.recipe.text_options import TextOptions
+
+MONE = "mone"
 
 
 def inspect(
@@ -34,13 +35,17 @@ def inspect(
 
 def compare(
     model: Model,
-    request: Annotated[Request, ("protect", *DATA)],
+    text: TextFlags,
+    computing: Computing,
     running: Running,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="New folder for comparison.json, comparison.md and comparison.png.")
     ] = Path("comparison"),
     experts: Annotated[
         str | None, typer.Option(help="Experts to keep, one count or several: 6,4.", rich_help_panel=KEEP)
+    ] = None,
+    protect: Annotated[
+        str | None, typer.Option(help="As for `compress`: auto, graph:N, or a JSON list.", rich_help_panel=KEEP)
     ] = None,
     ratio: Annotated[
         str | None,
@@ -94,12 +99,16 @@ def compare(
     removed, parts, visited = shares(ratio, "--ratio"), counts(split, "--split"), counts(top_k, "--top-k")
     if format not in ("safetensors", MONE):
         raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
-    request = replace(request, constants=format == MONE)
-    here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
+    here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
     with held(output), progress_bars(running.as_json) as progress:
         found = compressor.compare(
             model,
-            request,
+            calibration=TextOptions(**text.given()),
+            seed=text.seed or 0,
+            device=computing.device,
+            dtype=computing.dtype,
+            constants=format == MONE,
+            protect=protect,
             experts=kept,
             ratios=removed,
             splits=parts,
@@ -120,7 +129,8 @@ def compare(
 
 def attribute(
     model: Model,
-    request: Annotated[Request, DATA],
+    text: TextFlags,
+    computing: Computing,
     running: Running,
     output: Annotated[
         Path | None,
@@ -137,7 +147,6 @@ def attribute(
         str, typer.Option(help="What the graph's edges lead to: routers, or every later expert's score, too: experts.")
     ] = "routers",
     edges_kept: Annotated[int, typer.Option(min=1, help="Strongest edges to experts' scores to keep.")] = 2000,
-    yes: Yes = False,
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.attribution.hubs import find_hubs, super_experts
@@ -148,17 +157,19 @@ def attribute(
     if edges not in ("routers", "experts"):
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
     if output is not None:
-        here().first_alone(lambda: check_folder(output, NAMES, running.overwrite))
+        here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
     with held(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
         found = compressor.attribute(
             model,
-            request,
+            calibration=TextOptions(**text.given()),
+            seed=text.seed or 0,
+            device=computing.device,
+            dtype=computing.dtype,
             keys=keys,
             top=top,
             edges_kept=edges_kept if edges == "experts" else 0,
             revision=running.revision,
             progress=progress,
-            announce=announcing(progress, yes, running.as_json),
         )
         hubs, supers, written = find_hubs(found, threshold), super_experts(found), list[Path]()
         if output is not None and here().is_first:

@@ -6,15 +6,14 @@ from typing import Annotated
 import typer
 
 import compressor
-from compressor.cli.options import COMPUTING, Model, Out, Running, listed
+from compressor.cli.options import Computing, Model, Out, Running, listed
 from compressor.cli.terminal import progress_bars, tell
-from compressor.planning.request import Request
 
 
 def reference(
     model: Model,
     output: Out,
-    computing: Annotated[Request, COMPUTING],
+    computing: Computing,
     running: Running,
     tasks: Annotated[str | None, typer.Option(help="lm-eval tasks of multiple choice, separated by commas.")] = None,
     data: Annotated[

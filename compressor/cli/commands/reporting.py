@@ -5,16 +5,16 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.options import COMPUTING, Running
+from compressor.cli.options import Computing, Running, TextFlags
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
 from compressor.locking import alone
-from compressor.planning.request import Request
 
 
 def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
-    request: Annotated[Request, ("calibration", *COMPUTING)],
+    text: Annotated[TextFlags, ("calibration",)],
+    computing: Computing,
     running: Running,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
     model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where it was.")] = None,
@@ -34,8 +34,8 @@ def report(
     """Write one self-contained HTML page: what was done, sizes, similarities, visits, errors, hubs, gate, timings."""
     from compressor.report.data import report_data
     from compressor.report.measuring import measure
+    from compressor.report.measuring_run import kept_measures
     from compressor.report.page import check_report, write_report
-    from compressor.report.store import kept_measures
 
     if not checkpoint.is_dir():
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
@@ -50,12 +50,12 @@ def report(
                     checkpoint,
                     model,
                     running.revision,
-                    request.calibration,
+                    text.calibration,
                     samples,
                     sequence_length,
                     progress,
-                    request.device,
-                    request.dtype,
+                    computing.device,
+                    computing.dtype,
                 )
         data = report_data(checkpoint, measured, hubs, gate)
         written = write_report(data, output, figures, running.overwrite)

@@ -1,4 +1,4 @@
-"""`strategies` and `demo`: the commands that show what there is."""
+"""`steps`, `strategies` and `demo`: the commands that show what there is."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +9,14 @@ from compressor.cli.options import Running
 from compressor.cli.terminal import progress_bars
 
 Printing = Annotated[Running, ("as_json",)]
+
+
+def steps(running: Printing) -> None:
+    """List the steps of a recipe that are installed, built-in and third-party, with their options."""
+    from compressor.cli import rendering
+    from compressor.recipe.recipe import working_steps
+
+    rendering.show_steps(list(working_steps()), running.as_json)
 
 
 def strategies(

@@ -11,16 +11,13 @@ from compressor.document.markdown import markdown
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.gates.verdict import GateResult
-from compressor.planning.further import separate
-from compressor.publishing.card.command import rebuilt
-from compressor.publishing.card.facts import read_facts
+from compressor.publishing.card.facts import base_metadata, is_hub_id, metadata, read_facts
 from compressor.publishing.card.layers import layer_details
-from compressor.publishing.card.limits import limits
-from compressor.publishing.card.metadata import base_metadata, is_hub_id, metadata
-from compressor.publishing.card.sections import comparison, introduction, loading, making
+from compressor.publishing.card.recipe import again
+from compressor.publishing.card.sections import comparison, introduction, limits, loading, making
 from compressor.report.data import Measured, report_data
 from compressor.report.figures import figures
-from compressor.report.store import kept_measures
+from compressor.report.measuring_run import kept_measures
 from compressor.run_record import read_record
 from compressor.words import one_line, without_paths
 
@@ -55,23 +52,20 @@ def card_text(
     data = replace(report_data(folder, measured), gate=facts.gate)
     drawn = {
         figure.name: figure
-        for figure in figures(data, ("experts", "gate", "recovery", *(MEASURED if measured else ())))
+        for figure in figures(data, ("experts", "gate", "distillation", *(MEASURED if measured else ())))
     }
     images = {name: f"images/{name}.png" for name in drawn}
-    header = metadata(facts, repo_id, base_metadata(facts.plan, base))
+    header = metadata(facts, repo_id, base_metadata(facts.plan.source, base))
     name = repo_id.rpartition("/")[2]
-    again = rebuilt(facts.plan, name)
-    command = None if command is None else without_paths(command)
-    is_shown = again is not None and (command is None or bool(separate(facts.plan)))  # rather than the last command
     blocks = (
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        *_pictures(drawn, "gate", "recovery"),
-        *making(facts, command, again),
+        *_pictures(drawn, "gate", "distillation"),
+        *making(facts, None if command is None else without_paths(command), again(facts.plan, name)),
         Heading("Experts"),
         *_pictures(drawn, "experts"),
-        *layer_details(facts.plan, again.protected if again is not None and is_shown else None),
+        *layer_details(facts.stage),
         *_pictures(drawn, *MEASURED),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),

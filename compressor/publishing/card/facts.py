@@ -1,23 +1,29 @@
-"""What is known of a compressed checkpoint: its record, its headers, its gate and its ONNX graph, each checked."""
+"""What is known of a compressed checkpoint, each fact checked, and what of it the Hub indexes as metadata."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.headers import Size
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.gates.report import belonging, find_gate
+from compressor.gates.report import belonging, card_metrics, find_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan, Source
 from compressor.recipe.split import parts_of
+from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_BYTES, read_object
 from compressor.run_record import COMPRESSION
+from compressor.words import one_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
 
 GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
 ONNX_FOLDER = "onnx"
@@ -47,7 +53,7 @@ class Facts:
 
     folder: Path
     record: Mapping[str, Any]
-    plan: CompressionPlan
+    plan: Plan
     config: Mapping[str, Any]
     before: Size
     after: Size
@@ -55,6 +61,17 @@ class Facts:
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     gate: GateResult | None
     graph: Graph | None
+
+    @property
+    def stage(self) -> CompressionPlan:
+        """What became of the source's experts."""
+        return self.plan.stage
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """How experts were chosen, in the order of the steps; empty where none were."""
+        chosen = [step for step in self.plan.steps if "layers" in (step.plan or {})]
+        return tuple(dict.fromkeys(str(step.options.get("strategy", step.name)) for step in chosen))
 
     @property
     def only_graph(self) -> bool:
@@ -86,7 +103,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
             "moe-compress, or write its README.md by hand"
         )
     record = read_object(folder / COMPRESSION, MOST_BYTES)
-    plan = CompressionPlan.from_dict(_part(record, "plan", folder), f"{folder / COMPRESSION}, plan")
+    plan = Plan.from_dict(_part(record, "plan", folder), f"{folder / COMPRESSION}, plan")
     if record.get("plan_digest") != plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
     before, after = (_size(record, when, folder) for when in ("before", "after"))
@@ -100,7 +117,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
         config=read_object(folder / "config.json"),
         before=before,
         after=after,
-        active=_active_parameters(folder, plan, before, after) if has_weights else None,
+        active=_active_parameters(folder, plan.stage, before, after) if has_weights else None,
         dtypes=_check_weights(folder, after) if has_weights else {},
         gate=find_gate(folder) if gate is None else belonging(folder, gate),
         graph=graph,
@@ -170,3 +187,128 @@ def _find_graph(folder: Path) -> Graph | None:
             files = [where / GRAPH, where / f"{GRAPH}.data"]
             return Graph(place, read_object(where / ONNX_RECORD), sum(f.stat().st_size for f in files if f.is_file()))
     return None
+
+
+CARD = "README.md"
+# Of the Hub's four relations (adapter, merge, quantized, finetune) this is the one for a single base whose weights
+# were changed: "merge" is for several bases. Unsaid, the Hub would guess "quantized" where it sees ONNX files.
+RELATION = "finetune"
+TASK = "text-generation"
+IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
+LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the Hub could have a repository of this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def base_id(source: Source) -> str | None:
+    """The base's repository on the Hub; None for a local folder, whose name may be somebody else's there."""
+    return source.model if source.revision is not None and is_hub_id(source.model) else None
+
+
+def base_metadata(source: Source, base: Path | None = None) -> Mapping[str, Any]:
+    """The metadata of the base's card, in its folder `base` or on the Hub; empty where it cannot be had or read."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        if base is not None:
+            path = base / CARD
+        elif (name := base_id(source)) is not None:
+            path = Path(hf_hub_download(name, CARD, revision=source.revision))
+        else:
+            return {}
+        found = metadata_load(path)
+    except Exception:  # no network, no card, no YAML: there is nothing to inherit, and nothing depends on it
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None) -> dict[str, Any]:
+    """The base's licence as it is; what is no identifier becomes `other`, with its text as the name."""
+    given = base.get("license")
+    if isinstance(given, list) and given and all(_matches(IDENTIFIER, entry) for entry in given):
+        return {"license": [str(entry) for entry in given]}
+    if not isinstance(given, str) or not given.strip():
+        return {}
+    known = _matches(IDENTIFIER, given)
+    found = {"license": given if known else "other"}
+    name = base.get("license_name") if known else given
+    if isinstance(name, str) and name.strip():
+        found["license_name"] = one_line(name)
+    link = base.get("license_link")
+    if isinstance(link, str) and (placed := _link(one_line(link), folder, repository, revision)):
+        found["license_link"] = placed
+    return found
+
+
+def _link(link: str, folder: Path, repository: str | None, revision: str | None) -> str | None:
+    """Where the licence lies as seen from the new repository; None where that cannot be said."""
+    if re.match(r"https?://", link) or (Path(link).name == link and (folder / link).is_file()):
+        return link
+    if repository is None or link.startswith("/") or ".." in Path(link).parts:
+        return None
+    return f"https://huggingface.co/{repository}/blob/{revision}/{link}"
+
+
+def _matches(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def languages(base: Mapping[str, Any]) -> list[str] | None:
+    """The base's languages, without what is no language's code."""
+    given = base.get("language")
+    entries = given if isinstance(given, list) else [given]
+    codes = ["no" if entry is False else entry for entry in entries]  # which is what YAML makes of Norwegian
+    return [str(code) for code in codes if _matches(LANGUAGE, code)] or None
+
+
+def tags(facts: Facts) -> list[str]:
+    """What the Hub's search finds it by."""
+    merged = any(len(group.members) > 1 for layer in facts.stage.layers for group in layer.groups)
+    dropped = any(layer.dropped for layer in facts.stage.layers)
+    return [
+        "moe",
+        "moe-compressor",
+        *map(one_line, facts.strategies),
+        *(["merged", "expert-merging"] if merged else []),
+        *(["pruned", "expert-pruning"] if dropped else []),
+        *(["onnx"] if facts.graph is not None else []),
+    ]
+
+
+def printable(gate: GateResult) -> GateResult:
+    """The result with names that YAML and a web page can hold."""
+    named = [
+        replace(task, task=one_line(task.task), metric=one_line(task.metric), version=one_line(task.version))
+        for task in gate.tasks
+    ]
+    return replace(gate, tasks=tuple(named))
+
+
+def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
+    """The card's metadata; `base` is that of the base's card."""
+    from huggingface_hub import ModelCardData
+
+    repository, revision = base_id(facts.plan.source), facts.plan.source.revision
+    results = card_metrics(printable(facts.gate)) if facts.gate is not None else []
+    pipeline = base.get("pipeline_tag")
+    return ModelCardData(
+        **licence(base, facts.folder, repository, revision),
+        language=languages(base),
+        base_model=repository,
+        **({"base_model_relation": RELATION} if repository is not None else {}),
+        library_name="onnx" if facts.only_graph else "transformers" if facts.stage.constants is None else "vllm",
+        pipeline_tag=pipeline if _matches(IDENTIFIER, pipeline) else TASK,
+        tags=tags(facts),
+        **({"model_name": repo_id.rpartition("/")[2], "eval_results": results} if results else {}),
+    )

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from compressor.document.blocks import Block, Code, Details, Listing, Table, Text
+from compressor.document.blocks import Block, Code, Details, Table, Text
 from compressor.recipe.layer import LayerPlan, correction_of
 from compressor.recipe.plan import CompressionPlan
 from compressor.words import counted, joined, one_line, ranges
@@ -12,7 +12,7 @@ MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.js
 
 
 @dataclass(frozen=True, slots=True)
-class Fates:
+class Dispositions:
     """How many experts of all layers went which way."""
 
     kept: int  # untouched by the plan
@@ -20,10 +20,10 @@ class Fates:
     merged: int  # experts that became fewer
     groups: int  # which they became
     dropped: int
-    fate: str = "dropped"  # what became of those
+    gone: str = "dropped"  # what became of those
 
     @classmethod
-    def of(cls, plan: CompressionPlan) -> "Fates":
+    def of(cls, plan: CompressionPlan) -> "Dispositions":
         """The counts over all layers."""
         groups = [group for layer in plan.layers for group in layer.groups]
         several = [group for group in groups if len(group.members) > 1]
@@ -34,7 +34,7 @@ class Fates:
             merged=sum(len(group.members) for group in several),
             groups=len(several),
             dropped=sum(len(layer.dropped) for layer in plan.layers),
-            fate="dropped" if plan.constants is None else "replaced by constants",
+            gone="dropped" if plan.constants is None else "replaced by constants",
         )
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Fates:
             *([f"{counted(self.kept, 'expert')} kept"] if self.kept else []),
             *([f"{self.rescaled:,} rescaled"] if self.rescaled else []),
             *([f"{self.merged:,} merged into {self.groups:,}"] if self.merged else []),
-            *([f"{self.dropped:,} {self.fate}"] if self.dropped else []),
+            *([f"{self.dropped:,} {self.gone}"] if self.dropped else []),
         ]
         return joined(found)
 
@@ -72,7 +72,7 @@ def decided_by(layer: LayerPlan) -> str:
 
 
 def error_change(layer: LayerPlan) -> str:
-    """The held-out reconstruction error before and after the correction."""
+    """The held-out reconstruction error before and after the reconstruction."""
     figures = correction_of(layer)
     before, after = figures.get("heldout_error_before"), figures.get("heldout_error")
     if not (isinstance(before, float | int) and isinstance(after, float | int)):
@@ -99,27 +99,25 @@ def layer_table(plan: CompressionPlan) -> Table:
     return Table("", tuple(columns), rows, frozenset(columns))
 
 
-def layer_details(plan: CompressionPlan, protected: str | None) -> tuple[Block, ...]:
-    """The table in a fold, with a legend, and the file of protected experts for whoever repeats the command."""
-    found, told = layer_table(plan), ("The list is too long for a page: ", Code("compression.json"), " has it under ")
+def layer_details(plan: CompressionPlan) -> tuple[Block, ...]:
+    """The table in a fold, with a legend."""
+    if not plan.layers:
+        return (Text("All experts stay."),)
+    found = layer_table(plan)
     too_long = sum(len(str(cell)) for row in found.rows for cell in row) > MOST_TABLE
-    table: Block = Text((*told, Code("plan"), ".")) if too_long else found
+    elsewhere = Text(
+        ("The list is too long for a page: ", Code("compression.json"), " has it under ", Code("plan"), ".")
+    )
     legend = (
-        "Numbers are those of the original's experts. Kept: as they were, apart from a correction or a recovery. "
+        "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
         "Merged: the experts joined by + became one; one that stands there alone was rescaled."
     )
     if any(correction_of(layer) for layer in plan.layers):
         legend += (
             " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
-            "which judged plan and correction but were fitted to by neither, before and after the correction."
+            "to which neither plan nor reconstruction was fitted, before and after the reconstruction."
         )
-    fold = Details("What became of each expert", (Text(legend), table))
-    if protected is None:
-        return (fold,)
-    inner: tuple[Block, ...] = (Text((Code("protected.json"), " for the command above:")), Listing(protected, "json"))
-    if len(protected) > MOST_TABLE // 3:
-        inner = (Text((*told, Code("plan"), ", ", Code("protected"), ".")),)
-    return fold, Details("Protected experts", inner)
+    return (Details("What became of each expert", (Text(legend), elsewhere if too_long else found)),)
 
 
 def winners(plan: CompressionPlan) -> dict[str, int]:

@@ -5,21 +5,23 @@ from typing import Any
 
 from compressor.document.blocks import Block, Code, Heading, Items, Link, Listing, Strong, Table, Text, Words
 from compressor.errors import CompressionError
-from compressor.gates.content import change, level, method, verdict_line
+from compressor.gates.document import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
-from compressor.planning.further import separate, sources_of
-from compressor.publishing.card.command import Command
-from compressor.publishing.card.facts import Active, Facts
-from compressor.publishing.card.layers import Fates, experts_before, winners
-from compressor.publishing.card.metadata import base_id
+from compressor.publishing.card.facts import Active, Facts, Graph, base_id, entry_of
+from compressor.publishing.card.layers import Dispositions, experts_before, winners
+from compressor.publishing.card.recipe import Again
 from compressor.recipe.layer import correction_of
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.recipe import RECIPE
 from compressor.recipe.registry import load_strategy
+from compressor.recipe.results import changed, step_line
 from compressor.recipe.split import told_split
-from compressor.recipe.whole import KEPT_WHOLE
-from compressor.words import counted, joined, label, one_line, short
+from compressor.recipe.steps_plan import CORRECT, Plan
+from compressor.report.data import experts_of
+from compressor.words import counted, human_bytes, joined, label, one_line
 
 Blocks = tuple[Block, ...]
+MOST_RECIPE = 50_000  # letters
 
 REFITTED = {
     "ridge": "the down projections in closed form (ridge regression)",
@@ -36,115 +38,78 @@ def cited(name: str) -> str:
     return one_line(name) + (f" ({one_line(summary)})" if summary else "")
 
 
-def base_name(plan: CompressionPlan) -> Words:
+def base_name(source: Source) -> Words:
     """The base: a link to its revision on the Hub, or a folder's name."""
-    name = base_id(plan)
+    name = base_id(source)
     if name is None:
-        return f'the local checkpoint "{label(plan.source.model)}"'
-    return Link(name, f"https://huggingface.co/{name}"), f" (revision {one_line(str(plan.source.revision))})"
+        return f'the local checkpoint "{label(source.model)}"'
+    return Link(name, f"https://huggingface.co/{name}"), f" (revision {one_line(str(source.revision))})"
 
 
 def introduction(facts: Facts) -> Blocks:
     """What it is, in one paragraph, with the strategies that won layers where several were tried."""
-    plan = facts.plan
-    if plan.split is not None and plan.strategy == KEPT_WHOLE:
-        return (Text(("This is ", base_name(plan), _split_told(plan, plan.split))),)
-    if plan.constants is not None:
-        return (Text(("This is ", base_name(plan), _substituted_told(plan))),)
-    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(plan).items()]
-    decided = f"; decided by {joined(won)}" if won else ""
-    finer = f" after a split of {told_split(plan.split)}" if plan.split is not None else ""
-    visits = f" A token visits {plan.top_k} of them." if plan.top_k is not None else ""
-    said = (
-        f" with {plan.experts} instead of {experts_before(plan)} experts in each of its "
-        f"{counted(len(plan.layers), 'MoE layer')}{finer}: {Fates.of(plan)}.{visits} "
-        f"Strategy: {cited(plan.strategy)}{decided}. "
-        f"{_corrected(plan)} {_baked(plan)}{_recovered(plan)}It was made with moe-compressor and is an ordinary "
-        "checkpoint of its architecture, with fewer experts."
-    )
-    return (Text(("This is ", base_name(plan), said)),)
-
-
-def _split_told(plan: CompressionPlan, split: Mapping[str, Any]) -> str:
-    """That experts were split and none was lost."""
+    plan, stage = facts.plan, facts.stage
+    if stage.constants is not None:
+        what, kind = _replaced(stage), " Stock transformers cannot load it; vLLM can, from the version on that serves "
+        kind += "the config field approximate_experts."
+    else:
+        fewer = ", with fewer experts" if stage.layers else ""
+        what, kind = _pruned(facts), f" It is an ordinary checkpoint of its architecture{fewer}."
+    later = "".join(f" {step_line(step.to_dict())}." for step in plan.steps if step.result is not None)
+    corrected = f" {_corrected(plan)}" if stage.layers else ""
     return (
-        f" with each of the {split.get('experts')} experts in its {counted(len(plan.layers), 'MoE layer')} split into "
-        f"{split.get('parts')} narrower ones, {plan.experts} in all, of which a token visits so many times more. They "
-        f"compute what the original's do, up to rounding. {_recovered(plan)}It was made with moe-compressor and is an "
-        "ordinary checkpoint of its architecture."
+        Text(("This is ", base_name(plan.source), f"{what}{corrected}{later} It was made with moe-compressor.{kind}")),
     )
 
 
-def _substituted_told(plan: CompressionPlan) -> str:
-    """How many experts are constants, and that stock transformers cannot load them."""
-    gone, before = sum(len(layer.constants) for layer in plan.layers), sum(layer.experts for layer in plan.layers)
-    counts = sorted({len(layer.groups) for layer in plan.layers})
+def _pruned(facts: Facts) -> str:
+    """How many experts stay, merge or go, and by which strategies."""
+    stage, split = facts.stage, facts.stage.split
+    finer = "" if split is None else f", after a split of {told_split(split)}"
+    if not stage.layers:
+        same = "" if split is None else " The sub-experts compute what the base's experts do, up to rounding."
+        return f", of which all experts stay{finer}.{same}"
+    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(stage).items()]
+    decided = f"; decided by {joined(won)}" if won else ""
+    routed = f" A token is routed to {stage.top_k} of them." if stage.top_k is not None else ""
+    return (
+        f" with {stage.experts} instead of {experts_before(stage)} experts in each of its "
+        f"{counted(len(stage.layers), 'MoE layer')}{finer}: {Dispositions.of(stage)}.{routed} "
+        f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
+    )
+
+
+def _replaced(stage: CompressionPlan) -> str:
+    """How many experts are constants."""
+    gone, before = sum(len(layer.constants) for layer in stage.layers), sum(layer.experts for layer in stage.layers)
+    counts = sorted({len(layer.groups) for layer in stage.layers})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return (
         f" in which constants stand for {gone:,} of the {before:,} experts of its "
-        f"{counted(len(plan.layers), 'MoE layer')}; {each} stay in each (MoNE, arXiv:2507.00390). The routers are "
-        f"whole. {_corrected(plan)} It was made with moe-compressor. Stock transformers cannot load it; vLLM can, from "
-        "the version on that serves the config field approximate_experts."
+        f"{counted(len(stage.layers), 'MoE layer')}; {each} stay in each (MoNE, arXiv:2507.00390). The routers are "
+        "whole."
     )
 
 
-def _corrected(plan: CompressionPlan) -> str:
-    if plan.correction is None:
-        changed = plan.baked or plan.recovered
-        return "No layer was refitted by itself afterwards." if changed else "No weight was refitted afterwards."
-    method = str(plan.correction.get("method"))
-    figures = [correction_of(layer) for layer in plan.layers]
+def _corrected(plan: Plan) -> str:
+    methods = [one_line(str(step.options.get("method", "tune"))) for step in plan.of(CORRECT)]
+    if not methods:
+        later = any(step.result is not None and changed(step.to_dict()) for step in plan.steps)
+        return "No layer was reconstructed by itself." if later else "No weight was refitted afterwards."
+    figures = [correction_of(layer) for layer in plan.stage.layers]
     better = sum(entry.get("kept") not in (None, "none") for entry in figures)
-    what = f": {REFITTED[method]}" if method in REFITTED else ""
+    what = f": {REFITTED[methods[-1]]}" if methods[-1] in REFITTED else ""
     return (
-        f"What was left was then refitted to each layer's original output (correction {one_line(method)}{what}), which "
-        f"was kept in {better} of {counted(len(figures), 'layer')}."
+        f"The remaining experts were refitted to each layer's base output (reconstruction, {', then '.join(methods)}"
+        f"{what}), which was kept in {better} of {counted(len(figures), 'layer')}."
     )
-
-
-def _baked(plan: CompressionPlan) -> str:
-    """What a bake brought, on text that it was not made of; nothing where none was asked for."""
-    if plan.bake is None:
-        return ""
-    if not plan.baked:
-        return "A bake into the routers was tried and changed nothing, for held-out text liked no step of it. "
-    result = plan.bake["result"]
-    taken = result.get("taken", plan.bake.get("method"))
-    return (
-        "The routers were moved toward the original's next-token distributions (bake: "
-        f"{one_line(str(taken))}), {_nearer(result)}"
-    )
-
-
-def _nearer(result: Mapping[str, Any]) -> str:
-    return (
-        f"from which it was then {short(result.get('after'))} instead of {short(result.get('before'))} nats per token "
-        "away on text held out of that. "
-    )
-
-
-def _recovered(plan: CompressionPlan) -> str:
-    """What a recovery brought, on text that it was not trained on; nothing where none was asked for."""
-    if plan.recover is None:
-        return ""
-    if not plan.recovered:
-        return "A recovery was tried and changed nothing, for held-out text came no nearer to the original. "
-    result = plan.recover["result"]
-    return (
-        f"It was trained toward the original's next-token distributions (recovery: {_trained(plan.recover)}), "
-        f"{_nearer(result)}"
-    )
-
-
-def _trained(asked: Mapping[str, Any]) -> str:
-    return f"{one_line(str(asked.get('method')))}, {one_line(str(asked.get('steps')))} steps at most"
 
 
 def comparison(facts: Facts) -> Blocks:
     """Base and compressed model, side by side."""
     gate, active = facts.gate, facts.active
     rows = [
-        ("experts in each MoE layer", experts_before(facts.plan), str(facts.plan.experts), "", ""),
+        ("experts in each MoE layer", *_experts(facts), "", ""),
         ("parameters", *_numbers(facts.before.parameters, facts.after.parameters), ""),
         *([_active_row(active)] if active is not None else []),
         ("bytes of all tensors", *_numbers(facts.before.bytes, facts.after.bytes), ""),
@@ -156,6 +121,11 @@ def comparison(facts: Facts) -> Blocks:
         note += " Active parameters are all but the experts that a token is not sent to."
     table = Table("", columns, tuple(row[: len(columns)] for row in rows))
     return Heading("Before and after"), table, Text(note), *(_gate_notes(gate) if gate is not None else ())
+
+
+def _experts(facts: Facts) -> tuple[str, str]:
+    before, after = experts_of(facts.folder, facts.stage)
+    return (experts_before(facts.stage) if facts.stage.layers else str(before)), str(after)
 
 
 def _numbers(before: int, after: int) -> tuple[str, str, str]:
@@ -189,46 +159,52 @@ def _gate_notes(gate: GateResult) -> Blocks:
     return Text(Strong(one_line(verdict_line(gate), None))), Text(how)
 
 
-def making(facts: Facts, command: str | None, again: Command | None) -> Blocks:
-    """The commands, the text that was read, versions and digest; `command` is the last that was run, if it is known.
-
-    Where there were several, those rebuilt from the plan stand there, if all of them can be.
-    """
+def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
+    """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
     plan = facts.plan
-    several = bool(separate(plan))
-    told: Blocks = (Text("The plan does not record what it was asked for, so there is no command to repeat it."),)
-    if command is not None and (again is None or not several):
-        which = "By this command as the last of several" if several else "Made by this command"
-        told = Text(f"{which}, in which paths are shortened to names:"), Listing(command, "bash")
+    repeated: Blocks = (Text("The plan does not record what it was asked for, so there is no recipe to repeat it."),)
+    if again is not None and len(again.recipe) > MOST_RECIPE:
+        repeated = (Text(("The recipe is too long for a page: ", Code(RECIPE), " is beside the weights.")),)
     elif again is not None:
-        said = (
-            "These commands, one after another, ask for the same again. They are rebuilt from the plan, so they say "
-            "nothing of edits by hand; local files and folders stand in them by their names alone."
-            if several
-            else "This command asks for the same plan. It is rebuilt from the plan, so it says nothing of edits by "
-            "hand; local files and folders stand in it by their names alone."
+        repeated = (
+            Text(
+                "This recipe asks for the same plan, all steps in one run. It is made from the plan, so it has no "
+                "edits by hand; local files and folders are in it by their names alone."
+            ),
+            Listing(again.recipe, "yaml"),
+            Listing("\n".join(again.commands), "bash"),
         )
-        told = Text(said), Listing("\n".join(again.lines), "bash")
+    ran: Blocks = ()
+    if command is not None:
+        ran = Text("The last command that was run, in which paths are shortened to names:"), Listing(command, "bash")
     versions = joined([f"{one_line(name)} {one_line(str(version))}" for name, version in facts.versions.items()])
     items: tuple[Words, ...] = (
         ("Plan: SHA-256 ", Code(plan.digest())),
-        ("Source: ", base_name(plan), f", fingerprint {one_line(plan.source.fingerprint)}"),
+        ("Source: ", base_name(plan.source), f", fingerprint {one_line(plan.source.fingerprint)}"),
         f"Versions: {versions}",
-        *(["Each layer was planned on what the compressed earlier layers put out."] if plan.sequential else []),
+        *(["Each layer was planned on what the compressed earlier layers put out."] if facts.stage.sequential else []),
     )
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return Heading("How it was made"), *told, *_data(plan), Items(items), Text(whole)
+    return Heading("How it was made"), *repeated, *ran, *_data(plan), Items(items), Text(whole)
 
 
-def _data(plan: CompressionPlan) -> Blocks:
-    """The sources of the calibration, the bake and the recovery with their digests, a table for each."""
-    texts = (("the bake", plan.bake), ("the recovery", plan.recover))
-    later = [_sources(f"Text of {name}", entry["calibration"]) for name, entry in texts if entry is not None]
+def _data(plan: Plan) -> Blocks:
+    """The sources of the calibration text and of texts of single steps with their digests, a table for each."""
+    own = [
+        _sources(f"Text of the step {one_line(step.name)}", step.text) for step in plan.steps if step.text is not None
+    ]
     if plan.calibration is None:
-        return Text("No text was read to choose experts." if later else "No text was read to make it."), *later
+        return Text("No text was read to choose experts." if own else "No text was read to make it."), *own
     table, only = _sources("Calibration text", plan.calibration), plan.calibration.get("only")
-    told = () if only is None else (Text(f"Of these sources only {label(str(only))} decided."),)
-    return table, *told, *later
+    chosen = () if only is None else (Text(f"Of these sources only {label(str(only))} decided."),)
+    return table, *chosen, *own
+
+
+def sources_of(calibration: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is recorded of each calibration source."""
+    stored = calibration.get("sources")
+    entries = stored if isinstance(stored, list) else []
+    return [entry for entry in entries if isinstance(entry, Mapping) and "source" in entry]
 
 
 def _sources(title: str, calibration: Mapping[str, Any]) -> Table:
@@ -276,7 +252,7 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
         f"{one_line(str(facts.versions.get('transformers', 'unknown')))}; "
     )
-    if facts.plan.constants is not None:
+    if facts.stage.constants is not None:
         return (
             Text(
                 "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the "
@@ -291,3 +267,129 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
         Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
         Listing(f"vllm serve {repo_id}", "bash"),
     )
+
+
+MOST_NAMED = 8  # of a list of tensors
+
+
+def limits(facts: Facts, has_licence: bool) -> tuple[Block, ...]:
+    """The last section; `has_licence` if the card inherits one."""
+    is_local = base_id(facts.plan.source) is None
+    told = [
+        _accuracy(facts.gate),
+        _text(facts.plan),
+        *filter(None, [_refitted(facts.plan)]),
+        _format(facts),
+        *([_constants()] if facts.stage.constants is not None else []),
+        *_missing(facts.record),
+        *([_graph(facts.graph)] if facts.graph is not None else []),
+        *(["The base was a local folder; which repository it came from is not recorded."] if is_local else []),
+        *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
+    ]
+    return Heading("Limits"), Items(tuple(told))
+
+
+def _accuracy(gate: GateResult | None) -> str:
+    if gate is None:
+        return (
+            "Accuracy was not measured: there is no gate result for these weights. Compare it with the base on "
+            "your own tasks before you use it."
+        )
+    limit = gate.options.get("limit")
+    first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
+    tasks = joined([one_line(task.task) for task in gate.tasks]) or "no task"
+    told = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    if gate.routing is None:
+        return told
+    return (
+        f"{told} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as stock "
+        "loaders run these weights, their accuracy was not measured."
+    )
+
+
+def _text(plan: Plan) -> str:
+    if plan.calibration is None:
+        own = any(step.text is not None for step in plan.steps)
+        return f"No text was read{' to choose experts' if own else ''}: weights alone decided."
+    names = [label(str(entry["source"])) for entry in sources_of(plan.calibration)] or ["unnamed text"]
+    only = plan.calibration.get("only")
+    chosen = [label(str(only))] if only is not None else names
+    tokens = plan.calibration.get("tokens")
+    many = f" ({tokens:,} tokens, held-out ones included)" if type(tokens) is int and only is None else ""
+    return f"The calibration text was {joined(chosen)}{many}. What experts do on other kinds of text did not count."
+
+
+def _refitted(plan: Plan) -> str:
+    """What was tuned and what that leaves; a step that changed nothing does not count."""
+    taken = {step.name for step in plan.steps if step.result is not None and changed(step.to_dict())}
+    corrected = bool(plan.of(CORRECT))
+    found = ["Reconstruction brings back each layer's own output on the calibration text."] if corrected else []
+    if "distill" in taken:
+        found = [
+            "Distillation trained the model end to end toward the base on text that its maker chose; what the base "
+            "gets wrong, and what that text does not show, did not come closer to right."
+        ]
+    elif "routers" in taken:
+        found.append("Router calibration moved the routers alone toward the base's next token, on text of its maker's.")
+    elif corrected:
+        found.append("Nothing was fine-tuned end to end.")
+    elif not taken:
+        found.append("Nothing was refitted or fine-tuned after experts were taken out.")
+    if corrected:
+        found.append("The errors before and after are those of single layers and say nothing about accuracy.")
+    return " ".join(found)
+
+
+def _format(facts: Facts) -> str:
+    if facts.only_graph:
+        return "There are no safetensors here, only the ONNX graph."
+    names = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    kind = facts.quantization.get("quant_method")
+    if facts.quantization:
+        return f"The weights are quantised as the base's are ({one_line(str(kind))}), stored as {names}."
+    return f"The weights are not quantised; they are stored as {names}."
+
+
+def _constants() -> str:
+    return (
+        "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own "
+        "forward: the written tensors give the logits that the base gives with these constants."
+    )
+
+
+def _missing(record: Mapping[str, Any]) -> list[str]:
+    """Tensors that were left out, and config fields that announced them."""
+    found = []
+    if names := _names(record.get("left_out")):
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        found.append(
+            f"{counted(len(names), 'tensor')} of the base that stock transformers does not load "
+            f"{'is' if len(names) == 1 else 'are'} left out: {', '.join(map(one_line, names[:MOST_NAMED]))}{more}."
+        )
+    if fields := _names(record.get("zeroed_fields")):
+        found.append(
+            f"Set to zero in the config, since their tensors are left out: {joined([*map(one_line, fields)])}."
+        )
+    return found
+
+
+def _names(value: Any) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def _graph(graph: Graph) -> str:
+    """How the ONNX graph was verified, as its record has it."""
+    options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
+    quantize = options.get("quantize")
+    experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"
+    told = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
+    difference, compared = checks.get("largest_difference"), checks.get("tokens_compared")
+    if isinstance(difference, float | int):
+        other = one_line(str(checks.get("reference", "the stock model")))
+        told += f" was compared with {other}: logits differ by at most {difference:.2g}"
+        if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
+            told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
+    cost = rounding.get("largest_difference")
+    if isinstance(cost, float | int):
+        told += f"; rounding alone moved logits by up to {cost:.2g}"
+    return told + "."

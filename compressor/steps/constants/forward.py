@@ -12,7 +12,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.model.constant_experts import SubstitutedCheckpoint
 from compressor.model.opened import OpenModel, open_substituted
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.steps.constants.variants import Substituting, Variant
 
 TOKENS = 32  # that a written checkpoint is checked on
@@ -30,8 +30,8 @@ class _Outputs(LayerVisitor):
 
 def logits_with(model: OpenModel, visitor: LayerVisitor, batches: Sequence[Tensor]) -> list[Tensor]:
     """Logits [B, L, V] of each batch of token ids [B, L]; `visitor` puts the constants in, a layer at a time."""
-    outputs, units = _Outputs(), model.architecture.units
-    LayerStream(model.partial, batches, units, units, range(len(batches))).run(visitor, outputs)
+    outputs = _Outputs()
+    Pass(model, batches, to_end=True).run(visitor, outputs)
     return outputs.found
 
 
@@ -46,7 +46,7 @@ def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> t
 def written_logits(folder: Path, batches: Sequence[Tensor], dtype: str = "auto", device: str = "auto") -> list[Tensor]:
     """Logits [B, L, V] of a written checkpoint with constants, by our own forward."""
     model, variant = read_constants(folder, dtype, device)
-    return logits_with(model, Substituting(model, [variant], len(batches)), batches)
+    return logits_with(model, Substituting(model, [variant]), batches)
 
 
 def check_forward(folder: Path, source: OpenModel, visitor: LayerVisitor) -> None:

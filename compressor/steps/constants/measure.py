@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
+from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import Substitutes
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
-from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
 

@@ -2,7 +2,8 @@
 
 Errors grow on their way through the layers, and those of several layers do not simply add up, so two things are
 measured to the model's end: every layer's own curve first, then, at the best division found, one more and one fewer
-expert of each layer. Held-out text chooses, the even division always among what it chooses from.
+expert of each layer. The division nearest to the base on held-out text is taken where it is nearer than the even one
+by the rule of `compressor.evaluation.evaluator.accepts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,18 @@ from typing import Any
 
 import torch
 
+from compressor.evaluation.evaluator import Evaluator, Figures, accepts, require_enough
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.steps.constants.budget import Curve, cheapest_numbers, curve, even_numbers, halfway, probed_numbers
 from compressor.steps.constants.measure import LayerConstants, replacing
-from compressor.steps.constants.variants import judge_variants
+from compressor.steps.constants.variants import Substituting
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
 EVEN = "even"
+REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +36,43 @@ class Division:
 
 @dataclass(slots=True)
 class _Search:
-    """Judges divisions of the same sum, numbers in the order of the layers, each of them once."""
+    """Measures divisions of the same sum, numbers in the order of the layers, each of them once."""
 
     model: OpenModel
     constants: Mapping[str, LayerConstants]
     protected: Mapping[str, frozenset[int]]
     most: Sequence[int]
-    batches: Sequence[torch.Tensor]
+    evaluator: Evaluator
     progress: Progress
-    found: dict[tuple[int, ...], float]
+    found: dict[tuple[int, ...], Figures]
 
     @property
     def layers(self) -> tuple[MoeLayer, ...]:
         return self.model.architecture.layers
 
-    def judge(self, divisions: Sequence[Sequence[int]], batches: Sequence[torch.Tensor], phase: str) -> list[float]:
-        """KL of the original to each division's model, nats per token."""
+    def measure(
+        self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None
+    ) -> list[Figures]:
+        """Figures of each division's model, on all held-out batches or on those of these numbers."""
         if not divisions:
             return []
         variants = [replacing(self.layers, self.constants, numbers, self.protected) for numbers in divisions]
-        found = judge_variants(self.model, variants, batches, self.progress, phase)
-        return [entry.kl / entry.tokens for entry in found]
+        visitor = Substituting(self.model, variants)
+        return self.evaluator.measure(self.model, visitor, len(variants), self.progress, phase, only)
 
     def consider(self, divisions: Sequence[Sequence[int]]) -> None:
-        """Judge on all held-out text what has not been."""
+        """Measure on all held-out text what has not been."""
         fresh = [key for key in dict.fromkeys(map(tuple, divisions)) if key not in self.found]
-        self.found.update(zip(fresh, self.judge(fresh, self.batches, "judge divisions"), strict=True))
+        self.found.update(zip(fresh, self.measure(fresh, "evaluate divisions"), strict=True))
+
+    def kl(self, division: Sequence[int]) -> float:
+        """KL from the base of a division that has been measured, nats per token."""
+        return self.found[tuple(division)].means["kl"]
 
     @property
     def best(self) -> tuple[int, ...]:
-        """The division of least KL so far; the first one judged among equals."""
-        return min(self.found, key=lambda key: self.found[key])
+        """The division of least KL so far; the first one measured among equals."""
+        return min(self.found, key=self.kl)
 
     def curves(self) -> list[Curve]:
         """Each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
@@ -73,7 +82,8 @@ class _Search:
             for number in probed_numbers(self.most[place], layer.experts)
         ]
         alone = [[number if place == own else 0 for place in range(len(self.most))] for own, number in trials]
-        found = dict(zip(trials, self.judge(alone, self._few(), "measure curves"), strict=True))
+        measured = self.measure(alone, "measure curves", self._few())
+        found = {trial: figures.means["kl"] for trial, figures in zip(trials, measured, strict=True)}
         made = []
         for place, layer in enumerate(self.layers):
             own = self.constants[layer.name]
@@ -84,7 +94,7 @@ class _Search:
 
     def moved(self, step: int) -> list[list[int]]:
         """Divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
-        best, base = list(self.best), self.found[self.best]
+        best, base = list(self.best), self.kl(self.best)
         changes = [
             (place, change)
             for place in range(len(best))
@@ -92,7 +102,7 @@ class _Search:
             if 0 <= best[place] + change <= self.most[place]
         ]
         tried = [[number + (change if place == p else 0) for p, number in enumerate(best)] for place, change in changes]
-        costs = [kl - base for kl in self.judge(tried, self.batches, "measure moves")]
+        costs = [figures.means["kl"] - base for figures in self.measure(tried, "measure moves")]
         giving = sorted((cost, place) for cost, (place, change) in zip(costs, changes, strict=True) if change > 0)
         taking = sorted((cost, place) for cost, (place, change) in zip(costs, changes, strict=True) if change < 0)
         found, numbers, used = list[list[int]](), best, set[int]()
@@ -105,12 +115,12 @@ class _Search:
             found.append(numbers)
         return found
 
-    def _few(self) -> list[torch.Tensor]:
-        """Held-out batches, the first ones, of `PROBED` tokens."""
-        taken, tokens = list[torch.Tensor](), 0
-        for batch in self.batches:
+    def _few(self) -> list[int]:
+        """Numbers of the first held-out batches, of `PROBED` tokens."""
+        taken, tokens = list[int](), 0
+        for number, batch in enumerate(self.evaluator.batches):
             if tokens < PROBED:
-                taken.append(batch)
+                taken.append(number)
                 tokens += batch.numel()
         return taken
 
@@ -122,14 +132,18 @@ def divide(
     protected: Mapping[str, frozenset[int]],
     heldout: Sequence[torch.Tensor],
     progress: Progress,
+    evaluator: Evaluator | None = None,
 ) -> Division:
     """How many experts of each layer become constants, `removed` in all, at the least KL on `heldout` [B, L] batches.
 
-    Every layer keeps its top-k and its protected experts.
+    Every layer keeps its top-k and its protected experts. Measured is with the `evaluator`, if one is given. Raises
+    `CompressionError` for fewer than eight held-out sequences.
     """
+    evaluator = evaluator or Evaluator.of(model, heldout)
+    require_enough(evaluator.sequences, "an uneven budget", REMEDY)
     layers = model.architecture.layers
     most = [spare(layer, protected) for layer in layers]
-    search = _Search(model, constants, protected, most, heldout, progress, {})
+    search = _Search(model, constants, protected, most, evaluator, progress, {})
     even = even_numbers(removed, most)
     curves = search.curves()
     alone = cheapest_numbers(curves, removed)
@@ -144,11 +158,13 @@ def divide(
                 break
             step = max(1, step // 2)
     best = search.best
+    if not accepts(search.found[tuple(even)], search.found[best]):
+        best = tuple(even)
     kinds = {tuple(even): EVEN, tuple(alone): "curves", tuple(wary): "squared curves"}
     figures = {
-        "heldout_tokens": sum(batch.numel() for batch in heldout),
-        "heldout_kl_even": round(search.found[tuple(even)], 6),
-        "heldout_kl_chosen": round(search.found[best], 6),
+        "heldout_tokens": sum(batch.numel() for batch in evaluator.batches),
+        "heldout_kl_even": round(search.kl(even), 6),
+        "heldout_kl_chosen": round(search.kl(best), 6),
         "chosen": kinds.get(best, "moved"),
         "divisions_judged": len(search.found),
     }

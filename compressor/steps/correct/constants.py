@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.evaluation.heldout import Judge
+from compressor.evaluation.evaluator import Riding
+from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import Substitutes, substitute
 from compressor.model.experts import parameter_names
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype
-from compressor.model.streaming import LayerStream, LayerVisitor, Replay
+from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.progress import Progress
 from compressor.steps.correct.cut_layer import CHUNK, CutLayer, Recording
-from compressor.steps.correct.refit import CONSTANTS, MOST_RATE, Correction, Refit, Step, correct_layer
+from compressor.steps.correct.refit import MOST_RATE, Refit, Step, correct_layer
 from compressor.steps.correct.ridge import PENALTIES, refit_down
+from compressor.steps.correct.step import CONSTANTS, Correct
 from compressor.steps.correct.tuning import Schedule, tune
-from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
 VALUES = "constants"  # the name under which a layer's refitted ones are kept
 SMALL = (1e-6, *PENALTIES)  # times the normal matrix's mean diagonal
@@ -146,16 +147,12 @@ class InOrder(LayerVisitor):
     model: OpenModel
     substitutes: Mapping[str, Substitutes]  # by experts module, as planned
     calibration: Calibration
-    correction: Correction
+    correction: Correct
     folder: Path
     progress: Progress
     seed: int = 0
     figures: dict[str, Any] = field(default_factory=dict)  # of the corrected layers, by experts module
-    by_unit: Mapping[str, list[MoeLayer]] = field(init=False)
     recordings: list[Recording] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.by_unit = layers_by_unit(self.model.architecture.layers)
 
     def entering(self, batch: int) -> None:
         for recording in self.recordings:
@@ -163,7 +160,7 @@ class InOrder(LayerVisitor):
 
     def before(self, unit: str, replay: Replay) -> None:
         """Record the loaded layer, refit it with its constants, and let the batches pass that."""
-        layers = [layer for layer in self.by_unit.get(unit, ()) if layer.name in self.substitutes]
+        layers = [layer for layer in self.at.moe_layers if layer.name in self.substitutes]
         fresh = [layer for layer in layers if told_of(kept_at(self.folder, layer)) is None]
         expected, heldout = self.calibration.tokens, self.calibration.heldout
         self.recordings = [Recording(layer, expected, heldout) for layer in fresh]
@@ -180,9 +177,8 @@ class InOrder(LayerVisitor):
         give_back()
 
     def passed(self, unit: str) -> None:
-        for layer in self.by_unit.get(unit, ()):
+        for layer in self.at.moe_layers:
             substitute(self.model.partial.model.get_submodule(layer.name), None)
-            self.progress.advance(layer.name)
 
     def _slots(self, layer: MoeLayer) -> tuple[list[int], list[int]]:
         """The experts that are kept, and each expert's slot: constants stand behind the kept."""
@@ -231,24 +227,12 @@ def kept_at(folder: Path, layer: MoeLayer) -> Path:
     return folder / f"{layer.name}.safetensors"
 
 
-def correct_constants(visitor: InOrder, judge: Judge | None = None) -> dict[str, Any]:
-    """Carry the pass out; returns each corrected layer's figures. The batches of `judge` run to the model's end."""
-    model, batches = visitor.model, list(visitor.calibration.batches)
-    units = model.architecture.units
-    more: list[Tensor] = []
+def correct_constants(visitor: InOrder, riding: Riding | None = None) -> dict[str, Any]:
+    """Carry the pass out; returns each corrected layer's figures. An evaluator's batches run to the model's end."""
+    batches, evaluation = visitor.calibration.batches, list[Tensor]()
     visitors: list[LayerVisitor] = [visitor]
-    if judge is not None:
-        judge.first, more = len(batches), judge.tokens
-        visitors.append(judge)
-    stream = LayerStream(
-        model.partial,
-        [*batches, *more],
-        units,
-        units if more else visitor.by_unit,
-        range(len(batches), len(batches) + len(more)),
-    )
-    visitor.progress.start("correct", len(model.architecture.layers))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(visitor.seed)
-        stream.run(*visitors)
+    if riding is not None:
+        riding.first, evaluation = len(batches), riding.batches
+        visitors.append(riding)
+    Pass(visitor.model, batches, visitor.progress, "correct", visitor.seed, evaluation=evaluation).run(*visitors)
     return visitor.figures

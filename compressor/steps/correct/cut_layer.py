@@ -5,21 +5,23 @@ dtype; past a budget it lies in unlinked mapped files.
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import allocate, as_arguments, as_call, picked, token_dim
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
-from compressor.steps.correct.pieces import Pieces
+from compressor.model.watch import Watch
 
 CHUNK = 4096  # tokens computed at once
+GROUPS = 8  # of batches, whose sums over tokens are added up first
 
 
 class _Rows:
@@ -88,7 +90,7 @@ class Recording:
     _inputs: _Rows = field(init=False)
     _outputs: _Rows = field(init=False)
     _call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    _handles: list[Any] = field(default_factory=list)
+    _watch: Watch | None = None
     _own: dict[int, str] = field(default_factory=dict)
     _batch: int = 0
 
@@ -99,26 +101,22 @@ class Recording:
         """Start recording the layer of `model`."""
         block = model.get_submodule(self.layer.block)
         self._own = {id(value): name for name, value in (*block.named_parameters(), *block.named_buffers())}
-        self._handles = [
-            model.get_submodule(self.layer.router).register_forward_pre_hook(self._before_router, with_kwargs=True),
-            model.get_submodule(self.layer.name).register_forward_hook(self._after_experts),
-        ]
+        self._watch = Watch(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
 
     def detach(self) -> None:
         """Stop recording."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._call = [], None
+        if self._watch is not None:
+            self._watch.detach()
+        self._watch, self._call = None, None
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run."""
         self._batch = batch
 
-    def _before_router(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._call = (args, kwargs)
 
-    def _after_experts(self, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        hidden = args[0]
+    def _experts_ran(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
         if self._call is None or hidden.numel() == 0:
             return
         named = as_arguments(*self._call)
@@ -157,19 +155,17 @@ class Recording:
         kept = [torch.full((size,), held is heldout) for size, held in self.seen]
         return torch.cat(kept).nonzero().flatten() if kept else torch.arange(0)
 
-    def everywhere(self, pieces: Pieces, rows: torch.Tensor) -> "Recording":
-        """What all ranks have recorded at their `rows`, in the order of the pieces, at every rank.
+    def gathered(self, rows: torch.Tensor) -> "Recording":
+        """Gather what all ranks have recorded at their `rows`, rank by rank.
 
         Raises `CompressionError` at a rank that has recorded nothing, if it cannot be told what the router is given.
         """
         found = Recording(self.layer, 0)
-        found._inputs, found._outputs = (
-            _Rows.of(pieces.everywhere(value, rows)) for value in (self.inputs, self.outputs)
-        )
-        told = here().told(lambda: [argument.told for argument in self.arguments])
+        found._inputs, found._outputs = (_Rows.of(gathered(value, rows)) for value in (self.inputs, self.outputs))
+        told = here().broadcast(lambda: [argument.told for argument in self.arguments])
         for argument in self.arguments or [_Argument.of(said) for said in told]:
             own = argument.rows
-            made = None if own is None else _Rows.of(pieces.everywhere(own.value, rows))
+            made = None if own is None else _Rows.of(gathered(own.value, rows))
             found.arguments.append(replace(argument, rows=made))
         return found
 
@@ -198,10 +194,6 @@ class CutLayer:
     block: Any
     parameters: list[Parameters]
     floor: float = 1.0  # added to ||y||^2 in a token's weight
-    pieces: Pieces = field(init=False)  # of the tokens of all ranks; those that methods take and give are this rank's
-
-    def __post_init__(self) -> None:
-        self.pieces = Pieces.of(self.recording.calls)
 
     @classmethod
     def of(cls, recording: Recording, experts: Any, router: Any, block: Any) -> "CutLayer":
@@ -210,14 +202,51 @@ class CutLayer:
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
         return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs))
 
-    def everywhere(self, rows: torch.Tensor) -> tuple["CutLayer", torch.Tensor]:
-        """The layer with what all ranks have recorded at their `rows`, and all places in that.
+    def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Split the positions `rows` [n], ascending, by the recorded calls that they lie in."""
+        sizes = torch.tensor([0, *(size for _, size in self.recording.calls)])
+        edges = torch.searchsorted(rows, sizes.cumsum(0)).tolist()
+        return [rows[begin:end] for begin, end in pairwise(edges)]
 
-        Its parameters are those of this layer. It is for computing outputs alone, and judges nothing.
+    def summed(self, like: torch.Tensor, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """Add up over all ranks what `make` computes for each recorded call; `like` has its shape, dtype and device.
+
+        This rank's calls are added up in `GROUPS`, every eighth call in one.
         """
-        found = copy.copy(self)
-        found.recording = self.recording.everywhere(self.pieces, rows)
-        return found, torch.arange(len(found.recording.inputs))
+        total = torch.zeros_like(like)
+        for first in range(min(GROUPS, len(self.recording.calls))):
+            group = torch.zeros_like(like)
+            for call in range(first, len(self.recording.calls), GROUPS):
+                group += make(call)
+            total += group
+        return here().all_reduce(total)
+
+    def _counts(self, rows: torch.Tensor) -> list[tuple[int, int, int, int]]:
+        """Count the tokens at all ranks' `rows`: (batch, number of the rank's call, rank, tokens), rank by rank."""
+        calls = zip(self.recording.calls, self.split(rows), strict=True)
+        own = [(batch, number, here().rank, len(part)) for number, ((batch, _), part) in enumerate(calls)]
+        return [tuple(call) for calls in here().all_gather(own) for call in calls]
+
+    def every(self, rows: torch.Tensor, step: int) -> torch.Tensor:
+        """This rank's part of every step-th of all ranks' tokens at `rows`, counted in the order of the batches."""
+        begin, parts, chosen = 0, self.split(rows), [rows[:0]]
+        for _, number, rank, count in sorted(self._counts(rows)):
+            if rank == here().rank:
+                chosen.append(parts[number][(-begin) % step :: step])
+            begin += count
+        return torch.cat(chosen)
+
+    def gathered(self, rows: torch.Tensor) -> tuple["CutLayer", torch.Tensor]:
+        """Gather what all ranks have recorded at their `rows`; also its positions in the order of the batches.
+
+        The parameters are those of this layer.
+        """
+        layer, begin, spans = copy.copy(self), 0, list[tuple[int, int, torch.Tensor]]()
+        layer.recording = self.recording.gathered(rows)
+        for batch, number, _, count in self._counts(rows):
+            spans.append((batch, number, torch.arange(begin, begin + count)))
+            begin += count
+        return layer, torch.cat([positions for *_, positions in sorted(spans, key=lambda span: span[:2])])
 
     def more_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is refitted beside experts and router, each tensor with the place where its best state is kept."""
@@ -272,29 +301,41 @@ class CutLayer:
 
         Of several ranks it is that of all their tokens at `rows`, and all must ask at once.
         """
-        parts = self.pieces.split(rows)
+        parts = self.split(rows)
 
-        def sums(piece: int) -> torch.Tensor:
+        def sums(call: int) -> torch.Tensor:
             found = torch.zeros(2, dtype=torch.float64)
-            for chunk in parts[piece].split(CHUNK) if len(parts[piece]) else ():
+            for chunk in parts[call].split(CHUNK) if len(parts[call]) else ():
                 target = self.targets(chunk)
                 share = self.token_weights(target).double()
                 found[0] += float(share @ self.gap(chunk, target).double().square().sum(-1))
                 found[1] += float(share @ target.double().square().sum(-1))
             return found
 
-        off, size = self.pieces.sum(torch.zeros(2, dtype=torch.float64), sums).tolist()
+        off, size = self.summed(torch.zeros(2, dtype=torch.float64), sums).tolist()
         return off / size if size else 0.0
 
 
 def _typical_energy(outputs: torch.Tensor) -> float:
     """Median over the tokens of all ranks of ||y||^2; the mean where most are 0, and 1 where all are."""
     energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
-    found = here().gathered(energies.cpu().numpy().tobytes())
+    every = torch.cat([each["energies"] for each in here().all_gather_tensors({"energies": energies.cpu()})])
+    every = every if len(every) else torch.zeros(1)
+    return float(every.median()) or float(every.mean()) or 1.0
 
-    def typical() -> float:
-        content = b"".join(found)
-        every = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.zeros(1)
-        return float(every.median()) or float(every.mean()) or 1.0
 
-    return float(here().told(typical))
+def gathered(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Gather every rank's `values` [T, ...] at its `rows` [n], rank by rank, at all ranks.
+
+    A rank without tokens has values of any shape; they become those of rank 0.
+    """
+    counts, begin = here().all_gather(len(rows)), 0
+    dtype, *shape = here().broadcast(lambda: [str(values.dtype).removeprefix("torch."), *values.shape[1:]])
+    every = allocate((sum(counts), *shape), getattr(torch, dtype), values.device)
+    for owner, count in enumerate(counts):
+        part = every[begin : begin + count]
+        if owner == here().rank and count:
+            part.copy_(values[rows])
+        here().copy_from(owner, [part])
+        begin += count
+    return every

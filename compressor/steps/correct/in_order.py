@@ -5,31 +5,33 @@ cut it, correct it toward what the original put out, and let the batches pass th
 memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from compressor.data.batches import Calibration
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.heldout import Judge
+from compressor.evaluation.evaluator import Riding
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, build_meta, layers_by_unit
+from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
+from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
+from compressor.model.watch import Watch
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.collecting import Observers, Routers
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.cut_layer import Recording
-from compressor.steps.correct.refit import Correction, correct_layer
+from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.step import Correct
 from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
 Visited = Callable[[MoeLayer, torch.Tensor, int], None]  # told the visits [N] of a smaller layer, on so many tokens
-UNCORRECTED = Correction()
+UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 
 
@@ -44,7 +46,7 @@ class LayerWork:
     experts: int  # kept in each
     decide: Decide
     needs: frozenset[str] = frozenset()
-    correction: Correction = UNCORRECTED
+    correction: Correct = UNCORRECTED
     seed: int = 0
     measure: bool = False
     visited: Visited | None = None
@@ -89,22 +91,18 @@ class _InOrder(LayerVisitor):
     work: LayerWork
     calibration: Calibration | None
     files: CutFiles | None
-    progress: Progress
     plans: dict[str, LayerPlan] = field(default_factory=dict)
     active: list[Observers | Recording] = field(default_factory=list)  # what watches the batches of a replay
     shadow: ShadowModel = field(init=False)
     routers: Routers = field(init=False)
-    by_unit: dict[str, list[MoeLayer]] = field(init=False)
     told: list[Callable[[], None]] = field(default_factory=list)  # to do when all batches have passed the layer
-    batch: int = 0  # the one that runs
 
     def __post_init__(self) -> None:
         self.shadow, self.routers = ShadowModel(self.model, self.work.experts), Routers(self.model)
-        self.by_unit = layers_by_unit(self.model.architecture.layers)
 
     def before(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
-        layers = self.by_unit.get(unit, [])
+        layers = self.at.moe_layers
         if layers and not self._from_files(unit, layers):
             self._compress(unit, layers, replay)
         if self.work.visited is not None and self.calibration is not None:
@@ -114,21 +112,19 @@ class _InOrder(LayerVisitor):
         """Count who visits whom in a smaller layer, until the function that is returned tells it."""
         counts, fit = torch.zeros(self.work.experts, dtype=torch.int64), {*range(len(data.batches))} - data.heldout
 
-        def count(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            _, index, weights = args
-            if self.batch in fit:
+        def count(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+            if self.at.batch in fit:
                 counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
 
-        handle = self.shadow.model.get_submodule(layer.name).register_forward_pre_hook(count)
+        watch = Watch(self.shadow.model, layer, on_experts=count).attach()
 
         def tell() -> None:
-            handle.remove()
-            visited(layer, here().summed(counts), sum(data.batches[number].numel() for number in fit))
+            watch.detach()
+            visited(layer, here().all_reduce(counts), sum(data.batches[number].numel() for number in fit))
 
         return tell
 
     def entering(self, batch: int) -> None:
-        self.batch = batch
         for watching in self.active:
             watching.enter(batch)
 
@@ -136,21 +132,19 @@ class _InOrder(LayerVisitor):
         return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
 
     def passed(self, unit: str) -> None:
-        if unit in self.by_unit:
-            for tell in self.told:
-                tell()
-            self.told = []
-            self.shadow.empty_again()
-            self.progress.advance(unit)
+        for tell in self.told:
+            tell()
+        self.told = []
+        self.shadow.empty_again()
 
-    def _from_files(self, unit: str, layers: list[MoeLayer]) -> bool:
+    def _from_files(self, unit: str, layers: Sequence[MoeLayer]) -> bool:
         """Take what an earlier run has cut, if it has cut all of these layers."""
         if self.files is None:
             return False
         found = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
-        if len(found) < here().told(lambda: len(found)):
+        if len(found) < here().broadcast(lambda: len(found)):
             raise CompressionError(f"rank {here().rank} does not see {unit} in {self.files.folder}, which rank 0 sees")
-        if not here().told(lambda: len(found) == len(layers)):
+        if not here().broadcast(lambda: len(found) == len(layers)):
             return False
         self.plans.update(found)
         device = self.model.partial.device
@@ -158,7 +152,7 @@ class _InOrder(LayerVisitor):
         self._take_over(unit, layers, cut)
         return True
 
-    def _compress(self, unit: str, layers: list[MoeLayer], replay: Replay) -> None:
+    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> None:
         """Plan, cut, correct and keep the layers of a unit."""
         statistics, recordings = self._watched(layers, replay)
         for layer, seen in zip(layers, statistics, strict=True):
@@ -177,17 +171,17 @@ class _InOrder(LayerVisitor):
             made = {key: state[key] for key in cut_keys(layer)}
             if not here().is_alone:
                 sums = [float(value.sum(dtype=torch.float64)) for value in made.values()]
-                here().agreed(sums, f"result for {layer.name}")
+                here().assert_same_on_all(sums, f"result for {layer.name}")
             if self.files is not None and here().takes_turn(layer.index):
                 self.files.save(self.plans[layer.name], layer, made)
 
-    def _take_over(self, unit: str, layers: list[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
+    def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
         """Fill the smaller layer, and give the original experts' memory back."""
         self.shadow.fill(unit, cut)
         for layer in layers:
             self.model.partial.release(layer.name)
 
-    def _watched(self, layers: list[MoeLayer], replay: Replay) -> tuple[list[LayerStatistics], list[Recording]]:
+    def _watched(self, layers: Sequence[MoeLayer], replay: Replay) -> tuple[list[LayerStatistics], list[Recording]]:
         """What the original layer shows on the calibration batches: statistics, and what to correct toward."""
         work, calibration = self.work, self.calibration
         bare = [LayerStatistics(layer, seed=work.seed) for layer in layers]
@@ -216,37 +210,26 @@ def compress_in_order(
     calibration: Calibration | None,
     progress: Progress,
     files: CutFiles | None = None,
-    judge: Judge | None = None,
+    riding: Riding | None = None,
     phase: str = "correct",
     end: LayerVisitor | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
-    `files` keeps the cut layers, and those that it has are not made again. The batches of `judge` run through the
-    compressed model to its end; so do the calibration's for the sake of a visitor `end`.
+    `files` keeps the cut layers, and those that it has are not made again. An evaluator's batches in `riding` run
+    through the compressed model to its end; so do the calibration's for the sake of a visitor `end`.
     """
     refuse_shared_experts(model)
     batches = () if calibration is None else calibration.batches
-    state = _InOrder(model, work, calibration, files, progress)
+    state = _InOrder(model, work, calibration, files)
     visitors: list[LayerVisitor] = [state]
     evaluation: list[torch.Tensor] = []
-    if judge is not None:
-        judge.first, evaluation = len(batches), judge.tokens
-        visitors.append(judge)
+    if riding is not None:
+        riding.first, evaluation = len(batches), riding.batches
+        visitors.append(riding)
     if end is not None:
         visitors.append(end)
-    units = model.architecture.units
-    stream = LayerStream(
-        model.partial,
-        [*batches, *evaluation],
-        units,
-        wanted=units if evaluation or end else state.by_unit,
-        finishing=range(len(batches) if end is None else 0, len(batches) + len(evaluation)),
-        own=here().own(batches, evaluation),
-    )
-    progress.start(phase, len(state.by_unit))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(work.seed)
-        stream.run(*visitors)
-    here().wait()  # until all layers are kept
+    one = Pass(model, batches, progress, phase, work.seed, to_end=end is not None, evaluation=evaluation, shared=True)
+    one.run(*visitors)
+    here().barrier()  # until all layers are kept
     return tuple(state.plans[layer.name] for layer in model.architecture.layers)

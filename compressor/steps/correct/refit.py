@@ -6,22 +6,20 @@ and down. Guarded: what does not lower the reconstruction error on held-out cali
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from compressor.distributed.present import here
-from compressor.errors import CompressionError
+from compressor.distributed.ranks import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.steps.correct.cut_layer import CutLayer, Recording
 from compressor.steps.correct.ridge import refit_down
-from compressor.steps.correct.tuning import STEPS, TOKENS, Schedule, tune
+from compressor.steps.correct.step import Correct
+from compressor.steps.correct.tuning import Schedule, tune
 
-RATE = 0.3  # of tuning, times the error that is left: see `compressor.steps.correct.tuning.Schedule`
 MOST_RATE = 0.03
-MOST_STEPS, MOST_TOKENS = 10**5, 10**6  # of tuning a layer, and of a step: far beyond what brings anything back
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class Refit:
     router: Mapping[str, torch.Tensor]  # expert-sized tensors of the live router, by key
     rows: torch.Tensor  # [n] recorded tokens to fit to
     judged: torch.Tensor  # [m] those that are held out
-    correction: "Correction"
+    correction: Correct
     error: float  # that is left on the held-out ones
     seed: int
 
@@ -54,50 +52,6 @@ STEPS_OF: Mapping[str, Mapping[str, Step]] = {  # of each correction, by name; w
     "tune": {"ridge": _ridge, "tune": _tune},
 }
 METHODS = tuple(STEPS_OF)
-CONSTANTS = "constants"  # refits the constants alone: for layers that have some
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """What to refit after the plan is chosen, and all that decides the result."""
-
-    method: str = "none"
-    steps: int = STEPS
-    tokens: int = TOKENS
-    rate: float = RATE
-    deterministic: bool = False  # whether a run that carries it out keeps to operations whose bits repeat
-
-    def __post_init__(self) -> None:
-        if self.method not in (*METHODS, CONSTANTS):
-            raise CompressionError(f"there is no correction {self.method!r}; known are {', '.join(METHODS)}")
-        whole = isinstance(self.steps, int) and isinstance(self.tokens, int)
-        counted = whole and 1 <= self.steps <= MOST_STEPS and 1 <= self.tokens <= MOST_TOKENS
-        if not isinstance(self.deterministic, bool):
-            raise CompressionError(f"a correction's deterministic is {self.deterministic!r}; give true or false")
-        if not counted or not 0 < self.rate < 1:
-            raise CompressionError(
-                f"a correction of {self.steps} steps of {self.tokens} tokens at rate {self.rate} cannot run; give 1 to "
-                f"{MOST_STEPS:,} steps of 1 to {MOST_TOKENS:,} tokens, and a rate between 0 and 1"
-            )
-
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is refitted."""
-        return self.method != "none"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; only what the method uses."""
-        own = asdict(self) if self.method == "tune" else {"method": self.method, "deterministic": self.deterministic}
-        return {name: value for name, value in own.items() if name != "deterministic" or value}
-
-    @classmethod
-    def from_plan(cls, content: Mapping[str, Any] | None) -> Self:
-        """What a plan asks for; raises `CompressionError` for an unknown field or an impossible value."""
-        asked = {name: value for name, value in (content or {}).items() if name != "dtype"}
-        try:
-            return cls(**asked)
-        except TypeError as error:
-            raise CompressionError(f"the plan's correction {asked!r} is not understood; restore it") from error
 
 
 @contextmanager
@@ -174,14 +128,14 @@ class _Guard:
 
 def _anywhere(rows: torch.Tensor) -> bool:
     """Whether any rank has any tokens."""
-    return bool(here().summed(torch.tensor(len(rows))))
+    return bool(here().all_reduce(torch.tensor(len(rows))))
 
 
 def correct_layer(
     model: Any,
     layer: MoeLayer,
     recording: Recording,
-    correction: Correction,
+    correction: Correct,
     seed: int = 0,
     writing: torch.dtype | None = None,
     cut_layer: Callable[[Recording, Any, Any, Any], CutLayer] = CutLayer.of,

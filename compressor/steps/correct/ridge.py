@@ -10,11 +10,10 @@ where that penalty does not help it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.model.experts import intermediate, routed
 from compressor.steps.correct.cut_layer import CHUNK, CutLayer
 
@@ -78,12 +77,12 @@ class _Tokens:
     residual: torch.Tensor
     scales: torch.Tensor  # [T] square roots of the tokens' weights; residual and features are multiplied by them
     starts: list[int]  # of each chunk among the tokens
-    chunks: list[list[int]]  # of each piece of the layer
+    chunks: list[list[int]]  # of each recorded call
 
     @classmethod
     def of(cls, layer: CutLayer, rows: torch.Tensor) -> "_Tokens":
         chunks, numbers = list[torch.Tensor](), list[list[int]]()
-        for part in layer.pieces.split(rows):
+        for part in layer.split(rows):
             own = [chunk for chunk in part.split(CHUNK) if len(chunk)]
             numbers.append(list(range(len(chunks), len(chunks) + len(own))))
             chunks += own
@@ -145,17 +144,17 @@ def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
     layer, fit = block.layer, block.tokens
     width, down = block.spans[-1].columns.stop, layer.parameters[0]["down_proj"]
     hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
-    like = torch.zeros(width, width + hidden, dtype=torch.float64, device=fit.residual.device)
+    like = torch.zeros(width, width + hidden, dtype=torch.float64, device=down.device)
 
-    def products(piece: int) -> torch.Tensor:
+    def products(call: int) -> torch.Tensor:
         found = torch.zeros_like(like)
-        for chunk in fit.chunks[piece]:
+        for chunk in fit.chunks[call]:
             places, phi = block.features(chunk)
             found[:, :width] += phi.T @ phi
             found[:, width:] += phi.T @ fit.residual[places]
         return found
 
-    both = layer.pieces.sum(like, products)
+    both = layer.summed(like, products)
     return both[:, :width].contiguous(), both[:, width:].contiguous()
 
 
@@ -169,41 +168,35 @@ def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[tor
     def missed(change: torch.Tensor | None) -> float:
         """The squares of what the judged tokens miss, in all."""
 
-        def off(piece: int) -> torch.Tensor:
+        def off(call: int) -> torch.Tensor:
             found = torch.zeros(1, dtype=torch.float64)
-            for places, phi in (judge.features(chunk) for chunk in judge.tokens.chunks[piece]):
+            for places, phi in (judge.features(chunk) for chunk in judge.tokens.chunks[call]):
                 left = judge.tokens.residual[places]
                 found += float((left if change is None else left - phi @ change).square().sum())
             return found
 
-        return float(judge.layer.pieces.sum(torch.zeros(1, dtype=torch.float64), off))
+        return float(judge.layer.summed(torch.zeros(1, dtype=torch.float64), off))
 
-    parts = math.gcd(right.shape[1], PARTS)
-    columns = right.chunk(parts, dim=1)
+    def solved(penalty: float) -> torch.Tensor:
+        """The change [D, H] with a penalty, each rank solving some of its columns.
 
-    @lru_cache(maxsize=1)
-    def factored(penalty: float) -> torch.Tensor | None:
-        """The Cholesky factor with a penalty; None where rounding, or float32's range, leaves none."""
+        Not a number where rounding, or float32's range, leaves no Cholesky factor.
+        """
         regular = normal.clone()
         regular.diagonal().add_(penalty * scale)
         factor, failed = torch.linalg.cholesky_ex(regular)
-        return None if failed else factor
+        change = torch.zeros_like(right, dtype=torch.float32)
+        columns = zip(right.chunk(parts, dim=1), change.chunk(parts, dim=1), strict=True)
+        for part, (wanted, into) in enumerate(columns):
+            if here().takes_turn(part):
+                into.copy_(torch.full_like(wanted, math.nan) if failed else torch.cholesky_solve(wanted, factor))
+        return here().all_reduce(change)
 
-    def solved(job: int) -> torch.Tensor:
-        """Some columns of the change [D, H] with a penalty; not a number where there is no factor."""
-        number, part = divmod(job, parts)
-        factor, wanted = factored(penalties[number]), columns[part]
-        if factor is None:
-            return torch.full_like(wanted, math.nan, dtype=torch.float32)
-        return torch.cholesky_solve(wanted, factor).float()
-
+    parts = math.gcd(right.shape[1], PARTS)
     best: tuple[torch.Tensor, float] | None = None
     least = missed(None)
-    like = torch.empty_like(columns[0], dtype=torch.float32)
-    turns = [job % here().size for job in range(len(penalties) * parts)]
-    found = here().pieces(like, turns, solved)
     for penalty in penalties:
-        change = torch.cat([next(found) for _ in range(parts)], dim=1)
+        change = solved(penalty)
         off = missed(change)
         if off < least:
             best, least = (change, penalty), off
@@ -216,11 +209,11 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
 
     Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
     """
-    count = int(layer.pieces.counts(fit_rows).sum())
+    count = int(here().all_reduce(torch.tensor(len(fit_rows))))
     if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
     step = -(-count // TOKENS)  # every step-th token
-    fit, judge = _Tokens.of(layer, layer.pieces.every(fit_rows, step)), _Tokens.of(layer, judge_rows)
+    fit, judge = _Tokens.of(layer, layer.every(fit_rows, step)), _Tokens.of(layer, judge_rows)
     first = layer.parameters[0]["down_proj"]
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())

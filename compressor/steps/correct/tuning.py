@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.sharing import Share, descend, foreseen, shared
 
@@ -88,39 +88,37 @@ def tune(
     schedule: Schedule,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Tune `layer.parameters` and `router`, leaves of the live router, in place; `after` is told each finished step.
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place; `after` gets each finished step.
 
-    Of several ranks each gives its own tokens at `rows`, and all come to the same values.
+    Each rank gives its own tokens at `rows`, and all end with the same values.
     """
     if not here().is_alone:
-        layer, rows = layer.everywhere(rows)
+        layer, rows = layer.gathered(rows)
     drawn, leaves = _steps(rows, schedule), _Leaves()
     first = drawn[:AGAIN]
-    share, visits, since = shared(foreseen(layer, first), len(first)), torch.zeros(layer.choices, dtype=torch.int64), 0
+    share, counts, since = shared(foreseen(layer, first), len(first)), torch.zeros(layer.choices, dtype=torch.int64), 0
     for leaf in (*_values(layer, share.of_rank(here().rank)), *router):
         leaves.take(leaf)
     for step, chosen in enumerate(drawn):
         if step == max(AGAIN, 2 * since):
-            share = _dealt_anew(layer, leaves, share, shared(visits, step - since))
-            visits, since = torch.zeros_like(visits), step
+            share = _moved(layer, leaves, share, shared(counts, step - since))
+            counts, since = torch.zeros_like(counts), step
         leaves.set_rate(schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps)))
-        visits += descend(layer, share, chosen)
+        counts += descend(layer, share, chosen)
         after(step)
     leaves.give_all()
-    for branch, owner in zip(share.branches, share.owners, strict=True):
-        tuned = _values(layer, branch.experts)
-        here().spread(tuned, [owner] * len(tuned))
+    for expert, owner in enumerate(share.owners):
+        here().copy_from(owner, _values(layer, [expert]))
 
 
-def _dealt_anew(layer: CutLayer, leaves: _Leaves, old: Share, new: Share) -> Share:
-    """Hand experts that have another owner now to it, with what the optimiser knows of them; returns the new share."""
-    before = old.owner()
-    for expert, owner in new.owner().items():
-        if owner != before[expert]:
+def _moved(layer: CutLayer, leaves: _Leaves, old: Share, new: Share) -> Share:
+    """Move experts to their new owners, with the state of their optimizers; returns the new share."""
+    for expert, (before, owner) in enumerate(zip(old.owners, new.owners, strict=True)):
+        if owner != before:
             values = _values(layer, [expert])
-            here().spread(values, [before[expert]] * len(values))
+            here().copy_from(before, values)
             for leaf in values:
-                state = here().shown(partial(leaves.give, leaf), before[expert])
+                state = here().broadcast_tensors(partial(leaves.give, leaf), before)
                 if owner == here().rank:
                     leaves.take(leaf, state)
     return new

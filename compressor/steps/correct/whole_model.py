@@ -1,142 +1,77 @@
-"""What corrections did to the whole model: corrected and uncorrected layers side by side, judged at its output.
+"""What corrections did to the whole model: corrected and uncorrected layers side by side, compared at its output.
 
-Each layer's own guard lowers that layer's error, and all together can still take the model further from the original.
+Each layer's own guard lowers that layer's error, and all together can still take the model further from its base. So
+the corrected layers are the default, and undoing them is the change that must be a gain.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import asdict, replace
 
 import torch
-from torch.nn.functional import log_softmax
 
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.heldout import divergence, rows_at_once
+from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Variants, difference
 from compressor.files import write_whole
 from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
+from compressor.model.streaming import Forward, Replay
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
-from compressor.records import read_object
+from compressor.records import read_as, read_object
 from compressor.steps.correct.in_order import ShadowModel
 from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
 
-JUDGED = "judged.json"  # beside the cut layers: what was found, so that a run that goes on need not find it again
-FEWEST = 8  # held-out sequences that can tell that a correction harms
-SURE = 2.0  # standard errors
-WAYS = 3  # each text goes through the original, the corrected and the uncorrected layers
+EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
+WAYS = 3  # each text goes through the base's, the corrected and the uncorrected layers
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """KL of the original's next-token distributions to those of the smaller model, nats per held-out token."""
+class _SideBySide(Variants):
+    """Variant 0 meets the corrected layers, variant 1 the uncorrected ones, and the base's batches its own."""
 
-    corrected: float
-    uncorrected: float
-    error: float  # standard error of the difference, over sequences
-    sequences: int
-
-    @classmethod
-    def of(cls, corrected: Sequence[float], uncorrected: Sequence[float]) -> Self:
-        """From the KL of each held-out sequence, in the same order."""
-        one, other = (torch.tensor(values, dtype=torch.float64) for values in (corrected, uncorrected))
-        error = float((one - other).std()) / math.sqrt(len(one)) if len(one) > 1 else math.inf
-        return cls(float(one.mean()), float(other.mean()), error, len(one))
-
-    @property
-    def undoes(self) -> bool:
-        """Whether the model is surely nearer to the original without the corrections; no number is as far as can be."""
-        if not (math.isfinite(self.corrected) and math.isfinite(self.uncorrected)):
-            return math.isfinite(self.uncorrected)
-        return self.sequences >= FEWEST and self.corrected - self.uncorrected > SURE * self.error
-
-    @property
-    def reason(self) -> str:
-        """Why the corrections are undone."""
-        return (
-            f"on held-out text the whole model is {self.corrected:.4g} nats per token from the original with the "
-            f"corrections, and {self.uncorrected:.4g} without (standard error {self.error:.2g})"
-        )
-
-
-@dataclass(slots=True)
-class _SideBySide(LayerVisitor):
-    """The batches in threes, the same text in each: for the original, the corrected and the uncorrected layers."""
-
-    model: OpenModel
-    corrected: Callable[[MoeLayer], Mapping[str, torch.Tensor]]
-    plans: Mapping[str, LayerPlan]
-    progress: Progress
-    smaller: tuple[ShadowModel, ShadowModel] = field(init=False)
-    by_unit: dict[str, list[MoeLayer]] = field(init=False)
-    apart: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # by sequence
-    _batch: int = 0
-    _original: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        experts = len(next(iter(self.plans.values())).groups)
-        self.smaller = ShadowModel(self.model, experts), ShadowModel(self.model, experts)
-        self.by_unit = layers_by_unit(self.model.architecture.layers)
+    def __init__(
+        self,
+        model: OpenModel,
+        corrected: Callable[[MoeLayer], Mapping[str, torch.Tensor]],
+        plans: Mapping[str, LayerPlan],
+    ) -> None:
+        experts = len(next(iter(plans.values())).groups)
+        self.model, self.corrected, self.plans = model, corrected, plans
+        self.smaller = ShadowModel(model, experts), ShadowModel(model, experts)
 
     def before(self, unit: str, replay: Replay) -> None:
-        if layers := self.by_unit.get(unit):
+        if layers := self.at.moe_layers:
             device = self.model.partial.device
             made = {key: value.to(device) for layer in layers for key, value in self.corrected(layer).items()}
             self.smaller[0].fill(unit, made)
             self.smaller[1].fill(unit, cut_layers(self.model.partial.model, layers, self.plans))
 
-    def entering(self, batch: int) -> None:
-        self._batch = batch
-
     def replaced(self, unit: str, own: Forward) -> Forward:
-        way = self._batch % WAYS
-        if way == 0 or unit not in self.by_unit:
+        if self.variant is None or not self.at.moe_layers:
             return own
-        forward: Forward = self.smaller[way - 1].model.get_submodule(unit).forward
+        forward: Forward = self.smaller[self.variant].model.get_submodule(unit).forward
         return forward
 
     def passed(self, unit: str) -> None:
-        if unit in self.by_unit:
-            for each in self.smaller:
-                each.empty_again()
-            self.progress.advance(unit)
-
-    @torch.no_grad()
-    def finished(self, batch: int, output: Any) -> None:
-        """Compare a text's next-token distributions with the original's, which come first."""
-        found = log_softmax(output.logits[:, :-1].float(), dim=-1)
-        way = batch % WAYS
-        if way == 0:
-            self._original = found
-            return
-        assert self._original is not None
-        apart = divergence(self._original, found) / found.shape[1]
-        self.apart[way - 1].extend(apart.tolist())
+        for each in self.smaller:
+            each.empty_again()
 
 
-def judge_corrections(
+def compare_corrections(
     model: OpenModel,
     plans: Sequence[LayerPlan],
     corrected: Callable[[MoeLayer], Mapping[str, torch.Tensor]],
-    texts: Sequence[torch.Tensor],
+    evaluator: Evaluator,
     progress: Progress,
-) -> Verdict:
-    """How far the model is from the original with and without the `corrected` tensors of its layers.
+) -> Difference:
+    """What undoing the `corrected` tensors of all layers does to the distance from the base.
 
-    One streamed pass: with a decoder layer of the original, both of its smaller ones are in memory. `texts` are token
-    ids [B, L] with at least two tokens to a row.
+    One streamed pass, in which the base runs along unless the evaluator knows it: with a decoder layer of the base,
+    both of its smaller ones are in memory.
     """
-    units = model.architecture.units
-    parts = [part for text in texts for part in text.split(rows_at_once(text.shape[1], model.vocabulary))]
-    batches = [part for part in parts for _ in range(WAYS)]
-    side_by_side = _SideBySide(model, corrected, {plan.module: plan for plan in plans}, progress)
-    progress.start("judge the corrections", len(side_by_side.by_unit))
-    LayerStream(model.partial, batches, units, units, range(len(batches))).run(side_by_side)
-    return Verdict.of(*side_by_side.apart)
+    visitor = _SideBySide(model, corrected, {plan.module: plan for plan in plans})
+    return difference(*evaluator.measure(model, visitor, 2, progress, "compare the corrections"))
 
 
 def keep_the_better(
@@ -145,16 +80,29 @@ def keep_the_better(
     files: CutFiles,
     texts: Sequence[torch.Tensor],
     progress: Progress,
+    evaluator: Evaluator | None = None,
 ) -> tuple[LayerPlan, ...]:
-    """The plans of all layers in `files`; where the corrections harm the whole model, the files hold plain cuts then.
+    """The plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts then.
 
-    What was found is kept beside the files, and a run that was killed goes on from there. Without enough `texts` or
-    without a language-model head there is nothing to judge by, and the corrections stay.
+    What was measured is kept beside the files, and a run that was killed goes on from there. Measured is on `texts`,
+    token ids [B, L], or with the `evaluator` that is given. Of fewer than eight sequences, or without a language-model
+    head, nothing is measured, and the corrections stay.
     """
-    verdict = Verdict(**here().told(lambda: asdict(_judged(model, plans, files, texts, progress))))
-    if not verdict.undoes:
+    known = here().broadcast(lambda: None if (kept := read_difference(files)) is None else asdict(kept))
+    if known is not None:
+        undoing = Difference(**known)
+    else:
+        held = sum(map(len, texts)) if evaluator is None else evaluator.sequences
+        undoing = Difference(0.0, 0.0, 0.0, held)
+        if held >= FEWEST and head_of(model.partial.model) is not None:
+            undoing = compare_corrections(
+                model, plans, files.tensors, evaluator or Evaluator.of(model, texts), progress
+            )
+        if here().is_first:
+            write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
+    if not undoing.accepted:
         return tuple(plans)
-    undone = {plan.module: _undone(plan, verdict) for plan in plans}
+    undone = {plan.module: _undone(plan, undoing) for plan in plans}
     for unit, layers in layers_by_unit(model.architecture.layers).items():
         if here().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
             model.partial.load(model.partial.keys_under(unit))
@@ -162,41 +110,25 @@ def keep_the_better(
             for layer in layers:
                 files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
             model.partial.release(unit)
-    here().wait()  # until all layers are kept
+    here().barrier()  # until all layers are kept
     return tuple(undone[plan.module] for plan in plans)
 
 
-def _judged(
-    model: OpenModel,
-    plans: Sequence[LayerPlan],
-    files: CutFiles,
-    texts: Sequence[torch.Tensor],
-    progress: Progress,
-) -> Verdict:
-    """The verdict, found and kept unless it is there."""
-    if (verdict := read_verdict(files)) is None:
-        held = sum(map(len, texts))
-        verdict = Verdict(0.0, 0.0, 0.0, held)  # tells nothing apart
-        if held >= FEWEST and head_of(model.partial.model) is not None:
-            verdict = judge_corrections(model, plans, files.tensors, texts, progress)
-        write_whole(files.folder / JUDGED, json.dumps(asdict(verdict)))
-    return verdict
+def _undone(plan: LayerPlan, undoing: Difference) -> LayerPlan:
+    """The plan of a layer whose correction is undone; the errors that it had stay as they were measured."""
+    figures = dict(plan.figures.get("correction") or {})
+    if "heldout_error_before" in figures:
+        figures["heldout_error"] = figures["heldout_error_before"]
+    reason = (
+        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
+        f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
+    )
+    return replace(plan, figures={**plan.figures, "correction": {**figures, "kept": "none", "reason": reason}})
 
 
-def _undone(plan: LayerPlan, verdict: Verdict) -> LayerPlan:
-    """The plan of a layer whose correction is undone; the errors that it had stay as they were found."""
-    found = dict(plan.figures.get("correction") or {})
-    if "heldout_error_before" in found:
-        found["heldout_error"] = found["heldout_error_before"]
-    return replace(plan, figures={**plan.figures, "correction": {**found, "kept": "none", "reason": verdict.reason}})
-
-
-def read_verdict(files: CutFiles) -> Verdict | None:
-    """What an earlier run found of these cut layers; None if it is not there, or cannot be read."""
-    path = files.folder / JUDGED
+def read_difference(files: CutFiles) -> Difference | None:
+    """What an earlier run measured of these cut layers; None if it is not there, or cannot be read."""
     try:
-        content = read_object(path)
-        corrected, uncorrected, error = (float(content[name]) for name in ("corrected", "uncorrected", "error"))
-        return Verdict(corrected, uncorrected, error, int(content["sequences"]))
-    except (OSError, KeyError, TypeError, ValueError, OverflowError, CompressionError):
+        return read_as(Difference, read_object(files.folder / EVALUATED))
+    except (OSError, CompressionError):
         return None

@@ -16,8 +16,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import apply_expert, expert_parameters
 from compressor.model.opened import OpenModel
+from compressor.model.watch import Watch
 from compressor.steps.distill.contrastive import contrastive_loss
-from compressor.steps.distill.options import Recovery
+from compressor.steps.distill.step import Distill
 
 SAMPLED = 256  # tokens of a layer and a batch
 
@@ -42,17 +43,14 @@ def refuse_too_few(model: OpenModel) -> None:
 
 
 @contextmanager
-def noted_call(experts: Any) -> Iterator[list[ExpertCall]]:
-    """A list of the calls of an experts module while the block runs."""
+def noted_call(model: Any, layer: MoeLayer) -> Iterator[list[ExpertCall]]:
+    """A list of the calls of a layer's experts module while the block runs."""
     calls = list[ExpertCall]()
-    handle = experts.register_forward_pre_hook(lambda module, args: calls.append(ExpertCall(*args[:3])))
-    try:
+    with Watch(model, layer, on_experts=lambda *call: calls.append(ExpertCall(*call))):
         yield calls
-    finally:
-        handle.remove()
 
 
-def experts_apart(experts: Any, call: ExpertCall, options: Recovery, generator: torch.Generator) -> Tensor:
+def experts_apart(experts: Any, call: ExpertCall, options: Distill, generator: torch.Generator) -> Tensor:
     """CoMoE's Algorithm 1 on sampled tokens of a layer, []: one activated expert as anchor, the other ones for it.
 
     Against it are up to `options.negatives` inactive experts. Tokens that a router leaves with fewer than K experts are
@@ -66,7 +64,7 @@ def experts_apart(experts: Any, call: ExpertCall, options: Recovery, generator: 
     return contrastive_loss(outputs[:, 0], outputs[:, 1:top_k], outputs[:, top_k:], options.temperature)
 
 
-def _chosen(index: Tensor, experts: int, options: Recovery, generator: torch.Generator) -> Tensor:
+def _chosen(index: Tensor, experts: int, options: Distill, generator: torch.Generator) -> Tensor:
     """[S, K] -> [S, K + N] experts of each token: the anchor, the other activated ones, and sampled inactive ones."""
     order = torch.rand(index.shape, generator=generator).argsort(-1)
     active = torch.zeros(len(index), experts).scatter_(1, index, 1.0)

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compressor.distributed.ranks import here
+from compressor.evaluation.evaluator import Evaluator, Figures
 from compressor.model.opened import OpenModel
-from compressor.steps.distill.engine import Judgement, Judging, Values, put_values, rounded
 from compressor.steps.distill.objective import Objective
-from compressor.steps.distill.options import Recovery
-from compressor.steps.distill.ranks import ALONE, Ranks
-from compressor.steps.distill.text import Batch
+from compressor.steps.distill.step import Distill
 from compressor.steps.distill.trained import TrainedLayer
+from compressor.steps.distill.training import Values, put_values, rounded
 from compressor.steps.distill.updating import LayerState, NotFiniteError, keep_state, kept_state, update
 
 
@@ -25,11 +25,10 @@ class InMemory:
         model: OpenModel,
         layers: Sequence[TrainedLayer],
         stored: Mapping[str, torch.dtype],
-        options: Recovery,
+        options: Distill,
         seed: int,
-        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.stored, self.optimizer, self.ranks = model, stored, options.optimiser, ranks
+        self.model, self.stored, self.optimizer = model, stored, options.optimiser
         self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}
         model.partial.load(model.partial.keys_under(""))
         state = model.partial.model.state_dict()
@@ -45,7 +44,8 @@ class InMemory:
         for unit, layer in self.layers.items():
             state, parameters = self.states[unit], {key: whole.get_parameter(key) for key in layer.keys}
             dense = {key: parameter.grad for key, parameter in parameters.items()}
-            gradients = self.ranks.summed(layer.gradients(state.masters, dense))
+            gradients = layer.gradients(state.masters, dense)
+            gradients = {name: here().all_reduce(value.float()) for name, value in gradients.items()}
             update(state, gradients, self.optimizer, rate)
 
     def _finite_losses(self, objective: Objective) -> bool:
@@ -63,14 +63,11 @@ class InMemory:
         return True
 
     def _agree(self, objective: Objective, finite: bool) -> None:
-        """Sum the parts of the loss over all processes. Raises `NotFiniteError` in all if it is due in one."""
-        if self.ranks.count > 1:
-            device = self.model.partial.device
-            told = {name: torch.tensor(value, device=device) for name, value in objective.parts.items()}
-            told = self.ranks.summed({**told, "": torch.tensor(float(not finite), device=device)})
-            finite = not float(told.pop(""))
-            objective.parts = {name: float(value) for name, value in told.items()}
-        if not finite:
+        """Add up the parts of the loss over all ranks. Raises `NotFiniteError` at all if it is due at one."""
+        sums = torch.tensor([float(not finite), *objective.parts.values()], dtype=torch.float64)
+        faults, *parts = here().all_reduce(sums).tolist()
+        objective.parts = dict(zip(objective.parts, parts, strict=True))
+        if faults:
             raise NotFiniteError
 
     @contextmanager
@@ -88,15 +85,11 @@ class InMemory:
                 module.__dict__.pop("forward", None)
 
     @torch.no_grad()
-    def judged(self, batches: Sequence[Batch]) -> Judgement:
-        """How the model does as it would be stored now."""
+    def evaluated(self, evaluator: Evaluator) -> Figures:
+        """Figures of the model as it would be stored now."""
         for unit, layer in self.layers.items():
             put_values(self.model, rounded(layer.values(self.own, self.states[unit].masters), self.stored))
-        seen = Judging(batches)
-        for number, batch in enumerate(batches):
-            tokens = batch.tokens.to(self.model.partial.device)
-            seen.finished(number, self.model.partial.model(input_ids=tokens, use_cache=False))
-        return seen.judgement
+        return evaluator.measure_loaded(self.model.partial.model)
 
     def save(self, folder: Path) -> None:
         """Write the state of every layer."""

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from compressor.evaluation.teacher import divergence
+from compressor.distributed.ranks import here
+from compressor.evaluation.base_answers import top_divergence
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReverseVisitor
 from compressor.model.streaming import Forward
 from compressor.steps.distill.expert_outputs import ExpertCall, experts_apart, noted_call, seeded
-from compressor.steps.distill.options import Recovery
-from compressor.steps.distill.ranks import ALONE, Ranks
+from compressor.steps.distill.step import Distill
 from compressor.steps.distill.text import Batch
 from compressor.steps.distill.updating import NotFiniteError
 
-PARTS = ("distill", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
+PARTS = ("kl", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
 
 
 class Objective(ReverseVisitor):
@@ -34,15 +34,14 @@ class Objective(ReverseVisitor):
 
     def __init__(
         self,
-        options: Recovery,
+        options: Distill,
         batches: Sequence[Batch],
         model: OpenModel,
         seed: int,
         step: int,
-        ranks: Ranks = ALONE,
     ) -> None:
         self.options, self.model, self.seed, self.step = options, model, seed, step
-        self.batches = [ranks.share(batch) for batch in batches]
+        self.batches = [batch.share(here().rank, here().size) for batch in batches]
         self.tokens = sum(batch.tokens.numel() for batch in batches)
         self.predicted = self.tokens - sum(len(batch.tokens) for batch in batches)
         self.layers = layers_by_unit(model.architecture.layers) if options.contrastive else {}
@@ -54,8 +53,8 @@ class Objective(ReverseVisitor):
         """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
         batch, logits, options = self.batches[number], output.logits, self.options
         found = logits.new_zeros((), dtype=torch.float32)
-        if options.distill:
-            found = found + self._part("distill", divergence(batch.original, logits).sum() / self.tokens)
+        if options.kl:
+            found = found + self._part("kl", top_divergence(batch.base, logits).sum() / self.tokens)
         if options.cross_entropy:
             found = found + self._part("cross_entropy", next_token_losses(batch.tokens, logits).sum() / self.predicted)
         nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
@@ -86,7 +85,7 @@ class Objective(ReverseVisitor):
                 return own(*args, **kwargs)
             with ExitStack() as stack:
                 whole = self.model.partial.model
-                calls = [stack.enter_context(noted_call(whole.get_submodule(layer.name))) for layer in layers]
+                calls = [stack.enter_context(noted_call(whole, layer)) for layer in layers]
                 output = own(*args, **kwargs)
             hidden, *others = (output,) if isinstance(output, Tensor) else output
             if unit == self.last:
@@ -105,10 +104,10 @@ class Objective(ReverseVisitor):
         return found * share / len(self.model.architecture.layers)
 
     def _distance(self, hidden: Tensor) -> Tensor:
-        """The square distance from the original's states over their own square, by sequence; its share of the mean."""
+        """The square distance from the base's states over their own square, by sequence; its share of the mean."""
         batch = self.batches[self.batch]
-        assert batch.hidden is not None
-        wanted = batch.hidden.to(hidden.device).float()
+        assert batch.base.hidden is not None
+        wanted = batch.base.hidden.to(hidden.device).float()
         off = (hidden.float() - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-12)
         return off.sum() * batch.tokens.shape[1] / self.tokens
 

@@ -65,8 +65,8 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
         return dtype
     if model.layout.quantized:
         raise CompressionError(
-            f"tensor {name!r} is stored quantised, so nothing can be trained into it; recover the model before it is "
-            "quantised, or train what is not, as with --method router"
+            f"tensor {name!r} is stored quantised, so nothing can be trained into it; distill the model before it is "
+            "quantised, or train what is not, as the option train: router does"
         )
     raise _unknown_storage(key)
 

@@ -13,15 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReversePass, ReverseVisitor
-from compressor.model.streaming import LayerStream, LayerVisitor
-from compressor.steps.distill.engine import Judgement, Judging, Values, put_values, rounded
 from compressor.steps.distill.objective import Objective
-from compressor.steps.distill.options import Recovery
-from compressor.steps.distill.ranks import ALONE
-from compressor.steps.distill.text import Batch
+from compressor.steps.distill.step import Distill
 from compressor.steps.distill.trained import TrainedLayer
+from compressor.steps.distill.training import Values, put_values, rounded
 from compressor.steps.distill.updating import LayerState, file_of, keep_state, kept_state, update
 from compressor.words import human_bytes
 
@@ -37,12 +35,11 @@ class Streamed:
         model: OpenModel,
         layers: Sequence[TrainedLayer],
         stored: Mapping[str, torch.dtype],
-        options: Recovery,
+        options: Distill,
         seed: int,
         now: Path,
     ) -> None:
         self.model, self.stored, self.optimizer, self.now = model, stored, options.optimiser, now
-        self.ranks = ALONE
         self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}
         shutil.rmtree(now, ignore_errors=True)
         for unit, layer in self.layers.items():
@@ -56,18 +53,13 @@ class Streamed:
 
     def step(self, objective: Objective, rate: float) -> None:
         """Take one step over all batches: once through the layers, and back."""
-        run = ReversePass(
-            self.model.partial, [batch.tokens for batch in objective.batches], self.model.architecture.units
-        )
+        run = ReversePass(self.model, [batch.tokens for batch in objective.batches])
         run.run(objective.loss, _Updating(self, rate), objective)
 
     @torch.no_grad()
-    def judged(self, batches: Sequence[Batch]) -> Judgement:
-        """How the model does as it would be stored now."""
-        seen, units = Judging(batches), self.model.architecture.units
-        tokens = [batch.tokens for batch in batches]
-        LayerStream(self.model.partial, tokens, units, units, range(len(batches))).run(_Rounded(self), seen)
-        return seen.judgement
+    def evaluated(self, evaluator: Evaluator) -> Figures:
+        """Figures of the model as it would be stored now."""
+        return evaluator.measure(self.model, _Rounded(self))[0]
 
     def save(self, folder: Path) -> None:
         """Keep the present state, of which no file is ever written again: a second name is enough."""
@@ -110,7 +102,7 @@ class _Updating(ReverseVisitor):
             keep_state(engine.now, unit, state)
 
 
-class _Rounded(LayerVisitor):
+class _Rounded(Variants):
     """Has layers compute with what would be stored of them now."""
 
     def __init__(self, engine: Streamed) -> None:
@@ -134,7 +126,7 @@ def _linked(source: Path, folder: Path, units: Mapping[str, TrainedLayer]) -> No
             shutil.copyfile(file_of(source, unit), file_of(folder, unit))
 
 
-def tell_cost(model: OpenModel, steps: int) -> None:
+def log_cost(model: OpenModel, steps: int) -> None:
     """Say beforehand how much will be read."""
     size = sum(info.nbytes for info in model.checkpoint.tensors.values())
     logger.warning(

@@ -15,7 +15,7 @@ from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import parameter_names
 from compressor.model.opened import OpenModel
 from compressor.steps.distill import lora
-from compressor.steps.distill.options import Recovery
+from compressor.steps.distill.step import Distill
 
 Masters = dict[str, Tensor]  # by name: a state-dict key, or one of a key's factors
 FACTORS = ("lora_A", "lora_B")
@@ -71,7 +71,7 @@ def _pair(masters: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def trained_layers(model: OpenModel, options: Recovery) -> tuple[TrainedLayer, ...]:
+def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
     """What the method trains, in the order of the decoder layers; those of which nothing is trained are left out.
 
     `experts`: the experts' tensors and the routers' parameters; `router`: those of the routers alone; `lora`: factors
@@ -85,7 +85,7 @@ def trained_layers(model: OpenModel, options: Recovery) -> tuple[TrainedLayer, .
     found = []
     for unit in model.architecture.units:
         own = [key for key in model.partial.keys_under(unit) if key in parameters]
-        chosen = _chosen(whole, unit, own, by_unit.get(unit, []), options.method)
+        chosen = _chosen(whole, unit, own, by_unit.get(unit, []), options.train)
         for key in chosen.keys:
             if key in shared:
                 raise CompressionError(f"{key} is shared by two layers, so it cannot be trained as one of them")

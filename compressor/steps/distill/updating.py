@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.kept import keep_tensors, kept_tensors
 from compressor.steps.distill.trained import Masters
-from compressor.surgery.kept import keep_tensors, kept_tensors
 
 MOST_NORM = 1.0  # of a decoder layer's gradients
 MOMENTS = "of "  # begins the name of a tensor of the optimiser's state in a file

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import positions
+from compressor.evaluation.base_answers import Distributions
 from compressor.evaluation.items import Item, rows_of
-from compressor.evaluation.teacher import Distributions
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import load_answering
@@ -25,8 +25,8 @@ from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet
 from compressor.pathways.scores import logits_of, weights_of
 from compressor.progress import Progress
-from compressor.steps.routers.bake import OWN_ANSWER
 
+OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours
 MOST = 64  # items that are averaged over
 PROMPT = 64  # tokens of a prompt that is taken from text
 
@@ -76,21 +76,21 @@ def _rescored(model: PathwayModel, own: Tensor, change: Tensor) -> Tensor:
 
 
 def text_reference(
-    model: OpenModel, batches: Sequence[Tensor], original: Sequence[Distributions], progress: Progress
+    model: OpenModel, batches: Sequence[Tensor], base: Sequence[Distributions], progress: Progress
 ) -> ReferenceSet:
-    """A reference set of text (token ids [B, L]): a place of each sequence, and the token that the original expects.
+    """A reference set of text (token ids [B, L]): a place of each sequence, and the base's greedy token.
 
     Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
     """
     tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
     found = [
         _text_item(sequence.tolist(), likeliest.tolist(), tokenizer, draw)
-        for batch, asked in zip(batches, original, strict=True)
+        for batch, asked in zip(batches, base, strict=True)
         for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
     ]
     items = [item for item in found if item is not None and _can_be_asked(item, tokenizer, model)]
     if not items:
-        raise CompressionError("nothing that the original expects can be written as text; give --reference items")
+        raise CompressionError("nothing that the base expects can be written as text; give --reference items")
     return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
 
 

@@ -3,16 +3,14 @@
 T tokens, E rows of the router's weight, H width.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compressor.distributed.present import here
-from compressor.model.architecture import MoeLayer, layers_by_unit
-from compressor.model.opened import OpenModel
+from compressor.distributed.ranks import here
+from compressor.model.architecture import MoeLayer
 from compressor.model.reverse import ReverseVisitor
 from compressor.pathways.router_logits import Product, router_weight, watched
 
@@ -76,21 +74,18 @@ def _ridged(square: Tensor, ridge: float) -> Tensor:
 class RouterGradients(ReverseVisitor):
     """Gathers the moments of every router that gradients reach, by its weight's state-dict key.
 
-    `owners` are the ranks of all batches, of which this one sees its own; what they show is added up in the order of
-    the batches, to the same bits however many ranks there are.
+    Each rank runs its own batches; their moments are added up when all have passed a layer.
     """
 
-    def __init__(self, model: OpenModel, owners: Sequence[int]) -> None:
-        self.whole, self.layers = model.partial.model, layers_by_unit(model.architecture.layers)
-        self.owners, self.own = owners, [n for n, owner in enumerate(owners) if owner == here().rank]
+    def __init__(self) -> None:
         self.found: dict[str, Moments] = {}
-        self._parts: dict[tuple[str, int], Moments] = {}  # of a layer's routers, by batch
+        self._own: dict[str, Moments] = {}  # of a layer's routers, on this rank's batches
         self._watching, self._seen = ExitStack(), list[tuple[str, Product]]()
 
     def replaying(self, unit: str, batch: int) -> None:
         self._seen = []
-        for layer in self.layers.get(unit, ()):
-            self._watching.enter_context(watched(self.whole, layer, self._noting(layer)))
+        for layer in self.at.moe_layers:
+            self._watching.enter_context(watched(self.at.model, layer, self._noting(layer)))
 
     def _noting(self, layer: MoeLayer) -> "_Noting":
         return _Noting(router_weight(layer), self._seen)
@@ -102,26 +97,16 @@ class RouterGradients(ReverseVisitor):
                 continue  # nothing hangs on the scores of the experts that were chosen
             x = product.inputs.detach().double()
             g = gradient.reshape(len(x), -1).double()
-            place = (key, 0 if here().is_alone else self.own[batch])  # one process adds up at once
-            self._parts.setdefault(place, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+            self._own.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
     def done(self, unit: str) -> None:
-        """Add up what all batches have shown of the layer's routers."""
-        for layer in self.layers.get(unit, ()):
+        """Add up the moments of the layer's routers over all ranks."""
+        for layer in self.at.moe_layers:
             key = router_weight(layer)
-            rows, width = self.whole.get_parameter(key).shape
-            if (made := self._summed(key, Moments.empty(width, rows))).tokens:
-                self.found[key] = made
-        self._parts.clear()
-
-    def _summed(self, key: str, empty: Moments) -> Moments:
-        if here().is_alone:
-            return self._parts.get((key, 0), empty)
-
-        def of(batch: int) -> Tensor:
-            return self._parts.get((key, batch), empty).flat
-
-        return empty.filled(here().ordered_sum(empty.flat, self.owners, of))
+            rows, width = self.at.model.get_parameter(key).shape
+            own = self._own.pop(key, Moments.empty(width, rows))
+            if (moments := own.filled(here().all_reduce(own.flat))).tokens:
+                self.found[key] = moments
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """Dealing the neurons of a split model's experts out to their parts, by what they do on text or by their weights."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.distributed.present import here
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
@@ -15,7 +14,6 @@ from compressor.recipe.split import CLUSTERS, ENERGY, WEIGHTS
 from compressor.steps.split.neurons import measured
 from compressor.steps.split.opening import cut_as_stored, in_order
 from compressor.steps.split.order import WAYS, order_of
-from compressor.surgery.kept import keep_tensors, kept_tensors, told_of
 
 
 def check_way(by: str, with_data: bool, remedy: str) -> None:
@@ -32,13 +30,11 @@ def dealt(
     by: str,
     progress: Progress,
     seed: int,
-    kept: Path | None = None,
     changed: bool = False,
 ) -> OpenModel:
     """The split model with its neurons in order: measured on the text, held-out sequences excepted, or on the weights.
 
-    Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`. A
-    run that was killed left its orders in the file `kept`, if there is one; they are taken.
+    Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`.
     """
     model = cut_as_stored(model, changed)
     assert model.whole is not None
@@ -48,19 +44,13 @@ def dealt(
         "by": WEIGHTS if text is None else by,
         "calibration": None if text is None else text.identity,
     }
-    asked = {"parts": parts, "block": block, **told}
     whole = model.whole
 
     def orders() -> Mapping[str, Tensor]:
-        if kept is not None and told_of(kept) == asked:
-            return kept_tensors(kept)
         batches = None if text is None else [text.batches[number] for number in text.fit]
         way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
         found = measured(whole, batches, progress, way == CLUSTERS, seed)
-        made = {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
-        if kept is not None:
-            kept.parent.mkdir(exist_ok=True)
-            keep_tensors(kept, made, asked)
-        return made
+        return {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
 
-    return in_order(model, here().shown(orders), told)
+    found = here().broadcast_tensors(orders)
+    return in_order(model, {layer.name: found[layer.name] for layer in whole.architecture.layers}, told)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.architecture import MoeLayer
 from compressor.model.experts import expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.watch import Watch
 from compressor.progress import Progress
 
 SAMPLE = 256  # tokens of each expert whose activations are kept
@@ -48,15 +49,15 @@ class Meter:
     enters the down projection, so it is the squared norm of what the neuron adds to the output.
     """
 
-    def __init__(self, layer: MoeLayer, experts: Any, sample: bool) -> None:
-        self.layer, self.experts, self.sample = layer, experts, sample
+    def __init__(self, model: Any, layer: MoeLayer, sample: bool) -> None:
+        self.layer, self.experts, self.sample = layer, model.get_submodule(layer.name), sample
+        experts = self.experts
         self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=experts.down_proj.device)
         self.kept: list[list[Tensor]] = [[] for _ in range(layer.experts)]
-        self.handle = experts.register_forward_pre_hook(self._called)
+        self.watch = Watch(model, layer, on_experts=self._called).attach()
 
     @torch.no_grad()
-    def _called(self, module: Any, args: tuple[Tensor, ...]) -> None:
-        hidden, index, weights = args
+    def _called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         for expert, rows, slots in routed(weights, index):
             inner = intermediate(self.experts, expert_parameters(self.experts, expert), hidden[rows])
             gated = inner.double() * weights[rows, slots, None].double()
@@ -68,7 +69,7 @@ class Meter:
     @torch.no_grad()
     def finish(self) -> Neurons:
         """The measures of the layer; an expert that no token reached has those of its weights."""
-        self.handle.remove()
+        self.watch.detach()
         by_weights, found = energy_of_weights(self.experts), self.sums.cpu()
         activity = []
         for expert in range(len(found)):
@@ -81,13 +82,11 @@ class Meter:
 
 
 class _Watching(LayerVisitor):
-    def __init__(self, model: OpenModel, sample: bool) -> None:
-        self.model, self.sample, self.meters = model, sample, list[Meter]()
-        self.layers = layers_by_unit(model.architecture.layers)
+    def __init__(self, sample: bool) -> None:
+        self.sample, self.meters = sample, list[Meter]()
 
     def loaded(self, unit: str) -> None:
-        module = self.model.partial.model.get_submodule
-        self.meters = [Meter(layer, module(layer.name), self.sample) for layer in self.layers.get(unit, ())]
+        self.meters = [Meter(self.at.model, layer, self.sample) for layer in self.at.moe_layers]
 
 
 def measured(
@@ -95,8 +94,8 @@ def measured(
 ) -> Iterator[Neurons]:
     """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone."""
     layers = model.architecture.layers
-    progress.start("measure neurons", len(layers))
     if batches is None:
+        progress.start("measure neurons", len(layers))
         for layer in layers:
             model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
             yield Neurons(layer, energy_of_weights(model.partial.model.get_submodule(layer.name)))
@@ -104,12 +103,9 @@ def measured(
             give_back()
             progress.advance(layer.name)
         return
-    watching = _Watching(model, sample)
-    stream = LayerStream(model.partial, batches, model.architecture.units, watching.layers)
-    with torch.random.fork_rng(devices=[]), closing(stream.passing(watching)) as passed:
-        torch.manual_seed(seed)
+    watching = _Watching(sample)
+    with closing(Pass(model, batches, progress, "measure neurons", seed).layers(watching)) as passed:
         for _ in passed:
             for meter in watching.meters:
                 yield meter.finish()
-                progress.advance(meter.layer.name)
             watching.meters = []  # before their layer's memory is given back

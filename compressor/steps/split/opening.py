@@ -140,12 +140,16 @@ def as_planned(model: OpenModel, plan: CompressionPlan) -> OpenModel:
     """
     if (model.split, model.top_k) == (plan.split, plan.top_k):
         return model
+    check_source(plan.source, (model.whole or model).fingerprint)
+    return as_decided(model, plan.split, plan.top_k)
+
+
+def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
+    """The model split as a plan's entry says, and with this top-k; raises as `as_planned` does."""
     stored = model.whole or model
-    check_source(plan, stored.fingerprint)
-    if plan.split is None:
-        return seen_as(stored, 1, plan.top_k)
-    split = plan.split
-    seen = seen_as(stored, int(split["parts"]), plan.top_k)
+    if split is None:
+        return seen_as(stored, 1, top_k)
+    seen = seen_as(stored, int(split["parts"]), top_k)
     assert isinstance(seen.partial, SplitModel)
     own = widths(build_meta(stored.config))
     orders = read_orders(split, stored.architecture.layers, own)

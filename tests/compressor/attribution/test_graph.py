@@ -17,10 +17,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.attribution.centrality import MEASURES, agreements, centralities, most_central, ranking, strong_edges
 from compressor.attribution.communities import routed_together
 from compressor.attribution.figures import Attribution, ScoreEdge, Together
-from compressor.attribution.graph import ROUTES, SCORES, STEERS, edges_of, routing_graph
+from compressor.attribution.graph import (
+    MEASURES,
+    ROUTES,
+    SCORES,
+    STEERS,
+    agreements,
+    centralities,
+    edges_of,
+    most_central,
+    ranking,
+    routing_graph,
+    strong_edges,
+)
 from compressor.attribution.graph_files import DRAWN, graph_figure, graph_tables, measured_graph, write_graph
 from tests.attributions import attribution, module, sender
 from tests.drawn import axes_of

@@ -30,7 +30,7 @@ from compressor.attribution.report import write_attribution
 from compressor.attribution.summary import full_content
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import log_scale
-from compressor.drawing.scales import ticks
+from compressor.drawing.palette import ticks
 from tests.attributions import attribution, sender
 from tests.drawn import axes_of, canvases
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compressor.attribution.centrality import MEASURES, centralities, ranking
 from compressor.attribution.figures import Attribution, Sender
-from compressor.attribution.graph import routing_graph
+from compressor.attribution.graph import MEASURES, centralities, ranking, routing_graph
 from compressor.attribution.hubs import find_hubs, outlier_scores, overlap, super_experts
 from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate

@@ -15,9 +15,9 @@ from tests.plugins import REAP, install
 
 COMMANDS = (
     "inspect", "plan", "apply", "compress", "compare", "attribute", "gate", "export", "generate", "report", "push",
-    "strategies", "demo",
+    "steps", "strategies", "demo",
 )  # fmt: skip
-PANELS = ("What to keep", "Strategy", "Calibration", "Correction", "Gate", "Publishing", "Running")
+PANELS = ("What to keep", "Strategy", "Calibration", "Steps", "Gate", "Publishing", "Running")
 
 
 def test_version(run: Run) -> None:
@@ -35,7 +35,7 @@ def test_help_of_compress_comes_in_panels(run: Run, monkeypatch: pytest.MonkeyPa
         PANELS, ("--ratio", "--merge", "--samples", "--correct", "--max-drop", "--private", "--device"), strict=True
     ):
         assert places[PANELS.index(panel)] < text.index(f"{option} ") < ends[PANELS.index(panel)]
-    assert text.index("--recipe") < places[0]
+    assert text.index("--output") < places[0]
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:

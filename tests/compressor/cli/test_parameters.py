@@ -1,14 +1,17 @@
-"""Options made from the fields of dataclasses."""
+"""Options made from the fields of dataclasses and of steps."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
-from compressor.cli.parameters import given, spread
-from compressor.planning.request import KEEP, RUNNING, Request, described
+from compressor.cli.parameters import KEEP, RUNNING, STEPS, Flags, described, given, spread, step_options
+from compressor.cli.step_flags import FLAGS
+from compressor.recipe.plugins import STEPS as GROUP
+from compressor.recipe.plugins import names
+from compressor.recipe.recipe import step_class
+from compressor.steps.distill.step import Distill
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,24 @@ def test_panels_stand_in_their_order() -> None:
     assert shown.index("Arguments") < shown.index(KEEP) < shown.index("--word") < shown.index(RUNNING)
 
 
-def test_every_field_of_a_request_is_an_option_but_the_strategy_s_own() -> None:
-    others = [entry.name for entry in fields(Request) if "help" not in entry.metadata]
-    assert others == ["constants", "options"]  # --format asks for the former
-    assert all(entry.metadata["help"].endswith((".", "...")) for entry in fields(Request) if entry.metadata)
+def test_every_option_of_a_step_is_described_and_every_flag_is_one() -> None:
+    for name in names(GROUP):
+        assert all(str(entry.description).endswith((".", "...")) for entry in step_class(name).model_fields.values())
+    for step, _, fields in FLAGS:
+        assert set(fields.values()) <= set(step.model_fields)
 
 
-def test_a_request_or_its_fields() -> None:
-    whole = Request(experts=4)
-    assert Request.of(whole, {}) is whole and Request.of(None, {"experts": 4}) == whole
-    with pytest.raises(TypeError, match="not both"):
-        Request.of(whole, {"experts": 4})
+def test_a_step_s_fields_are_options_with_their_defaults() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def command(options: Annotated[dict[str, Any], Flags(lambda: step_options(Distill, STEPS))]) -> None:
+        """Say it."""
+        seen.append(options)
+
+    app = typer.Typer()
+    app.command()(spread(command))
+    assert CliRunner().invoke(app, []).exit_code == 0
+    assert CliRunner().invoke(app, ["--train", "lora", "--learning-rate", "0.5", "--stream"]).exit_code == 0
+    assert CliRunner().invoke(app, ["--steps", "many"]).exit_code == 2
+    plain = {name: value for name, value in dict(Distill()).items() if name != "calibration"}
+    assert seen == [plain, {**plain, "train": "lora", "learning_rate": 0.5, "stream": True}]

@@ -1,4 +1,4 @@
-"""`--recipe`: a run repeated from its output, what the command line overrides, and what is refused."""
+"""`compress recipe.yaml`: a run repeated from its output, what the command line overrides, and what is refused."""
 
 import json
 import shutil
@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests import small
 from tests.command_line import Run, captured, names, refused
@@ -29,28 +31,37 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan_of(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "compression.json").read_text())["plan"])
+def recipe_of(folder: Path) -> Any:
+    return yaml.safe_load((folder / "recipe.yaml").read_text())
 
 
 def test_an_output_has_its_recipe(made: Path) -> None:
-    text = (made / "out" / "recipe.yaml").read_text()
-    assert yaml.safe_load(text) == {
-        "model": "model", "experts": 4, "strategy": "data-centric",
-        "options": {"merge": "frequency", "merge_routers": False}, "calibration": ["calibration.txt"], "samples": 4,
-        "sequence_length": 64, "seed": 3, "correct": "none",
-    }  # fmt: skip
-    assert str(made) not in text
+    assert recipe_of(made / "out") == {
+        "model": "model",
+        "calibration": {"data": ["calibration.txt"], "samples": 4, "sequence_length": 64},
+        "seed": 3,
+        "dtype": "float32",
+        "steps": [
+            {
+                "prune": {
+                    "strategy": "data-centric",
+                    "ratio": 0.5,
+                    "options": {"merge": "frequency", "merge_routers": False},
+                }
+            }
+        ],
+    }
+    assert str(made) not in (made / "out" / "recipe.yaml").read_text()
 
 
 def test_a_run_is_repeated_from_it(run: Run, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From anywhere on this machine, and from a copy of the recipe where the files are."""
     monkeypatch.chdir(tmp_path)
-    assert run("compress", "--recipe", made / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
+    assert run("compress", made / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
     shutil.copy(made / "out" / "recipe.yaml", tmp_path / "mine.yaml")
     monkeypatch.chdir(made)
-    assert run("compress", "--recipe", tmp_path / "mine.yaml", "-o", tmp_path / "copied").status == 0
-    assert run("plan", "--recipe", tmp_path / "mine.yaml", "-o", tmp_path / "plan.json").status == 0
+    assert run("compress", tmp_path / "mine.yaml", "-o", tmp_path / "copied").status == 0
+    assert run("plan", tmp_path / "mine.yaml", "-o", tmp_path / "plan.json").status == 0
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
     assert tree(made / "out") == tree(tmp_path / "again") == tree(tmp_path / "copied") == tree(tmp_path / "applied")
 
@@ -58,10 +69,10 @@ def test_a_run_is_repeated_from_it(run: Run, made: Path, tmp_path: Path, monkeyp
 def test_a_copy_elsewhere_has_its_files_named(run: Run, made: Path, tmp_path: Path) -> None:
     recipe, out = tmp_path / "recipe.yaml", ("-o", tmp_path / "out")
     shutil.copy(made / "out" / "recipe.yaml", recipe)
-    refused(run("compress", "--recipe", recipe, *out), "names the model 'model', .*; name it as MODEL")
-    refused(run("compress", made / "model", "--recipe", recipe, *out), "calibration.txt, .* name it with --calibration")
-    text = made / "calibration.txt"
-    assert run("compress", made / "model", "--recipe", recipe, "--calibration", text, *out).status == 0
+    model = ("--set", f"model={made / 'model'}")
+    refused(run("compress", recipe, *out), "names the model 'model', .*; add --set model=FOLDER")
+    refused(run("compress", recipe, *model, *out), "calibration.txt, .* name it with --calibration")
+    assert run("compress", recipe, *model, "--calibration", made / "calibration.txt", *out).status == 0
     assert tree(tmp_path / "out") == tree(made / "out")
 
 
@@ -69,69 +80,86 @@ def test_the_command_line_wins(run: Run, made: Path, tmp_path: Path) -> None:
     recipe, out = made / "out" / "recipe.yaml", tmp_path / "plan.json"
 
     def planned(*more: Any) -> dict[str, Any]:
-        result = run("plan", "--recipe", recipe, "-o", out, "--overwrite", "--json", *more)
+        result = run("plan", recipe, "-o", out, "--overwrite", "--json", *more)
         assert result.status == 0, result
         return dict(json.loads(result.out))
 
-    assert planned()["experts"] == 4
-    assert planned("--experts", 3)["experts"] == 3
-    assert planned("--ratio", 0.25)["experts"] == 6  # in place of the recipe's count
+    def pruned(*more: Any) -> dict[str, Any]:
+        (step,) = planned(*more)["steps"]
+        return {**step["options"], "kept": step["plan"]["experts"], "layers": len(step["plan"]["layers"])}
+
+    assert pruned()["kept"] == 4
+    assert pruned("--experts", 3)["kept"] == 3
+    assert pruned("--ratio", 0.25)["kept"] == pruned("--set", "prune.ratio=0.25")["kept"] == 6
     assert planned("--seed", 0)["seed"] == 0  # a default, but said
-    assert planned("--merge", "max")["options"] == {"merge": "max", "merge_routers": False}
-    assert planned("--strategy", "count-guided")["options"] == {}  # the options were another strategy's
+    assert pruned("--merge", "max")["options"] == {"merge": "max", "merge_routers": False}
+    assert pruned("--strategy", "count-guided")["options"] == {}  # the options were another strategy's
     assert planned("--samples", 2)["calibration"]["asked"]["samples"] == 2
+    assert planned("--set", "calibration.samples=2")["calibration"]["asked"]["samples"] == 2
     assert planned("--calibration", "demo")["calibration"]["source"] == "demo"
     small.save(tmp_path / "other", num_hidden_layers=1)
-    assert len(planned()["layers"]) == 2
-    assert len(json.loads(run("plan", tmp_path / "other", "--recipe", recipe, "-o", tmp_path / "o.json", "--json").out)[
-        "layers"
-    ]) == 1  # fmt: skip
+    assert pruned()["layers"] == 2 and pruned("--set", f"model={tmp_path / 'other'}")["layers"] == 1
 
 
 def test_protected_experts_stand_in_the_recipe(run: Run, made: Path, tmp_path: Path) -> None:
     hubs = tmp_path / "hubs.json"
-    hubs.write_text('[{"layer": 1, "expert": 5}, {"layer": 0, "expert": 2}]')
-    ask = ("--experts", 4, "--strategy", "reap", "--calibration", made / "calibration.txt", *SIZES)
+    hubs.write_text('[{"layer": 0, "expert": 2}, {"layer": 1, "expert": 5}]')
+    ask = ("--experts", 4, "--strategy", "reap", "--split", 1, "--calibration", made / "calibration.txt", *SIZES)
     assert run("compress", made / "model", "-o", tmp_path / "out", *ask, "--protect", hubs).status == 0
     hubs.unlink()
-    content = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
-    assert content["protect"] == [{"layer": 0, "expert": 2}, {"layer": 1, "expert": 5}]
-    assert run("compress", "--recipe", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
+    (step,) = recipe_of(tmp_path / "out")["steps"]
+    assert step["prune"]["protect"] == [{"layer": 0, "expert": 2}, {"layer": 1, "expert": 5}]
+    assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
-    assert plan_of(tmp_path / "again")["protected"]
+    (step,) = json.loads((tmp_path / "again" / "compression.json").read_text())["plan"]["steps"]
+    assert step["plan"]["protected"]
 
 
 def test_a_recipe_of_one_s_own(run: Run, made: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"model: {made / 'model'}\nratio: 0.5\nstrategy: reap\ncalibration: demo\nsamples: 4\nsequence_length: 32\n"
-        "protect: [{layer: 0, expert: 1}]\nsequential: true\n"
+        f"model: {made / 'model'}\ncalibration: {{data: demo, samples: 4, sequence_length: 32}}\nsteps:\n"
+        "- prune: {ratio: 0.5, strategy: reap, protect: [{layer: 0, expert: 1}], sequential: true}\n"
     )
-    assert run("compress", "--recipe", recipe, "-o", tmp_path / "out").status == 0
-    plan = plan_of(tmp_path / "out")
-    assert (plan["experts"], plan["sequential"], len(plan["protected"])) == (4, True, 1)
+    assert run("compress", recipe, "-o", tmp_path / "out").status == 0
+    (step,) = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["steps"]
+    assert (step["plan"]["experts"], step["options"]["sequential"], len(step["plan"]["protected"])) == (4, True, 1)
 
 
 def test_bad_recipes_leave_nothing(run: Run, made: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
+    recipe, model = tmp_path / "mine.yaml", f"model: {made / 'model'}"
     for text, message in (
-        ("strateggy: reap", "has no field 'strateggy'; did you mean 'strategy'"),
-        ("samples: [1]", r"samples is \[1\], it should be a whole number"),
-        ("experts: 4", "Missing argument 'MODEL', and .*mine.yaml names none"),
-        (f"model: {made / 'model'}\nexperts: 4\nratio: 0.5", "either --experts N or --ratio R"),
-        (f"model: {made / 'model'}\nexperts: 4\ncorrect: twist", "no correction 'twist'"),
-        (f"model: {made / 'model'}\nexperts: 4\nsamples: 0\nstrategy: reap\ncalibration: demo", "--samples 0"),
-        (f"model: {made / 'model'}\nexperts: 4\nprotect: [{{layer: 0}}]", "protect, entry 1 has no 'expert'"),
-        (f"model: {made / 'model'}\nexperts: 4\noptions: {{speed: 1}}", "has no option 'speed'"),
+        ("strategy: reap", "has no field 'strategy'; known are model, .*steps"),
+        ("calibration: {samples: [1]}", r"calibration.samples is \[1\]; input should be a valid integer"),
+        ("steps: [prune: {experts: 4}]", "no model is named; give MODEL, or a recipe with one"),
+        (f"{model}\nsteps: []", "the recipe has no step that does anything; add one"),
+        (f"{model}\nsteps: [prun]", r"no step 'prun' at steps\[0\]; did you mean 'prune'"),
+        (f"{model}\nsteps: [prune]", "say how many experts to keep: either --experts N or --ratio R"),
+        (f"{model}\nsteps: [prune: {{experts: 4, ratio: 0.5}}]", "either --experts N or --ratio R"),
+        (f"{model}\nsteps: [prune: {{experts: 4}}, correct: twist]", r"steps\[1\] is .*; it should be one step"),
+        (f"{model}\nsteps: [prune: {{experts: 4}}, correct: {{method: twist}}]", r"steps\[1\]: correct: method is"),
+        (f"{model}\ncalibration: {{data: demo, samples: 0}}\nsteps: [prune: {{experts: 4}}]", "samples is 0; input"),
+        (f"{model}\nsteps: [prune: {{experts: 4, protect: [{{layer: 0}}]}}]", "protect, entry 1 has no 'expert'"),
+        (f"{model}\nsteps: [prune: {{experts: 4, options: {{speed: 1}}}}]", "has no option 'speed'"),
     ):
         recipe.write_text(text)
-        refused(run("compress", "--recipe", recipe, "-o", tmp_path / "out"), message)
+        refused(run("compress", recipe, "-o", tmp_path / "out"), message)
     assert names(tmp_path) == ["mine.yaml"]
 
 
-def test_a_recipe_is_not_carried_along(run: Run, made: Path, tmp_path: Path) -> None:
-    """What is compressed again gets a recipe of its own."""
+def test_what_is_compressed_again_has_the_recipe_and_the_plan_of_both(
+    run: Run, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask = ("--experts", 3, "--strategy", "model-centric")
     assert run("compress", made / "out", "-o", tmp_path / "smaller", *ask).status == 0
-    content = yaml.safe_load((tmp_path / "smaller" / "recipe.yaml").read_text())
-    assert (content["model"], content["experts"]) == ("out", 3)
+    content = recipe_of(tmp_path / "smaller")
+    assert content["model"] == "model"
+    assert [step["prune"].get("experts") for step in content["steps"]] == [None, 3]
+    plan = json.loads((tmp_path / "smaller" / "compression.json").read_text())["plan"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    shutil.copy(made / "calibration.txt", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run("apply", "plan.json", "--model", made / "model", "-o", tmp_path / "at-once").status == 0
+    assert recipe_of(tmp_path / "at-once") == content
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("smaller", "at-once"))
+    assert one.keys() == two.keys() and all(torch.equal(two[key], value) for key, value in one.items())

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from compressor.api.compressing import Summary
 from compressor.checkpoint.headers import Size
 from compressor.cli import rendering
 from compressor.model.architecture import MoeLayer
-from compressor.model.inspection import Inspection, Outcome, Part
+from compressor.model.inspection import Inspection, Part
+from compressor.model.inspection import Outcome as OfSize
+from compressor.pipeline.outcome import Outcome
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
-from compressor.serving.advice import advise
-from compressor.serving.rules import Served
+from compressor.recipe.steps_plan import Plan
+from compressor.serving.advice import Served, advise
 from exporters.onnx import ExportSummary
 from exporters.onnx_experts import LayerRoute
 from exporters.onnx_verify import Verification
+from tests.plans import by_hand
 
 HOSTILE = "[bold red]m[/]\\[x] :smile: `<b>` | {y}"
 
@@ -33,19 +35,18 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:-1].split("│")] for line in text.splitlines() if line.startswith("│")]
 
 
-def a_plan(**others: Any) -> CompressionPlan:
+def a_plan(**others: Any) -> Plan:
     """One layer with a merged pair, and of 20 experts 17 dropped."""
     at, pair = "model.layers.0.mlp", Group((0, 1), (0.5, 0.5), (0.5, 0.5))
     layer = MoeLayer(f"{at}.experts", at, f"{at}.gate", "model.layers.0", 0, 20, 2, 1, 1)
     fields: dict[str, Any] = {"protected": {f"{at}.experts": (2,)}, **others}
     source = Source("folder", None, "f" * 64)
-    return CompressionPlan(
-        source, 2, "by-hand", {}, None, (LayerPlan.of(layer, [pair, Group.single(2)], decided_by="x"),), **fields
-    )
+    layers = (LayerPlan.of(layer, [pair, Group.single(2)], decided_by="x"),)
+    return by_hand(CompressionPlan(source, 2, "by-hand", {}, None, layers, **fields))
 
 
 def test_a_plan_is_a_row_for_each_layer(out: Any) -> None:
-    rendering.show_plans([a_plan(), replace(a_plan(), protected={})], [Path("a.json"), Path("b[1].json")], False)
+    rendering.show_plans([a_plan(), a_plan(protected={})], [Path("a.json"), Path("b[1].json")], False)
     text = out()
     first, second = cells(text)
     dropped = " ".join(map(str, range(3, 15))) + " and 5 more"
@@ -54,23 +55,24 @@ def test_a_plan_is_a_row_for_each_layer(out: Any) -> None:
     assert text.count("1 protected expert, neither merged nor dropped") == 1
 
 
-def test_a_summary_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
+def test_an_outcome_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
     names = tuple(f"{HOSTILE}.{number}" for number in range(6))
-    made = Summary(
-        HOSTILE, "reap", 20, 2, Size(1000, 4000), Size(250, 1000), {"planning": 1.25, "writing": 0.5}, 3_000_000,
-        names, ("n_extra",), a_plan(), advise(Served("mixtral", 2, 2, 256), [2, 4]),
+    made = Outcome(
+        HOSTILE, a_plan(), 20, 2, Size(1000, 4000), Size(250, 1000), {"plan": 1.25, "write": 0.5}, 3_000_000,
+        names, ("n_extra",), advise(Served("mixtral", 2, 2, 256), [2, 4]),
     )  # fmt: skip
-    rendering.show_summary(made, False)
+    rendering.show_outcome(made, False)
     text = out()
     assert cells(text) == [
         ["experts per layer", "20", "2", ""], ["parameters", "1k", "250", "25.0%"], ["bytes", "4 kB", "1 kB", "25.0%"],
     ]  # fmt: skip
     lines = text.splitlines()
-    assert "planning 1.2 s, writing 0.5 s; peak memory 3 MB" in lines and f"Written to {HOSTILE}" in lines
+    assert "plan 1.2 s, write 0.5 s; peak memory 3 MB" in lines and f"Written to {HOSTILE}" in lines
+    assert "Compressed by by-hand" in text and "1 protected expert, neither merged nor dropped" in lines
     assert "Servers: at full speed in vLLM, SGLang, FlashInfer, aiter, llama.cpp" in lines
     left_out = f"{' '.join(names[:4])} and 2 more; set to zero in the config: n_extra"
     assert f"left out, as stock transformers does not load them: {left_out}" in lines
-    rendering.show_summary(replace(made, left_out=(), zeroed_fields=(), plan=a_plan(protected={})), False)
+    rendering.show_outcome(replace(made, left_out=(), zeroed_fields=(), plan=a_plan(protected={})), False)
     text = out()
     assert "left out" not in text and "protected" not in text
 
@@ -78,7 +80,7 @@ def test_a_summary_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
 def test_an_inspection_tells_every_figure(out: Any) -> None:
     report = Inspection(
         HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 8, 2, "softmax", None, 2000, 8000,
-        (Part("routed experts", 1500, 6000),), (Outcome(4, 1250, 5000),), 11, 12, 13, 14, 15, (f"{HOSTILE}.w",), (),
+        (Part("routed experts", 1500, 6000),), (OfSize(4, 1250, 5000),), 11, 12, 13, 14, 15, (f"{HOSTILE}.w",), (),
     )  # fmt: skip
     rendering.show_inspection(report, False)
     text = out()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject
-from compressor.comoe.contrast import Contrast, apart, model_contrast
-from compressor.comoe.layer import watching
+from compressor.comoe.layer import Contrast, apart, model_contrast, watching
 from compressor.errors import CompressionError
 from tests import zoo
 

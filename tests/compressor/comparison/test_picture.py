@@ -20,9 +20,8 @@ from PIL import Image
 from compressor.comparison import picture
 from compressor.comparison.rows import Comparison, label
 from compressor.drawing.lines import spaced
-from compressor.drawing.palette import DPI, ROLES
+from compressor.drawing.palette import DPI, ROLES, scale_axis
 from compressor.drawing.picture import drawing_settings, png
-from compressor.drawing.scales import scale_axis
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
 
 

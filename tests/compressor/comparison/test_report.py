@@ -235,7 +235,7 @@ def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
     monkeypatch.setenv("COLUMNS", "200")
     made = full()
     show_comparison(made, as_json=False)
-    lines = [cells for cells in printed(capsys) if len(cells) == 10]
+    lines = [cells for cells in printed(capsys) if len(cells) == 11]
     assert [lines[0][0], *lines[0][1:4:2]] == ["original", str(EXPERTS), "1.2500"]
     order = [(-int(cells[1]), float(cells[3])) for cells in lines]
     assert order == sorted(order) and len(lines) == 1 + 2 * (15 + 1)

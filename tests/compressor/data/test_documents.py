@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from compressor.data.documents import as_rows, documents, pack
 from compressor.errors import CompressionError
-from compressor.model.chat import ChatTemplate
 from tests import small
 from tests.texts import END, Words, decode, run, write
 
@@ -87,10 +86,10 @@ def test_a_text_file_is_split_as_a_whole_text_is(tmp_path: Path, content: str) -
     whole = path.read_text(encoding="utf-8-sig")
     expected = [part.strip("\n") + "\n" for part in whole.split("\n\n") if part.strip()]
     if expected:
-        assert sorted(documents(str(path), 0, ChatTemplate(None))) == sorted(expected)
+        assert sorted(documents(str(path), 0, None)) == sorted(expected)
     else:
         with pytest.raises(CompressionError, match="is empty"):
-            documents(str(path), 0, ChatTemplate(None))
+            documents(str(path), 0, None)
 
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
         if ends:
             stream.append(END)
     stream = stream[: samples * length]
-    ids = pack(documents, tokenizer, samples, length)
+    ids = pack(documents, tokenizer, samples * length)
     assert ids.tolist() == stream
     sequences = [stream[begin : begin + length] for begin in range(0, len(stream) - length + 1, length)] or [stream]
     batches = as_rows(ids, length).split(batch)
@@ -128,5 +127,4 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
 
 
 def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
-    template = ChatTemplate(None)
-    assert not set(documents("demo", 0, template)) & set(documents("demo", 0, template, "evaluation"))
+    assert not set(documents("demo", 0, None)) & set(documents("demo", 0, None, "evaluation"))

@@ -13,8 +13,7 @@ from PIL import Image
 
 from compressor.drawing.bars import draw_bars
 from compressor.drawing.heatmaps import draw_heat
-from compressor.drawing.keys import draw_key
-from compressor.drawing.palette import DPI
+from compressor.drawing.palette import DPI, draw_key
 from compressor.drawing.picture import Drawing, inline_svgs, png
 from compressor.words import readable
 

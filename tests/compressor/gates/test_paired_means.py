@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import ttest_rel
 
-from compressor.gates.paired_means import (
+from compressor.gates.statistics import (
     Evidence,
     freedom_of,
     holm,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import binom, multinomial, norm
 
-from compressor.gates.paired_proportions import at_least, at_most, constrained_gain, lower_bound, mcnemar, upper_bound
+from compressor.gates.statistics import at_least, at_most, constrained_gain, lower_bound, mcnemar, upper_bound
 
 tables = st.integers(1, 300).flatmap(
     lambda n: st.tuples(st.integers(0, n), st.integers(0, n), st.just(n)).filter(lambda x: x[0] + x[1] <= x[2])

@@ -17,14 +17,16 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from compressor.errors import CompressionError
 from compressor.generation.decoders import StockDecoder, stock_decoder
 from compressor.generation.generate import (
+    GenerationOptions,
     ModelFacts,
     check_tokens,
+    chooser,
     continue_tokens,
     prepare,
+    probabilities,
     read_facts,
     warn_of_length,
 )
-from compressor.generation.sampling import GenerationOptions, chooser, probabilities
 from tests import small, zoo
 
 GREEDY = chooser(GenerationOptions())

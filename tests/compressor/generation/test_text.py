@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from compressor.errors import CompressionError
-from compressor.generation.text import UNFINISHED, TextStream, encode_prompt
+from compressor.generation.generate import UNFINISHED, TextStream, encode_prompt
 from tests import small
 
 

@@ -21,7 +21,7 @@ from compressor.model import ahead
 from compressor.model.ahead import ReadAhead, Staging
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.reverse import ReversePass
-from compressor.model.streaming import LayerStream, LayerVisitor
+from compressor.model.streaming import LayerVisitor, Pass
 from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
 from tests.opened import batches, opened
@@ -96,19 +96,19 @@ def readers() -> list[threading.Thread]:
 
 
 def outputs(model: OpenModel, parts: tuple[Tensor, ...]) -> list[Tensor]:
-    found, units = list[Tensor](), model.architecture.units
+    found = list[Tensor]()
 
     class Keeping(LayerVisitor):
         def finished(self, batch: int, output: Any) -> None:
             found.append(output.logits.clone())
 
-    LayerStream(model.partial, parts, units, units, range(len(parts))).run(Keeping())
+    Pass(model, parts, to_end=True).run(Keeping())
     return found
 
 
 def gradients(model: OpenModel, parts: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
     gathering = Gathering(model)
-    ReversePass(model.partial, parts, model.architecture.units).run(loss, gathering)
+    ReversePass(model, parts).run(loss, gathering)
     return gathering.found
 
 
@@ -179,9 +179,9 @@ def test_a_fault_is_the_same_sentence(
         monkeypatch.setattr(ReadAhead, "begin", never)
     seen, units, ids = list[str](), model.architecture.units, torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(CompressionError, match=rf"tensor '{damaged}' in model\.safetensors holds NaN; repair"):
-        seen.extend(LayerStream(model.partial, [ids], units, units).passing())
+        seen.extend(Pass(model, [ids]).layers())
     assert seen == [units[0]] and readers() == []  # no sooner than its layer is wanted
-    assert list(LayerStream(model.partial, [ids], units, units[:1]).passing()) == [units[0]]  # the rest is not read
+    assert list(Pass(model, [ids], wanted=units[:1]).layers()) == [units[0]]  # the rest is not read
 
 
 @pytest.mark.parametrize("how", ["close", "forget", "fail"])
@@ -214,7 +214,7 @@ def test_an_abandoned_pass_ends_its_thread(
     monkeypatch.setattr(ahead, "refuse_nan", slowly)
     monkeypatch.setattr(ahead._Work, "end", ending)
     units = model.architecture.units
-    passing = LayerStream(model.partial, [torch.ones(1, 4, dtype=torch.long)], units, units).passing(Failing())
+    passing = Pass(model, [torch.ones(1, 4, dtype=torch.long)]).layers(Failing())
     if how == "fail":
         with pytest.raises(ValueError, match="a visitor's own"):
             next(passing)

@@ -12,6 +12,7 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.model.carried import OBJECTS, check_carried
 from tests import small
+from tests.plans import plan_of
 
 CONFIG = "tokenizer_config.json"
 UNLOADABLE = {  # by file: content that stock transformers cannot take
@@ -67,7 +68,7 @@ def test_configs_that_are_no_objects_are_refused(name: str, model: Path) -> None
 
 
 def test_a_plan_is_not_carried_out_and_nothing_exported_with_such_a_file(model: Path) -> None:
-    plan = compressor.plan(str(model), strategy="model-centric", experts=4)
+    plan = plan_of(model, strategy="model-centric", experts=4)
     (model / "generation_config.json").write_text("[1]")
     with pytest.raises(CompressionError, match=r"generation_config.json should hold a JSON object"):
         compressor.apply(plan, model.parent / "out")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.model.streaming import LayerStream, LayerVisitor, Replay
+from compressor.model.streaming import LayerVisitor, Pass, Replay
 from tests.opened import plain_calls, watch
 from tests.ordered import opened_wide, with_heldout
 
@@ -37,7 +37,7 @@ def test_replays_show_what_a_plain_forward_does_and_leave_no_trace(name: str, tm
     expected = plain_calls(stock, model.architecture, parts)
     seen = watch(model.partial.model, model.architecture.layers)
     wanted = {layer.unit for layer in model.architecture.layers}
-    LayerStream(model.partial, parts, model.architecture.units, wanted).run(Replaying(2, len(parts)))
+    Pass(model, parts, wanted=wanted).run(Replaying(2, len(parts)))
     for layer, calls in expected.items():
         assert len(seen[layer].experts_outputs) == 3 * len(parts), layer
         for found, plain in zip(seen[layer].experts_outputs, 3 * calls.experts_outputs, strict=True):
@@ -74,6 +74,9 @@ def test_replaying_a_layer_that_writes_into_its_input_does_not_move_it_on() -> N
         model=Doubling(), device=torch.device("cpu"), tied={},
         load=nothing, read_ahead=nothing, release=nothing, keys_under=nothing,
     )  # fmt: skip
-    ids, units, replaying = torch.tensor([[2, 5]]), ("layers.0", "layers.1"), Replaying(1, 1)
-    LayerStream(partial, [ids], units, units, finishing=[0]).run(replaying)
+    ids, replaying = torch.tensor([[2, 5]]), Replaying(1, 1)
+    model: Any = SimpleNamespace(
+        partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=())
+    )
+    Pass(model, [ids], to_end=True).run(replaying)
     assert torch.equal(replaying.outputs[0], 4 * partial.model.embed(ids))

@@ -56,7 +56,7 @@ def check_equal(
     stock: Any, model: OpenModel, parts: Sequence[Tensor], padding: Sequence[Tensor] = (), **options: Any
 ) -> None:
     gathering = Gathering(model)
-    losses = ReversePass(model.partial, parts, model.architecture.units, padding, **options).run(loss, gathering)
+    losses = ReversePass(model, parts, padding, **options).run(loss, gathering)
     assert loaded(model.partial) == set() and gathering.most == 1
     stock.requires_grad_(True)
     for number, tokens in enumerate(parts):
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_autograd_on_the_whole_model(name: str, tmp_path:
     stock, model = opened(name, tmp_path)
     if name in REFUSED:
         with pytest.raises(CompressionError, match=f"^{type(stock).__name__}: {REFUSED[name]}.*layer by layer"):
-            ReversePass(model.partial, batches(stock), model.architecture.units).run(loss, Gathering(model))
+            ReversePass(model, batches(stock)).run(loss, Gathering(model))
         assert loaded(model.partial) == set()
     else:
         check_equal(stock, model, batches(stock, (2, 1)))
@@ -116,7 +116,7 @@ def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path)
             super().loaded(unit)
 
     changing, parts = Changing(model), batches(stock)
-    losses = ReversePass(model.partial, parts, model.architecture.units).run(loss, changing)
+    losses = ReversePass(model, parts).run(loss, changing)
     with torch.no_grad():
         stock.get_parameter(f"{layer.router}.weight").mul_(0.5)
     stock.requires_grad_(True)
@@ -130,6 +130,6 @@ def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path)
 def test_a_loss_without_a_gradient_gives_none(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     gathering = Gathering(model)
-    run = ReversePass(model.partial, batches(stock), model.architecture.units)
+    run = ReversePass(model, batches(stock))
     assert run.run(lambda batch, output: torch.tensor(float(batch)), gathering) == [0.0, 1.0]
     assert all(value is None or not value.any() for value in gathering.found.values())

@@ -15,7 +15,7 @@ from compressor.errors import CompressionError
 from compressor.model.buffers import Spill
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Forward, LayerStream, LayerVisitor, Replay
+from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
 from tests import zoo
 from tests.opened import batches, note_spills, opened, plain_calls, watch
 
@@ -57,10 +57,8 @@ class Calling(LayerVisitor):
 def stream(
     model: OpenModel, parts: tuple[Tensor, ...], activation_budget: int = 2**40, **functions: Callable[..., None]
 ) -> Generator[str, None, None]:
-    wanted = {layer.unit for layer in model.architecture.layers}
-    units = model.architecture.units
-    passing = LayerStream(model.partial, parts, units, wanted, activation_budget=activation_budget).passing
-    return passing(Calling(**functions)) if functions else passing()
+    layers = Pass(model, parts, activation_budget=activation_budget).layers
+    return layers(Calling(**functions)) if functions else layers()
 
 
 def check_equal(model: OpenModel, stock: Any, parts: tuple[Tensor, ...], **options: Any) -> None:
@@ -162,7 +160,7 @@ def test_only_layers_up_to_the_last_wanted_are_loaded(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
     units, entered = model.architecture.units, list[str]()
     calling = Calling(loaded=entered.append)
-    passed = list(LayerStream(model.partial, batches(stock), units, {units[1]}).passing(calling))
+    passed = list(Pass(model, batches(stock), wanted={units[1]}).layers(calling))
     assert passed == entered == list(units[:2])
     assert loaded(model.partial) == set()
 
@@ -223,6 +221,11 @@ class Fork(nn.Module):
         return self.layers[1](self.layers[0](hidden) if int(input_ids[0, 0]) % 2 == 0 else hidden)  # type: ignore[no-any-return]
 
 
+def unopened(partial: Any) -> Any:
+    """Enough of a model of two decoder layers without MoE layers."""
+    return SimpleNamespace(partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=()))
+
+
 def test_batches_that_take_different_ways_are_refused() -> None:
     nothing: Any = lambda *_: ()  # noqa: E731
     partial: Any = SimpleNamespace(
@@ -230,7 +233,7 @@ def test_batches_that_take_different_ways_are_refused() -> None:
     )
     parts = [torch.tensor([[2]]), torch.tensor([[3]])]
     with pytest.raises(CompressionError, match=r"different ways through the model at layers\.0"):
-        LayerStream(partial, parts, ("layers.0", "layers.1"), {"layers.1"}).run()
+        Pass(unopened(partial), parts, wanted={"layers.1"}).run()
 
 
 def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_before(tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_be
             return forward
 
     seen = watch(model.partial.model, model.architecture.layers)
-    LayerStream(model.partial, parts, units, units[:1]).run(Noting("one"), Noting("two"))
+    Pass(model, parts, wanted=units[:1]).run(Noting("one"), Noting("two"))
     turns = [(name, what, units[0]) for what in ("loaded", "before") for name in ("one", "two")]
     turns += [("two", "forward", units[0]), ("one", "forward", units[0])] * len(parts)
     assert noted == [*turns, ("one", "passed", units[0]), ("two", "passed", units[0])]
@@ -269,6 +272,78 @@ def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_be
 
 
 def test_only_a_pass_over_all_layers_can_finish_batches() -> None:
-    partial: Any = None
     with pytest.raises(ValueError, match="only if all layers are wanted"):
-        LayerStream(partial, [], ("layers.0", "layers.1"), {"layers.1"}, finishing=[0])
+        Pass(unopened(None), [torch.ones(1, 2)], wanted={"layers.1"}, to_end=True)
+
+
+def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
+    stock, model = opened("qwen3_moe-sparse_step", tmp_path)
+    units, noted = model.architecture.units, list[tuple[str, int, str, tuple[str, ...]]]()
+
+    class Noting(LayerVisitor):
+        def note(self, what: str) -> None:
+            layers = tuple(layer.name for layer in self.at.moe_layers)
+            noted.append((what, self.at.batch, self.at.layer, layers))
+            assert self.at.model is model.partial.model
+
+        def passed(self, unit: str) -> None:
+            self.note("passed")
+
+        def entering(self, batch: int) -> None:
+            assert batch == self.at.batch
+            self.note("entering")
+
+        def finished(self, batch: int, output: Any) -> None:
+            self.note("finished")
+
+    Pass(model, batches(stock, (1, 2)), to_end=True).run(Noting())
+    moe = {unit: tuple(x.name for x in model.architecture.layers if x.unit == unit) for unit in units}
+    assert {len(names) for names in moe.values()} == {0, 1}
+    through = [
+        step
+        for unit in units
+        for step in (("entering", 0, unit, moe[unit]), ("entering", 1, unit, moe[unit]), ("passed", 1, unit, moe[unit]))
+    ]
+    before = [("entering", number, "", ()) for number in range(2)]
+    end = [(what, number, "", ()) for number in range(2) for what in ("entering", "finished")]
+    assert noted == [*before, *through, *end]
+
+
+def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: Path) -> None:
+    stock, model = opened("qwen3_moe-sparse_step", tmp_path)
+    units, drawn, reported = model.architecture.units, list[float](), list[Any]()
+
+    class Drawing(LayerVisitor):
+        def passed(self, unit: str) -> None:
+            drawn.append(float(torch.rand(())))
+
+    class Listening:
+        def start(self, phase: str, total: int) -> None:
+            reported.append((phase, total))
+
+        def advance(self, detail: str) -> None:
+            reported.append(detail)
+
+    torch.manual_seed(1)
+    expected = float(torch.rand(()))
+    torch.manual_seed(1)
+    for _ in range(2):
+        Pass(model, batches(stock), Listening(), "try", seed=5, wanted=units[1:2]).run(Drawing())
+    assert float(torch.rand(())) == expected
+    torch.manual_seed(5)
+    assert drawn == 2 * [float(torch.rand(())) for _ in range(2)]
+    assert reported == 2 * [("try", 2), *units[:2]]
+
+
+def test_batches_of_an_evaluation_come_last_and_go_to_the_end(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    one, two, three = batches(stock, (1, 1, 2))
+    found = dict[int, Tensor]()
+
+    class Keeping(LayerVisitor):
+        def finished(self, batch: int, output: Any) -> None:
+            found[batch] = output.logits
+
+    Pass(model, [one, two], evaluation=[three]).run(Keeping())
+    assert list(found) == [2]
+    torch.testing.assert_close(found[2], stock(input_ids=three).logits, rtol=0, atol=2e-6)

@@ -14,8 +14,7 @@ import compressor
 from compressor.data.documents import pack
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.generation.generate import prepare
-from compressor.generation.text import encode_prompt
+from compressor.generation.generate import encode_prompt, prepare
 from compressor.model.tokenizer import load_tokenizer
 from tests import small
 
@@ -88,10 +87,10 @@ def test_text_that_a_tokenizer_does_not_know_is_refused(special: dict[str, str])
     tokenizer = words(**special)
     for strange in (["hello", "world"], ["hello"]):
         with pytest.raises(CompressionError, match="the tokenizer has no token for the text"):
-            pack(strange, tokenizer, 4, 8)
+            pack(strange, tokenizer, 32)
     with pytest.raises(CompressionError, match="the tokenizer has no token for the prompt"):
         encode_prompt(tokenizer, "hello", chat=False)
-    assert {5, 3, 4} < set(pack(["hello", "CAT", " "], tokenizer, 4, 8).tolist())
+    assert {5, 3, 4} < set(pack(["hello", "CAT", " "], tokenizer, 32).tolist())
     assert encode_prompt(tokenizer, "CAT", chat=False) == (5, 3, 4)
 
 
@@ -107,5 +106,5 @@ def test_a_stream_without_end_is_not_read_for_ever() -> None:
     tokenizer = words()
     tokenizer.eos_token = None
     with pytest.raises(CompressionError, match="has no token for the text"):
-        pack(stream(), tokenizer, 4, 8)
+        pack(stream(), tokenizer, 32)
     assert taken < 1000

@@ -14,8 +14,8 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.mtp.head import find_heads
 from compressor.mtp.inputs import Acceptance, acceptances
-from compressor.planning.heads import HeadLine, chosen_heads
 from compressor.progress import Silent
+from compressor.steps.correct.heads import HeadLine, chosen_heads
 from tests import mtp_heads, zoo
 from tests.mtp_plain import run_all
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.pathways.kernels import best_share, core, cosine, descend, kernel_weights, mean_shift
-from compressor.pathways.kernels import towards as moved
+from compressor.pathways.optimisers import best_share, core, cosine, descend, kernel_weights, mean_shift
+from compressor.pathways.optimisers import towards as moved
 from compressor.pathways.options import KERNELS, Kernel
 
 POINTS, LAYERS, EXPERTS = 4, 2, 5

@@ -10,9 +10,10 @@ from compressor.errors import CompressionError
 from compressor.evaluation.answers import likelihoods
 from compressor.evaluation.items import Row
 from compressor.pathways.engine import PathwayModel
-from compressor.pathways.kernels import core, kernel_weights
 from compressor.pathways.optimisers import (
     Neighbour,
+    core,
+    kernel_weights,
     neighbours_gradient,
     neighbours_loss,
     optimised,

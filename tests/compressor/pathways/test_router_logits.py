@@ -79,8 +79,8 @@ def test_inputs_times_gradients_are_the_gradient_of_the_weight(name: str, tmp_pa
     if name in REFUSED:
         pytest.skip("no gradients go through it layer by layer")
     stock, model = opened(name, tmp_path)
-    parts, seen = batches(stock, (2, 1)), RouterGradients(model, [0, 0])
-    ReversePass(model.partial, parts, model.architecture.units).run(loss, seen)
+    parts, seen = batches(stock, (2, 1)), RouterGradients()
+    ReversePass(model, parts).run(loss, seen)
     stock.requires_grad_(True)
     for number, tokens in enumerate(parts):
         loss(number, stock(input_ids=tokens, use_cache=False)).backward()  # type: ignore[no-untyped-call]

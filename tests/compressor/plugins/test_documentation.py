@@ -88,7 +88,8 @@ def test_the_template_strategy_compresses_and_compares(package: Path, tmp_path: 
     )  # fmt: skip
     assert made.status == 0, made.err
     written = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))["plan"]
-    assert (written["strategy"], written["options"]) == ("loudest", {"visits": 0.5})
+    (asked,) = [step["options"] for step in written["steps"] if step["name"] == "prune"]
+    assert (asked["strategy"], asked["options"]) == ("loudest", {"visits": 0.5})
     compared = run(
         "compare", model, "-o", tmp_path / "found", "--experts", 4, "--strategies", "loudest,count-guided",
         "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, *data,

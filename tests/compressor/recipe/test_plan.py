@@ -14,6 +14,8 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source, check_against
 from compressor.recipe.plan_json import readable_json
+from compressor.recipe.steps_plan import Plan, PlannedStep
+from tests.plans import by_hand, pruned
 
 FINGERPRINT = "f" * 64
 
@@ -25,11 +27,16 @@ def moe_layer(index: int = 0, experts: int = 8, top_k: int = 2, groups: int = 1)
     )  # fmt: skip
 
 
-def a_plan(*layers: LayerPlan) -> CompressionPlan:
+def a_stage(*layers: LayerPlan, **more: Any) -> CompressionPlan:
     chosen = layers or tuple(LayerPlan.keep(moe_layer(index), [0, 2, 5, 7]) for index in range(2))
+    fields = {"calibration": None, **more}
     return CompressionPlan(
-        Source("folder", None, FINGERPRINT), len(chosen[0].groups), "by-hand", {}, None, tuple(chosen)
+        Source("folder", None, FINGERPRINT), len(chosen[0].groups), "by-hand", {}, layers=tuple(chosen), **fields
     )
+
+
+def a_plan(*layers: LayerPlan, **more: Any) -> Plan:
+    return by_hand(a_stage(*layers, **more))
 
 
 @st.composite
@@ -55,7 +62,7 @@ def layer_plan(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> CompressionPlan:
+def stages(draw: st.DrawFn) -> CompressionPlan:
     keep = draw(st.integers(2, 5))
     layers = tuple(draw(layer_plan(index, keep)) for index in draw(st.sets(st.integers(0, 9), min_size=1, max_size=3)))
     calibration = draw(st.none() | st.fixed_dictionaries({"source": st.text(), "tokens": st.integers(0, 99)}))
@@ -64,15 +71,17 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
     return CompressionPlan(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
 
 
-@given(plans())
-def test_json_there_and_back(plan: CompressionPlan) -> None:
-    again = CompressionPlan.from_dict(json.loads(plan.to_json()))
-    assert again == plan
+@given(stages(), st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
+def test_json_there_and_back(stage: CompressionPlan, figures: dict[str, Any]) -> None:
+    plan = by_hand(stage)
+    plan = replace(plan, steps=(*plan.steps, PlannedStep("distill", {"steps": 3}, result=figures, stage=1)))
+    again = Plan.from_dict(json.loads(plan.to_json()))
+    assert again == plan and again.stage == stage and again.stages == ((0,), (1,))
     assert again.digest() == plan.digest()
     assert again.to_json() == plan.to_json()
 
 
-@given(plans())
+@given(stages())
 def test_slots_and_dropped_share_out_all_experts(plan: CompressionPlan) -> None:
     for layer in plan.layers:
         slots = layer.slots()
@@ -112,45 +121,51 @@ def test_lists_of_plain_values_stand_on_one_line_and_text_is_left_alone() -> Non
     )
 
 
-def test_digest_is_about_the_groups_alone() -> None:
+def test_digest_is_about_source_options_groups_and_tokens() -> None:
     plan = a_plan()
-    assert replace(plan, strategy="other", seed=5).digest() == plan.digest()
+    assert replace(plan, versions={"torch": "0"}).digest() == plan.digest()
+    assert (
+        a_plan(*(LayerPlan.keep(moe_layer(i), [0, 2, 5, 7], decided_by="x") for i in range(2))).digest()
+        == plan.digest()
+    )
     assert a_plan(*(LayerPlan.keep(moe_layer(i), [0, 2, 5, 6]) for i in range(2))).digest() != plan.digest()
+    assert replace(plan, source=Source("other", None, FINGERPRINT)).digest() == plan.digest()
     assert replace(plan, source=Source("folder", None, "0" * 64)).digest() != plan.digest()
-
-
-def test_digest_of_a_corrected_plan_is_about_its_tokens_too() -> None:
+    assert plan.with_entry(0, options={"strategy": "other"}).digest() != plan.digest()
+    assert plan.with_entry(0, result={"gain": 1}, stage=2).digest() == plan.digest()
     data = {"source": "a.txt", "sha256": "0" * 64, "heldout": 0.125}
-    plan = replace(a_plan(), correction={"method": "ridge"}, calibration=data)
+    plan = a_plan(correction={"method": "ridge"}, calibration=data)
     assert replace(plan, calibration={**data, "source": "b.txt"}).digest() == plan.digest() != a_plan().digest()
     others: list[dict[str, Any]] = [{"sha256": "1" * 64}, {"heldout": 0.25}, {"only": "a"}]
     for other in others:
         assert replace(plan, calibration={**data, **other}).digest() != plan.digest()
     assert replace(plan, seed=5).digest() != plan.digest()
-    assert replace(plan, correction={"method": "tune"}).digest() != plan.digest()
+    assert plan.with_entry(1, options={"method": "tune"}).digest() != plan.digest()
+    own = plan.with_entry(1, text={"sha256": "2" * 64, "source": "c.txt"})
+    assert own.digest() != plan.digest() and own.with_entry(1, text={"sha256": "2" * 64}).digest() == own.digest()
 
 
 def test_drop_and_merge_are_told_apart() -> None:
-    assert a_plan().is_drop
+    assert a_stage().is_drop
     assert Group.single(3).untouched
     assert not Group((3,), (1.0,), (1.0,), 0.5).untouched
-    assert not a_plan(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0)), Group.single(2)])).is_drop
+    assert not a_stage(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0)), Group.single(2)])).is_drop
 
 
 def first_layer(content: dict[str, Any]) -> Any:
-    return content["layers"][0]
+    return pruned(content)["layers"][0]
 
 
 def first_group(content: dict[str, Any]) -> Any:
-    return content["layers"][0]["groups"][0]
+    return first_layer(content)["groups"][0]
 
 
 Edit = Callable[[dict[str, Any]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
     "another format": (lambda c: c.update(format="moe-compressor-plan/9"), "format is 'moe-compressor-plan/9'"),
     "no format": (lambda c: c.pop("format"), "format is None"),
-    "no layers": (lambda c: c.pop("layers"), "field 'layers' is missing"),
-    "no experts": (lambda c: c.pop("experts"), "field 'experts' is missing"),
+    "no layers": (lambda c: pruned(c).pop("layers"), "field 'layers' is missing"),
+    "no experts": (lambda c: pruned(c).pop("experts"), "field 'experts' is missing"),
     "no members": (lambda c: first_group(c).pop("members"), "field 'members' is missing"),
     "no fingerprint": (lambda c: c["source"].pop("fingerprint"), "field 'fingerprint' is missing"),
     "unknown field": (lambda c: c.update(exprets=4), "unknown field 'exprets'"),
@@ -210,20 +225,23 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "3 groups, but the plan keeps 4 experts in every layer",
     ),
     "below top-k": (
-        lambda c: (c.update(experts=1), [e.update(groups=e["groups"][:1], dropped=[]) for e in c["layers"]]),
+        lambda c: (
+            pruned(c).update(experts=1),
+            [e.update(groups=e["groups"][:1], dropped=[]) for e in pruned(c)["layers"]],
+        ),
         "1 experts are fewer than the top-k of 2",
     ),
-    "count edited": (lambda c: c.update(experts=5), "4 groups, but the plan keeps 5"),
-    "count a text": (lambda c: c.update(experts="4"), "experts should be a whole number, it is '4'"),
+    "count edited": (lambda c: pruned(c).update(experts=5), "4 groups, but the plan keeps 5"),
+    "count a text": (lambda c: pruned(c).update(experts="4"), "experts should be a whole number, it is '4'"),
     "top-k a fraction": (lambda c: first_layer(c).update(top_k=2.5), "top_k should be a whole number"),
     "routing groups text": (lambda c: first_layer(c).update(routing_groups="2"), "routing_groups should be a whole"),
     "seed text": (lambda c: c.update(seed="x"), "seed should be a whole number"),
     "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
     "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
-    "layer twice": (lambda c: c["layers"].append(c["layers"][0]), "layers.0.mlp.experts appears twice"),
-    "layers a text": (lambda c: c.update(layers="all"), "layers: 'a' stands where an object"),
-    "layers null": (lambda c: c.update(layers=None), "not built like a plan"),
-    "layer null": (lambda c: c.update(layers=[None]), "None stands where an object"),
+    "layer twice": (lambda c: pruned(c)["layers"].append(first_layer(c)), "layers.0.mlp.experts appears twice"),
+    "layers a text": (lambda c: pruned(c).update(layers="all"), "layers: 'a' stands where an object"),
+    "layers null": (lambda c: pruned(c).update(layers=None), "not built like a plan"),
+    "layer null": (lambda c: pruned(c).update(layers=[None]), "None stands where an object"),
     "groups null": (lambda c: first_layer(c).update(groups=None), "not built like a plan"),
     "group a list": (lambda c: first_layer(c).update(groups=[[0, 1]]), r"\[0, 1\] stands where an object"),
     "source text": (lambda c: c.update(source="here"), "'here' stands where an object"),
@@ -231,25 +249,30 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "revision number": (lambda c: c["source"].update(revision=5), "revision should be text or null"),
     "calibration text": (lambda c: c.update(calibration="c4"), "not built like a plan"),
     "calibration empty": (lambda c: c.update(calibration={}), "calibration should name its source"),
-    "options text": (lambda c: c.update(options="x"), "not built like a plan"),
-    "layers without end": (lambda c: c.update(layers=[{}] * 1025), "1,025 layers are more than any model has"),
+    "options text": (lambda c: c["steps"][0].update(options="x"), r"steps\[0\]: options should be an object"),
+    "layers without end": (lambda c: pruned(c).update(layers=[{}] * 1025), "1,025 layers are more than any model has"),
     "experts without end": (lambda c: first_layer(c).update(experts=10**12), "experts are more than any layer has"),
-    "experts in all": (lambda c: c.update(layers=[{"experts": 4096}] * 33), "more than 131,072 experts together"),
+    "experts in all": (
+        lambda c: pruned(c).update(layers=[{"experts": 4096}] * 33),
+        "more than 131,072 experts together",
+    ),
     "figures without end": (lambda c: first_layer(c).update(figures=crowd()), "figures: 101 entries are more than 100"),
     "versions without end": (lambda c: c.update(versions=crowd()), "versions: 101 entries"),
-    "options without end": (lambda c: c.update(options=crowd()), "options: 101 entries"),
+    "options without end": (lambda c: c["steps"][0].update(options=crowd()), "options: 101 entries"),
     "sources without end": (lambda c: c.update(calibration={"source": "a", "sources": [{}] * 101}), "sources: 101 ent"),
-    "text without end": (lambda c: c.update(calibration=asked(samples=10**7)), "10,000,000 samples of 512 tokens"),
-    "reserve without end": (lambda c: c.update(calibration=asked(reserve=10**7)), "10,000,000 samples of 512 tokens"),
+    "steps a text": (lambda c: c.update(steps="prune"), "steps should be a list of at most 100"),
+    "steps without end": (lambda c: c.update(steps=c["steps"] * 101), "steps should be a list of at most 100"),
+    "step a text": (lambda c: c.update(steps=["prune"]), r"steps\[0\]: 'prune' stands where an object"),
+    "step without name": (lambda c: c["steps"][0].pop("name"), r"steps\[0\] has no name"),
+    "unknown step field": (lambda c: c["steps"][0].update(plam={}), r"steps\[0\] has an unknown field 'plam'"),
+    "unknown decision": (lambda c: pruned(c).update(layer=[]), "the plan of prune has an unknown field 'layer'"),
+    "decisions a list": (lambda c: c["steps"][0].update(plan=[1]), r"steps\[0\]: plan should be an object"),
+    "stage a text": (lambda c: c["steps"][0].update(stage="x"), r"steps\[0\]: stage should be a whole number"),
 }
 
 
 def crowd() -> dict[str, int]:
     return dict.fromkeys(map(str, range(101)), 0)
-
-
-def asked(**more: int) -> dict[str, Any]:
-    return {"source": "a", "asked": {"sequence_length": 512, **more}}
 
 
 def test_experts_are_in_the_order_of_their_routing_groups_however_many_there_are() -> None:
@@ -266,7 +289,7 @@ def test_impossible_edit_is_refused(name: str, tmp_path: Path) -> None:
     path.write_text(a_plan().to_json())
     path.write_text(edited(path, edit))
     with pytest.raises(CompressionError, match=message) as fault:
-        CompressionPlan.load(path)
+        Plan.load(path)
     assert "\n" not in str(fault.value)
 
 
@@ -279,34 +302,34 @@ def edited(path: Path, edit: Edit) -> str:
 def test_plan_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(CompressionError, match=r"plan.json cannot be read \(No such file"):
-        CompressionPlan.load(path)
+        Plan.load(path)
     with pytest.raises(CompressionError, match=r"cannot be read \(Is a directory\)"):
-        CompressionPlan.load(tmp_path)
+        Plan.load(tmp_path)
     for content, message in (("{", "not valid JSON"), ("[]", "should hold a JSON object"), ("[" * 99_999, "not valid")):
         path.write_text(content)
         with pytest.raises(CompressionError, match=message):
-            CompressionPlan.load(path)
+            Plan.load(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(CompressionError, match="not valid JSON"):
-        CompressionPlan.load(path)
+        Plan.load(path)
 
 
 def test_dropped_may_be_left_out_or_say_less() -> None:
     content = json.loads(a_plan().to_json())
     for given_list in (None, [], [1]):
         first_layer(content)["dropped"] = given_list
-        assert CompressionPlan.from_dict(content) == a_plan()
+        assert Plan.from_dict(content).stage == a_stage()
     del first_layer(content)["dropped"]
-    assert CompressionPlan.from_dict(content) == a_plan()
+    assert Plan.from_dict(content).stage == a_stage()
 
 
 def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
     content = json.loads(a_plan().to_json())
     first_group(content).update(members=[0, 1], coefficients=[0.75, 0.25], router_coefficients=[1, 0])
     with pytest.raises(CompressionError, match="expert 1 is in a group and in 'dropped'"):
-        CompressionPlan.from_dict(content)
+        Plan.from_dict(content)
     first_layer(content)["dropped"].remove(1)
-    plan = CompressionPlan.from_dict(content)
+    plan = Plan.from_dict(content).stage
     assert plan.layers[0].dropped == (3, 4, 6)
     assert plan.layers[0].slots() == {0: 0, 1: 0, 2: 1, 5: 2, 7: 3}
 
@@ -314,7 +337,7 @@ def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
 def test_router_coefficients_follow_the_others_if_left_out() -> None:
     content = json.loads(a_plan().to_json())
     del first_group(content)["router_coefficients"]
-    assert CompressionPlan.from_dict(content) == a_plan()
+    assert Plan.from_dict(content).stage == a_stage()
 
 
 def test_routing_groups_must_stay_equal_whole_and_in_order() -> None:
@@ -333,7 +356,7 @@ def test_routing_groups_must_stay_equal_whole_and_in_order() -> None:
 
 def test_another_models_plan_is_refused() -> None:
     layers = [moe_layer(0), moe_layer(1)]
-    plan = a_plan()
+    plan = a_stage()
     check_against(plan, layers, FINGERPRINT)
     with pytest.raises(CompressionError, match="made for another model: its source fingerprint ffffffffffff differs"):
         check_against(plan, layers, "0" * 64)
@@ -350,13 +373,13 @@ def test_another_models_plan_is_refused() -> None:
 
 
 def test_a_head_is_written_where_there_is_one_and_counts_for_the_digest() -> None:
-    def with_head(head: int | None) -> CompressionPlan:
+    def with_head(head: int | None) -> Plan:
         return a_plan(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0), head=head), Group.single(2)]))
 
-    written = with_head(1).to_dict()["layers"][0]["groups"]
+    written = first_layer(with_head(1).to_dict())["groups"]
     assert written[0]["head"] == 1 and "head" not in written[1]
     assert "head" not in first_group(with_head(None).to_dict())
-    assert CompressionPlan.from_dict(json.loads(with_head(1).to_json())).layers[0].groups[0].head == 1
+    assert Plan.from_dict(json.loads(with_head(1).to_json())).stage.layers[0].groups[0].head == 1
     assert len({with_head(head).digest() for head in (None, 0, 1)}) == 3
 
 
@@ -369,16 +392,16 @@ def test_a_head_aligns_only_where_several_members_count() -> None:
     assert Group((3,), (1.0,), (1.0,), head=3).untouched
 
 
-def test_protected_experts_are_written_where_there_are_some_and_leave_the_digest_as_it_is() -> None:
-    plan = a_plan()
-    guarded = replace(plan, protected={"model.layers.1.mlp.experts": (0, 7)})
-    assert "protected" not in plan.to_dict()
+def test_protected_experts_are_written_where_there_are_some() -> None:
+    guarded = a_plan(protected={"model.layers.1.mlp.experts": (0, 7)})
+    assert "protected" not in pruned(a_plan().to_dict())
     content = json.loads(guarded.to_json())
-    assert content["protected"] == {"model.layers.1.mlp.experts": [0, 7]}
-    assert CompressionPlan.from_dict(content) == guarded and guarded.digest() == plan.digest()
-    content["protected"] = {"model.layers.1.mlp.experts": [7, 0, 7]}
-    assert CompressionPlan.from_dict(content) == guarded
-    assert CompressionPlan.from_dict({**content, "protected": {}}) == plan
+    assert pruned(content)["protected"] == {"model.layers.1.mlp.experts": [0, 7]}
+    assert Plan.from_dict(content) == guarded
+    pruned(content)["protected"] = {"model.layers.1.mlp.experts": [7, 0, 7]}
+    assert Plan.from_dict(content).stage == guarded.stage
+    pruned(content)["protected"] = {}
+    assert Plan.from_dict(content).stage == a_stage()
 
 
 @pytest.mark.parametrize(
@@ -396,8 +419,10 @@ def test_protected_experts_are_written_where_there_are_some_and_leave_the_digest
     ],
 )
 def test_impossible_protected_experts_are_refused(protected: Any, message: str) -> None:
+    content = json.loads(a_plan().to_json())
+    pruned(content)["protected"] = protected
     with pytest.raises(CompressionError, match=message):
-        CompressionPlan.from_dict({**json.loads(a_plan().to_json()), "protected": protected})
+        Plan.from_dict(content)
 
 
 @pytest.mark.parametrize(
@@ -409,8 +434,8 @@ def test_impossible_protected_experts_are_refused(protected: Any, message: str) 
     ],
 )
 def test_a_plan_edited_to_touch_a_protected_expert_is_refused(group: dict[str, Any]) -> None:
-    content = json.loads(replace(a_plan(), protected={"model.layers.0.mlp.experts": (0, 2)}).to_json())
-    content["layers"][0]["groups"][0] = group
-    content["layers"][0]["dropped"] = []
+    content = json.loads(a_plan(protected={"model.layers.0.mlp.experts": (0, 2)}).to_json())
+    first_layer(content)["groups"][0] = group
+    first_layer(content)["dropped"] = []
     with pytest.raises(CompressionError, match="expert 0 is protected, but is not kept as it is"):
-        CompressionPlan.from_dict(content)
+        Plan.from_dict(content)

@@ -1,5 +1,6 @@
-"""Recipes: what a plan's recipe says, and which files are refused in one sentence."""
+"""Recipes: YAML there and back, what a plan's recipe says, orders of steps, and files refused in one sentence."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,108 +8,204 @@ import pytest
 import yaml
 
 from compressor.errors import CompressionError
-from compressor.planning.recipe import read_recipe, recipe_of, refuse_missing
-from compressor.planning.request import Request
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
-from compressor.recipe.plan_json import layer_from_dict
-
-SOURCES = [{"source": "/home/me/a.txt", "weight": 0.75}, {"source": "org/data", "weight": 0.25}]
-
-
-def a_plan(**changes: Any) -> CompressionPlan:
-    layers = tuple(_layer(index) for index in (0, 1))
-    whole: dict[str, Any] = {
-        "source": Source("org/moe", "abc123", "f" * 64), "experts": 2, "strategy": "hc-smoe",
-        "options": {"merge": "max"}, "calibration": None, "layers": layers, "seed": 7,
-    }  # fmt: skip
-    return CompressionPlan(**{**whole, **changes})
-
-
-def _layer(index: int) -> LayerPlan:
-    groups = [{"members": [e], "coefficients": [1.0], "router_coefficients": [1.0]} for e in (0, 2)]
-    return layer_from_dict(
-        {"module": f"model.layers.{index}.mlp.experts", "layer": index, "experts": 4, "top_k": 1, "groups": groups}
-    )
+from compressor.model.opened import OpenModel
+from compressor.pipeline.stages import check_order, stage_numbers
+from compressor.pipeline.task import prepare
+from compressor.recipe.plan import Source
+from compressor.recipe.plugins import STEPS
+from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan, recipe_yaml, refuse_missing
+from compressor.recipe.steps_plan import Plan, PlannedStep
+from compressor.recipe.text_options import TextOptions
+from compressor.steps.correct.step import Correct
+from compressor.steps.distill.step import Distill
+from compressor.steps.prune.step import Prune
+from compressor.steps.split.step import Split
+from tests.command_line import Run
+from tests.opened import opened
+from tests.plugins import install
 
 
-def said(plan: CompressionPlan, model: str = "org/moe") -> dict[str, Any]:
-    return dict(yaml.safe_load(recipe_of(plan, model)))
+def a_plan(calibration: Any = None, **options: Any) -> Plan:
+    """A plan of one step, by its options."""
+    step = PlannedStep("prune", {"strategy": "hc-smoe", "experts": 2, **options})
+    return Plan(Source("org/moe", "abc123", "f" * 64), (step,), calibration, seed=7)
+
+
+def said(plan: Plan) -> dict[str, Any]:
+    return dict(yaml.safe_load(recipe_yaml(recipe_of_plan(plan))))
 
 
 def test_a_plan_without_data_names_no_calibration() -> None:
-    assert said(a_plan()) == {
-        "model": "org/moe", "revision": "abc123", "experts": 2, "strategy": "hc-smoe", "options": {"merge": "max"},
-        "seed": 7, "correct": "none",
-    }  # fmt: skip
+    assert said(a_plan(options={"merge": "max"})) == {
+        "model": "org/moe",
+        "revision": "abc123",
+        "calibration": {"samples": 128, "sequence_length": 512},
+        "seed": 7,
+        "steps": [{"prune": {"strategy": "hc-smoe", "experts": 2, "options": {"merge": "max"}}}],
+    }
 
 
-def test_data_correction_and_protected_experts_are_named_without_folders() -> None:
-    asked = {"samples": 32, "sequence_length": 64}
-    calibration = {"source": "/home/me/a.txt + org/data", "sources": SOURCES, "asked": asked}
-    plan = a_plan(
-        source=Source("/home/me/model", None, "f" * 64), calibration=calibration, sequential=True,
-        correction={"method": "ridge", "dtype": "float32"}, protected={"model.layers.1.mlp.experts": (0, 2)},
+def test_texts_are_named_without_folders_and_with_weights_where_they_differ() -> None:
+    def text(*sources: tuple[str, float], **asked: int) -> Any:
+        entries = [{"source": name, "weight": weight} for name, weight in sources]
+        identity = {"source": " + ".join(name for name, _ in sources), "sources": entries, "asked": asked}
+        return said(a_plan(identity))["calibration"]
+
+    found = text(("/home/me/a.txt", 0.75), ("org/data", 0.25), samples=32, sequence_length=64)
+    assert found == {"data": ["a.txt=0.75", "org/data=0.25"], "samples": 32, "sequence_length": 64}
+    assert text(("demo", 0.5), ("org/data", 0.5))["data"] == ["demo", "org/data"]
+    assert text(("a=2.txt", 0.5), ("demo", 0.5))["data"] == ["a=2.txt=0.5", "demo=0.5"]
+
+
+def test_a_recipe_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    steps = (Split("auto"), Prune(ratio=0.25, protect=({"layer": 1, "expert": 2},)), Correct(), Distill(steps=9))
+    whole = Recipe(
+        model="org/moe", revision="abc", base="org/base", calibration=TextOptions(data="demo", samples=3), seed=5,
+        dtype="bfloat16", steps=steps, gate={"tasks": ["piqa"], "max_drop": 0.5}, output={"max_shard_bytes": 9},
     )  # fmt: skip
-    found = said(plan, "model")
-    assert "/home" not in recipe_of(plan, "model").decode()
-    assert found["calibration"] == ["a.txt=0.75", "org/data=0.25"]
-    assert (found["samples"], found["sequence_length"], found["sequential"]) == (32, 64, True)
-    assert (found["correct"], found["dtype"], found["model"]) == ("ridge", "float32", "model")
-    assert found["protect"] == [{"layer": 1, "expert": 0}, {"layer": 1, "expert": 2}]
-    assert "revision" not in found
-
-
-def test_equal_weights_are_left_out_unless_a_name_looks_weighted() -> None:
-    def sources(*named: str) -> Any:
-        entries = [{"source": name, "weight": 1 / len(named)} for name in named]
-        return said(a_plan(calibration={"source": " + ".join(named), "sources": entries, "asked": {}}))["calibration"]
-
-    assert sources("demo", "org/data") == ["demo", "org/data"]
-    assert sources("a=2.txt", "demo") == ["a=2.txt=0.5", "demo=0.5"]
-
-
-def test_the_plan_of_one_source_says_how_it_was_made() -> None:
-    plan = a_plan(calibration={"source": "a", "sources": SOURCES, "asked": {}, "only": "a"})
-    assert b"--per-source" in recipe_of(plan, "org/moe").splitlines()[0]
-
-
-def test_a_recipe_is_read_back_as_the_fields_of_a_request(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_bytes(recipe_of(a_plan(), "org/moe"))
-    content = read_recipe(path)
-    assert (content.pop("model"), content.pop("revision")) == ("org/moe", "abc123")
-    assert Request(**content) == Request(
-        experts=2, strategy="hc-smoe", options={"merge": "max"}, seed=7, correct="none"
-    )
+    for recipe in (whole, Recipe(model="org/moe"), Recipe(steps=["prune", {"distill": {"stream": True}}])):
+        path.write_bytes(recipe_yaml(recipe, "# heading\n"))
+        assert read_recipe(path) == recipe
+    assert yaml.safe_load(recipe_yaml(whole))["steps"][2:] == ["correct", {"distill": {"steps": 9}}]
 
+
+# --- the order of steps -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "stages"),
+    [
+        ("split prune correct", [0, 0, 0]),
+        ("prune correct prune correct", [0, 0, 1, 1]),
+        ("prune correct routers distill", [0, 0, 1, 2]),
+        ("routers prune", [0, 1]),
+        ("constants correct", [0, 0]),
+    ],
+)
+def test_layerwise_steps_that_follow_each_other_are_one_stage(steps: str, stages: list[int]) -> None:
+    made = [make_step(name, {}) for name in steps.split()]
+    check_order(made)
+    assert stage_numbers(made) == stages
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("prune split", r"steps\[1\]: split cannot stand after prune: experts are split before anything else"),
+        ("split split prune", r"steps\[1\]: split cannot stand after split"),
+        ("prune correct constants", r"steps\[2\]: constants cannot stand after prune: constants stand for whole"),
+        ("constants constants", r"steps\[1\]: constants cannot stand after constants"),
+        ("constants distill", r"steps\[1\]: distill cannot stand after constants: stock transformers cannot load"),
+        ("correct", r"steps\[0\]: correct works on what prune or constants leaves; put prune right before it"),
+        ("prune distill correct", r"steps\[2\]: correct works on what prune or constants leaves"),
+        ("split correct", r"steps\[1\]: correct works on what prune"),
+    ],
+)
+def test_orders_that_cannot_work_are_refused(steps: str, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        check_order([make_step(name, {}) for name in steps.split()])
+
+
+def test_what_is_to_be_done_is_settled_on_a_model(tmp_path: Path) -> None:
+    model = opened("mixtral", tmp_path)[1]
+
+    def settled(model: OpenModel, *steps: Any) -> list[Any]:
+        return list(prepare(Recipe(model="x", steps=steps), model, model, None).steps)
+
+    drop = {"prune": {"experts": 4, "strategy": "model-centric"}}
+    assert settled(model, {"split": {"parts": 1}}, drop, {"correct": {"method": "auto"}}) == [
+        Prune("model-centric", experts=4)
+    ]
+    with pytest.raises(CompressionError, match="the recipe has no step that does anything; add one, such as prune"):
+        settled(model, {"split": {"parts": 1}}, {"distill": {"train": "none"}})
+    with pytest.raises(CompressionError, match=r"steps\[1\]: split cannot stand after prune"):
+        settled(model, drop, "split")
+
+
+# --- an option is declared once ---------------------------------------------------------------------------------------
+
+THINNED = '''
+"""A step like prune, with a field of its own."""
+from typing import ClassVar
+from pydantic import Field
+from compressor.steps.prune.step import Prune
+class Thinned(Prune):
+    """Prune, gently."""
+    name: ClassVar[str] = "thinned"
+    gentleness: int = Field(3, ge=1, description="How gently.")
+'''
+
+
+def test_a_new_field_of_a_step_is_an_option_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    install(tmp_path / "site", monkeypatch, "thinned", THINNED, group=STEPS)
+    (tmp_path / "site" / "thinned_plugin-1.0.dist-info" / "entry_points.txt").write_text(
+        f"[{STEPS}]\nthinned = thinned_plugin:Thinned\n"
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: org/moe\nsteps: [thinned: {experts: 4, gentleness: 5}]")
+    recipe = read_recipe(path)
+    assert recipe.steps[0].gentleness == 5 and b"gentleness: 5" in recipe_yaml(recipe)  # type: ignore[attr-defined]
+    plans = [
+        Plan(Source("org/moe", None, "f" * 64), (PlannedStep("thinned", make_step("thinned", options).to_dict()),))
+        for options in ({"gentleness": 5}, {})
+    ]
+    assert json.loads(plans[0].to_json())["steps"][0]["options"]["gentleness"] == 5
+    assert plans[0].digest() != plans[1].digest()
+    again = recipe_of_plan(Plan.from_dict(json.loads(plans[0].to_json()))).steps
+    assert again == (make_step("thinned", {"gentleness": 5}),)
+    ask = ("compress", path, "-o", tmp_path / "out", "--set")
+    assert "gentleness is 0; input should be greater than or equal to 1" in run(*ask, "thinned.gentleness=0").err
+    assert "no option 'gentlenes'; did you mean 'gentleness'" in run(*ask, "thinned.gentlenes=2").err
+    assert "gentleness" in run("steps").out
+    install(tmp_path / "other", monkeypatch, "prune", THINNED, group=STEPS)
+    with pytest.raises(CompressionError, match="two packages offer 'prune'"):
+        make_step("prune", {})
+    install(tmp_path / "odd", monkeypatch, "odd", THINNED, group=STEPS)
+    with pytest.raises(CompressionError, match="step 'odd' is no plugin: its entry point should be a Step"):
+        make_step("odd", {})
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "misspelt": ("sample: 3", "has no field 'sample'; did you mean 'samples'"),
-    "with a dash": ("sequence-length: 3", "did you mean 'sequence_length'"),
-    "unknown": ("zzz: 3", "has no field 'zzz'; known are model, revision, experts"),
+    "misspelt": ("sed: 3", "has no field 'sed'; did you mean 'seed'"),
+    "misspelt, of a step": ("steps: [prune: {stratgy: x}]", r"prune has no option 'stratgy' at steps\[0\]; did you"),
+    "unknown": ("zzz: 3", "has no field 'zzz'; known are model, revision, base"),
     "no name": ("3: 4", "has no field 3; known are"),
-    "text for a number": ("samples: many", "samples is 'many', it should be a whole number"),
-    "a fraction": ("experts: 4.5", "experts is 4.5, it should be a whole number"),
-    "a switch for a number": ("experts: true", "experts is True, it should be a whole number"),
-    "nothing": ("strategy:", "strategy is None, it should be text"),
-    "a word that YAML reads as a switch": ("strategy: no", "strategy is False, it should be text"),
-    "a number for a switch": ("sequential: 1", "sequential is 1, it should be true or false"),
-    "a ratio in words": ("ratio: half", "ratio is 'half', it should be a number"),
-    "numbers as sources": ("calibration: [1, 2]", r"calibration is \[1, 2\], it should be text or a list"),
-    "options as a list": ("options: [merge]", r"options is \['merge'\], it should be a mapping"),
-    "a date": ("options: {when: 2024-01-01}", "options is .* it should be a mapping"),
-    "a huge number": (f"seed: {'9' * 400}", "seed is 9+.*, it should be a whole number"),
-    "a NUL": ('strategy: "a\\0b"', "strategy is .* it should be text"),
-    "an alias": ("options: &a {b: 1}\nprotect: [*a]", "by an alias"),
-    "a tag": ("strategy: !!python/object/apply:os.system ['true']", "is not valid YAML"),
-    "broken": ("experts: [4", "is not valid YAML"),
-    "a list": ("- experts", "should hold a mapping"),
+    "text for a number": ("seed: many", "seed is 'many'; input should be a valid integer"),
+    "a fraction": ("steps: [prune: {experts: 4.5}]", r"steps\[0\]: prune: experts is 4\.5; input should be"),
+    "a switch for a number": ("steps: [prune: {experts: true}]", "experts is True, it should be a number"),
+    "a switch for a share": ("steps: [prune: {ratio: yes}]", "ratio is True, it should be a number"),
+    "a switch for a size": ("calibration: {samples: true}", "samples is True, it should be a number"),
+    "nothing": ("steps: [prune: {strategy: }]", "strategy is None; input should be a valid string"),
+    "a word that YAML reads as a switch": ("steps: [prune: {strategy: no}]", "strategy is False; input should be a"),
+    "a number for a switch": ("steps: [prune: {sequential: 3}]", "sequential is 3; input should be a valid boolean"),
+    "a ratio in words": ("steps: [prune: {ratio: half}]", "ratio is 'half'; input should be a valid number"),
+    "numbers as sources": ("calibration: {data: [1, 2]}", r"data\.0 is 1; input should be a valid string"),
+    "options as a list": (
+        "steps: [prune: {options: [merge]}]",
+        r"options is \['merge'\]; input should be a valid dict",
+    ),
+    "steps as a mapping": ("steps: {prune: {}}", "steps should be a list, such as"),
+    "two steps in one": ("steps: [{prune: {}, correct: {}}]", r"steps\[0\] is .* it should be one step, such as"),
+    "a step that is none": ("steps: [3]", r"steps\[0\] is 3; it should be one step"),
+    "an unknown step": ("steps: [prune, distil]", r"no step 'distil' at steps\[1\]; did you mean 'distill'"),
+    "a date": ("steps: [prune: {options: 2024-01-01}]", "options is .* input should be a valid dict"),
+    "a huge number": (f"seed: {'9' * 400}", "seed is 9+"),
+    "a number out of range": ("seed: -1", "seed is -1; input should be greater than or equal to 0"),
+    "no task": ("gate: {tasks: []}", "gate.tasks is"),
+    "an alias": ("steps: &a []\ngate: [*a]", "by an alias"),
+    "a tag": ("model: !!python/object/apply:os.system ['true']", "is not valid YAML"),
+    "broken": ("seed: [4", "is not valid YAML"),
+    "a list": ("- seed", "should hold a mapping"),
     "empty": ("", "should hold a mapping"),
-    "deep": ("options: " + "[" * 3000, "is nested deeper than 100"),
+    "deep": ("steps: " + "[" * 3000, "is nested deeper than 100"),
     "endless digits": (f"seed: {'9' * 5000}", "a word of over 4,096 letters"),
     "endless sixties": (f"seed: {'1:' * 3000}1", "a word of over 4,096 letters"),
-    "sixties": (f"seed: {'1:' * 2000}1", "seed is .*, it should be a whole number"),
-    "endless parts": (f"calibration: [{'a,' * 300_000}]", "has more than 262,144 parts"),
+    "endless parts": (f"steps: [{'a,' * 300_000}]", "has more than 262,144 parts"),
     "an endless maze": ("[" * 900_000, "is nested deeper than 100"),
 }
 
@@ -117,8 +214,9 @@ REFUSED: dict[str, tuple[str, str]] = {
 def test_what_is_no_recipe_is_refused(name: str, tmp_path: Path) -> None:
     text, message = REFUSED[name]
     (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(CompressionError, match=message):
+    with pytest.raises(CompressionError, match=message) as fault:
         read_recipe(tmp_path / "recipe.yaml")
+    assert "\n" not in str(fault.value) and len(str(fault.value)) < 400
 
 
 def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
@@ -137,11 +235,15 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_here_is_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CompressionError, match=r"the model 'gone', which is no folder here; name it as MODEL"):
-        refuse_missing(Path("recipe.yaml"), {"model": "gone"})
+
+    def refuse(data: Any = None, **fields: Any) -> None:
+        refuse_missing(Path("recipe.yaml"), Recipe(calibration={"data": data}, **fields))
+
+    with pytest.raises(CompressionError, match=r"the model 'gone', which is no folder here; add --set model=FOLDER"):
+        refuse(model="gone")
     for source in ("gone.txt", "gone.txt=2"):
         with pytest.raises(CompressionError, match=r"the text gone\.txt, .*; name it with --calibration"):
-            refuse_missing(Path("recipe.yaml"), {"calibration": ["demo", source]})
+            refuse(["demo", source])
     (tmp_path / "here.txt").touch()
-    refuse_missing(Path("recipe.yaml"), {"model": "org/moe", "calibration": ["here.txt=2", "org/data"]})
-    refuse_missing(Path("recipe.yaml"), {"model": "moe", "revision": "abc", "calibration": "here.txt"})
+    refuse(["here.txt=2", "org/data"], model="org/moe")
+    refuse("here.txt", model="moe", revision="abc")

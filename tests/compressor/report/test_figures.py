@@ -222,15 +222,16 @@ def test_text_is_text(made: dict[str, Figure]) -> None:
     assert "✗ rte" in said and "? openbookqa" in said and "inconclusive" in said
 
 
-def test_the_curve_of_a_recovery_runs_through_its_evaluations(made: dict[str, Figure]) -> None:
-    (axes,) = drawn(made["recovery"].drawings[0]).axes
+def test_the_curve_of_a_distillation_runs_through_its_evaluations(made: dict[str, Figure]) -> None:
+    (axes,) = drawn(made["distillation"].drawings[0]).axes
     start, curve, ring = axes.get_lines()
-    told = (report().recover or {})["result"]
+    told = report().steps[1]["result"]
     assert list(curve.get_xdata()) == [entry["step"] for entry in told["curve"]]
     assert list(curve.get_ydata()) == [entry["kl"] for entry in told["curve"]]
     assert [*ring.get_xdata(), *ring.get_ydata()] == [told["best"], told["after"]]
     assert list(start.get_ydata()) == [told["before"]] * 2
-    assert made["recovery"].alt.endswith("0.36 after 0 steps, 0.13 after 30; the state after 20 was taken, at 0.125.")
+    alt = made["distillation"].alt
+    assert alt.endswith("0.36 after 0 steps, 0.13 after 30; the state after 20 was taken, at 0.125.")
 
 
 def test_pngs_are_drawn_with_every_part(made: dict[str, Figure]) -> None:

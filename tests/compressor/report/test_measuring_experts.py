@@ -18,8 +18,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
-from compressor.report.measuring_experts import likeness_of, sample_size
-from compressor.report.measuring_pass import measure_layers
+from compressor.report.measuring_pass import likeness_of, measure_layers, sample_size
 from compressor.statistics.statistics import mix_tokens
 from tests.opened import batches, one_expert, opened, plain_calls
 from tests.plugins import install

@@ -16,15 +16,15 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.planning.make import make_plan
 from compressor.progress import Progress, Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring_experts import likeness_of
-from compressor.report.measuring_pass import Gap, measure_layers, shares
+from compressor.report.measuring_pass import Gap, likeness_of, measure_layers, shares
+from compressor.steps.prune.planning import make_plan
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
+from tests.plans import by_hand
 
 CASES = {  # the strategy that plans, by family
     "mixtral": "reap",
@@ -63,7 +63,7 @@ def make_case(name: str, folder: Path, strategy: str, keep: int = 4) -> Case:
     stock, model = opened(name, folder / "in")
     parts = batches(stock)
     plan = make_plan(model, load_strategy(strategy), keep, {}, calibration(parts), Silent())
-    compressor.apply(plan, folder / "out", model=str(folder / "in"))
+    compressor.apply(by_hand(plan), folder / "out", model=str(folder / "in"))
     small = zoo.reload(name, folder / "out")
     return Case(stock, model, small, open_model(locate(str(folder / "out")), "float32", "cpu"), plan, parts)
 
@@ -204,14 +204,13 @@ def test_keeping_everything_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_one_layer_of_each_model_is_in_memory(tmp_path: Path) -> None:
     case = make_case("mixtral", tmp_path, "reap")
     loaded: list[set[str]] = []
-
-    class Watch(Silent):
-        def advance(self, step: str) -> None:
-            for model in (case.model, case.out):
-                held = model.partial.model.named_parameters()
-                loaded.append({name.split(".")[2] for name, value in held if ".layers." in name and not value.is_meta})
-
-    case.measured(Watch())
+    plans = {layer.module: layer for layer in case.plan.layers}
+    for _ in measure_layers(
+        case.out, case.model, case.parts, lambda name: likeness_of(case.plan, plans[name]), Silent()
+    ):
+        for model in (case.model, case.out):
+            held = model.partial.model.named_parameters()
+            loaded.append({name.split(".")[2] for name, value in held if ".layers." in name and not value.is_meta})
     assert loaded == [{"0"}, {"0"}, {"1"}, {"1"}]
     for model in (case.model, case.out):
         assert all(value.is_meta for value in model.partial.model.parameters())

@@ -10,7 +10,7 @@ import pytest
 
 from compressor.document.html import POLICY, stylesheet
 from compressor.drawing.palette import ROLES
-from compressor.gates.content import cells, verdict_line
+from compressor.gates.document import cells, verdict_line
 from compressor.gates.verdict import RoutedBy
 from compressor.report.data import ReportData, load_of
 from compressor.report.figures import figures
@@ -18,7 +18,7 @@ from compressor.report.page import page
 from tests.gates import gate, task
 from tests.reported import HOSTILE, Tree, bare, hostile, report
 
-ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "afterwards", "hubs", "gate", "cost")
+ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "steps", "hubs", "gate", "cost")
 TEXT_PAIRS = [  # what stands on what
     (text, ground) for ground in ("paper", "panel") for text in ("text", "muted", "link", "good", "bad", "unsure")
 ] + [("text", "faint")]
@@ -125,7 +125,7 @@ def known_numbers(data: ReportData) -> set[str]:
     """Every number that the data holds or that follows from it, in all ways in which a table may write it."""
     found: list[Any] = [*data.parameters, *data.nbytes, *data.seconds.values(), sum(data.seconds.values())]
     found += [data.experts_before, data.experts_after, *range(max(data.experts_before, 20))]
-    rounds, curve = ((entry or {})["result"] for entry in (data.bake, data.recover))
+    rounds, curve = (entry["result"] for entry in data.steps)
     found += [value for step in rounds["steps"] for value in step.values()]
     found += [entry[name] for entry in curve["curve"] for name in ("step", "kl", "loss")]
     found += [value for hub in data.hubs for value in hub.values() if isinstance(value, float)]
@@ -181,7 +181,7 @@ def test_unknown_is_said_plainly_and_leaves_no_empty_figure() -> None:
                  "The reconstruction error was not measured", "None: no hubs were named", "None: the plan protects no",
                  "The accuracy gate was not run", "No times were recorded", "The peak memory was not recorded",
                  "The command was not recorded", "no text was read",
-                 "Nothing was baked into the routers", *bare().missing):  # fmt: skip
+                 "No routers were calibrated, and nothing was distilled", *bare().missing):  # fmt: skip
         assert said in text
     assert "moe-compress gate org/some-moe-model smaller-model" in text
     assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-sizes", "figure-experts"]
@@ -217,24 +217,34 @@ def test_the_verdict_on_a_routed_model_says_so_where_one_looks_first() -> None:
     assert "1 task, routed by c3po" in text_of(made(replace(bare(), gate=routed)))
 
 
-def test_bake_and_recovery_are_told_in_numbers(whole: str) -> None:
+def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:
     text = text_of(whole)
-    assert "by hc-smoe, a correction, a bake and a recovery." in text
-    assert "auto, taken: router; from the original on held-out text 0.41 to 0.36 nats per token" in text
-    assert "experts, 30 steps of 2048 tokens at most; from the original on held-out text 0.36 to 0.125" in text
+    assert "by hc-smoe, reconstruction, router calibration and distillation." in text
+    assert "(auto, took router): KL 0.41 to 0.36 nats per token from the base on held-out text" in text
+    assert "istillation (experts, at most 30 steps of 2048 tokens): KL 0.36 to 0.125 nats per token from" in text
     cells = [text.strip() for _, text in Tree(whole).named("td")]
-    assert {"0.01", "1.5", "0.05", "0.004"} <= set(cells)  # of the bake's first round
-    for entry in (report().recover or {})["result"]["curve"]:
+    assert {"0.01", "1.5", "0.05", "0.004"} <= set(cells)  # of the first round
+    for entry in report().steps[1]["result"]["curve"]:
         assert (f"{entry['kl']:g}", f"{entry['loss']:g}") in pairwise(cells)
 
 
 def test_what_changed_nothing_is_no_way_that_the_model_was_made() -> None:
     data = report(2)
-    bake = {"method": "router", "result": {"before": 0.4, "after": 0.4, "steps": []}}
-    kept = {**(data.recover or {}), "result": {**(data.recover or {})["result"], "changed": False}}
-    text = text_of(made(replace(data, bake=bake, recover=kept)))
-    assert "by hc-smoe and a correction." in text and "the routers stay as they are" in text
-    assert "at most; nothing was changed" in text and "0.36 after 0 steps, 0.13 after 30; nothing was changed" in text
+    routers = {"name": "routers", "options": {}, "result": {"before": 0.4, "after": 0.4, "steps": []}}
+    kept = {**data.steps[1], "result": {**data.steps[1]["result"], "changed": False}}
+    text = text_of(made(replace(data, steps=(routers, kept))))
+    assert "by hc-smoe and reconstruction." in text and "the routers stay as they are" in text
+    assert "tokens): nothing was changed" in text and "0.36 after 0 steps, 0.13 after 30; nothing was changed" in text
+
+
+def test_steps_may_be_repeated_and_each_distillation_has_its_curve() -> None:
+    data = report(2)
+    again = {**data.steps[1], "result": {**data.steps[1]["result"], "before": 0.125, "after": 0.0625}}
+    content = made(replace(data, steps=(*data.steps, again)))
+    text = text_of(content)
+    assert "by hc-smoe, reconstruction, router calibration and distillation." in text
+    assert text.count("0.36 to 0.125 nats") == 2 and text.count("0.125 to 0.0625 nats") == 2
+    assert text.count("0.36 after 0 steps, 0.13 after 30; the state after 20 was taken, at 0.125") == 2
 
 
 def test_figures_may_be_left_out() -> None:

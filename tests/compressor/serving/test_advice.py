@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.model.served import served_model
-from compressor.serving.advice import advise, broken, warnings
-from compressor.serving.rules import RULES, SERVERS, Served
+from compressor.serving.advice import RULES, SERVERS, Served, advise, broken, warnings
 from tests import small, zoo
 from tests.command_line import Run, runner
 from tests.opened import opened

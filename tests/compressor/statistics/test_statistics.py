@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.api import planning as api
 from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
@@ -31,6 +30,7 @@ from compressor.statistics.statistics import (
 )
 from tests import zoo
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls, statistics
+from tests.plans import plan_of
 
 NAMES = [
     "mixtral", "qwen3_moe-norm_topk_false", "deepseek_v3", "gpt_oss", "gemma4", "zaya", "minimax_m2", "nemotron_h",
@@ -286,17 +286,12 @@ def test_weights_alone_run_no_forward_and_read_no_data(tmp_path: Path, monkeypat
         raise AssertionError("no forward is needed")
 
     monkeypatch.setattr(type(stock), "forward", refuse)
-    monkeypatch.setattr("compressor.data.batches.calibrate", refuse)
-    monkeypatch.setattr("compressor.data.batches.load_tokenizer", refuse)
-    plan = api.plan(
-        str(tmp_path / "model"),
-        strategy="model-centric",
-        experts=4,
-        calibration=str(tmp_path / "absent.txt"),
-        device="cpu",
-    )
+    monkeypatch.setattr("compressor.pipeline.task.read_text", refuse)
+    monkeypatch.setattr("compressor.pipeline.task.load_tokenizer", refuse)
+    absent = str(tmp_path / "absent.txt")
+    plan = plan_of(tmp_path / "model", strategy="model-centric", experts=4, calibration=absent, correct="none")
     assert plan.calibration is None
-    assert len(plan.layers) == 2
+    assert len(plan.stage.layers) == 2
 
 
 def test_weights_are_the_live_modules_and_go_back_to_meta(tmp_path: Path) -> None:

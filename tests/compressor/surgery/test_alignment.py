@@ -21,10 +21,12 @@ from compressor.model.experts import Parameters, expert_parameters
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
+from compressor.recipe.steps_plan import Plan
 from compressor.statistics.collecting import collect
 from compressor.surgery.alignment import aligned_experts, matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import batches, calibration, one_expert
+from tests.plans import by_hand
 
 LAYOUTS = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "aria", "openai_privacy_filter"]
 END_TO_END = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3"]
@@ -177,10 +179,11 @@ def with_twins(name: str) -> Any:
     return model
 
 
-def by_hand(folder: Path, groups: list[Group]) -> CompressionPlan:
+def planned(folder: Path, groups: list[Group]) -> Plan:
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.of(layer, groups) for layer in model.architecture.layers)
-    return CompressionPlan(Source(str(folder), None, model.fingerprint), len(groups), "by hand", {}, None, layers)
+    source = Source(str(folder), None, model.fingerprint)
+    return by_hand(CompressionPlan(source, len(groups), "by hand", {}, None, layers))
 
 
 @pytest.mark.parametrize("name", END_TO_END)
@@ -189,9 +192,9 @@ def test_what_is_written_computes_what_the_original_does(name: str, tmp_path: Pa
     model.save_pretrained(tmp_path / "in")
     ids = zoo.tokens(model)
     groups = [Group((h, m), (0.3, 0.7), (1.0, 0.0), head=h) for h, m in TWINS.items()]
-    plan = by_hand(tmp_path / "in", groups)
-    compressor.apply(CompressionPlan.from_dict(plan.to_dict()), tmp_path / "out")
-    compressor.apply(by_hand(tmp_path / "in", [replace(group, head=None) for group in groups]), tmp_path / "plain")
+    plan = planned(tmp_path / "in", groups)
+    compressor.apply(Plan.from_dict(plan.to_dict()), tmp_path / "out")
+    compressor.apply(planned(tmp_path / "in", [replace(group, head=None) for group in groups]), tmp_path / "plain")
     before = zoo.logits(model, ids)
     after, plain = (zoo.logits(zoo.reload(name, tmp_path / folder), ids) for folder in ("out", "plain"))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
@@ -210,8 +213,8 @@ def test_nothing_but_aligned_experts_differs_from_what_is_written_without_a_head
     zoo.build(name).to(getattr(torch, dtype)).save_pretrained(tmp_path / "in")
     first = Group((0, 1), (0.3, 0.7), (0.4, 0.6), 1.1)
     others = [Group((2, 3), (0.2, 0.8), (0.9, 0.1)), Group((4, 5), (0.5, 0.5), (1.0, 0.0)), Group.single(7)]
-    compressor.apply(by_hand(tmp_path / "in", [first, *others]), tmp_path / "stored")
-    compressor.apply(by_hand(tmp_path / "in", [replace(first, head=1), *others]), tmp_path / "aligned")
+    compressor.apply(planned(tmp_path / "in", [first, *others]), tmp_path / "stored")
+    compressor.apply(planned(tmp_path / "in", [replace(first, head=1), *others]), tmp_path / "aligned")
     stored, aligned = (load_file(tmp_path / folder / "model.safetensors") for folder in ("stored", "aligned"))
     assert set(stored) == set(aligned)
     for key, value in aligned.items():
@@ -234,7 +237,7 @@ def test_a_head_means_nothing_where_one_member_counts(tmp_path: Path) -> None:
     zoo.save("gpt_oss", tmp_path / "in")
     for folder, head in (("with", 1), ("without", None)):
         groups = [Group((0, 1), (1.0, 0.0), (0.5, 0.5), head=head), Group.single(2), Group.single(3)]
-        compressor.apply(by_hand(tmp_path / "in", groups), tmp_path / folder)
+        compressor.apply(planned(tmp_path / "in", groups), tmp_path / folder)
     assert (tmp_path / "with/model.safetensors").read_bytes() == (tmp_path / "without/model.safetensors").read_bytes()
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as drawn
 from safetensors.torch import load_file
 
 import compressor
-from compressor.api import splitting
 from compressor.surgery.equal_rows import STEP, earlier, told_apart
 from tests import small
 
@@ -35,11 +34,10 @@ def test_only_further_equal_rows_change_and_rows_of_no_expert_never(dtype: torch
 
 def test_no_router_of_a_pruned_split_has_equal_rows_whichever_way_it_came(tmp_path: Path) -> None:
     small.save(tmp_path / "model")
-    splitting.split(str(tmp_path / "model"), tmp_path / "split", 2)
-    asked = {"experts": 12, "strategy": "model-centric"}
-    compressor.compress(str(tmp_path / "model"), tmp_path / "once", split=2, **asked)
-    compressor.compress(str(tmp_path / "split"), tmp_path / "twice", **asked)
-    compressor.compress(str(tmp_path / "model"), tmp_path / "all", split=2, strategy="model-centric", experts=16)
+    compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Split(2)])
+    for folder, out, parts, experts in (("model", "once", 2, 6), ("split", "twice", 1, 12), ("model", "all", 2, 8)):
+        asked = {"split": parts, "experts": experts, "strategy": "model-centric"}
+        compressor.compress(str(tmp_path / folder), tmp_path / out, **asked)
     for name, equal in (("once", 0), ("twice", 0), ("all", 8), ("split", 8)):
         routers = [
             value for path in (tmp_path / name).glob("*.safetensors") for key, value in load_file(path).items()

@@ -9,17 +9,19 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.recipe.plan import CompressionPlan, Group
+from compressor.recipe.plan import Group
+from compressor.recipe.steps_plan import Plan
 from tests import small
+from tests.plans import by_hand, plan_of
 
 LARGE = 40_000.0  # float16 holds it, and not twice as much
 
 
-def scaled(plan: CompressionPlan, scale: float, head: int | None = None) -> CompressionPlan:
+def scaled(plan: Plan, scale: float, head: int | None = None) -> Plan:
     """The plan with experts 0 and 1 merged in every layer, their mean times `scale`; aligned with a `head`."""
     merged = Group((0, 1), (0.5, 0.5), (0.5, 0.5), scale, head)
-    layers = tuple(replace(layer, groups=(merged, *map(Group.single, (2, 3, 4)))) for layer in plan.layers)
-    return replace(plan, layers=layers)
+    layers = tuple(replace(layer, groups=(merged, *map(Group.single, (2, 3, 4)))) for layer in plan.stage.layers)
+    return by_hand(replace(plan.stage, layers=layers))
 
 
 def fill(folder: Path, dtype: torch.dtype, value: float) -> None:
@@ -44,7 +46,7 @@ def test_an_overflow_in_the_outputs_dtype_is_refused(
 ) -> None:
     model = small.save(tmp_path / "model")
     fill(model, dtype, 1.0)
-    plan = compressor.plan(str(model), strategy="model-centric", experts=4)
+    plan = plan_of(model, strategy="model-centric", experts=4, split=1)
     fill(model, dtype, value)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(CompressionError, match=f"overflows {name} when its experts are merged"):
@@ -57,7 +59,7 @@ def test_an_overflow_in_the_outputs_dtype_is_refused(
 
 def test_neurons_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     model = small.save(tmp_path / "model")
-    plan = compressor.plan(str(model), strategy="model-centric", experts=4)
+    plan = plan_of(model, strategy="model-centric", experts=4, split=1)
     fill(model, torch.float32, 3e38)
     with pytest.raises(CompressionError, match="experts 0 and 1 hold weights too large to compare their neurons"):
         compressor.apply(scaled(plan, 0.5, 0), tmp_path / "out")

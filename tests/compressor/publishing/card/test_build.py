@@ -23,11 +23,12 @@ from compressor.evaluation.scores import identity
 from compressor.gates.report import card_metrics, gate_json
 from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.publishing.card.build import Card, card_text
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
 from exporters.onnx_verify import Verification
 from tests.gates import gate, likelihood, mixed, task
 from tests.hub.cards import mistakes
+from tests.plans import pruned
 
 DEMO = Path("compressor/demo/checkpoint").absolute()
 REPOSITORY = "me/small-moe"
@@ -139,12 +140,12 @@ def test_a_merge_and_a_correction_and_protection_are_told(tmp_path: Path) -> Non
     listed.write_text('[{"layer": 1, "expert": 2}]')
     folder = make(tmp_path, "all", strategy="hc-smoe", correct="ridge", protect=str(listed), sequential=True)
     card = card_text(folder, REPOSITORY)
-    plan = json.loads((folder / "compression.json").read_text())["plan"]
+    plan = pruned(json.loads((folder / "compression.json").read_text())["plan"])
     text = body(card)
     assert set(ModelCard(card.text).data.tags) >= {"merged", "expert-merging"}
     assert "pruned" not in ModelCard(card.text).data.tags
     kept = sum(layer["figures"]["correction"]["kept"] != "none" for layer in plan["layers"])
-    assert f"kept in {kept} of 4 layers" in text and "nothing was fine-tuned end to end" in text
+    assert f"kept in {kept} of 4 layers" in text and "Nothing was fine-tuned end to end" in text
     rows = {name: row for name, row in table(card, "Experts").items() if name.isdigit()}
     for layer in plan["layers"]:
         figures = layer["figures"]["correction"]
@@ -152,7 +153,7 @@ def test_a_merge_and_a_correction_and_protection_are_told(tmp_path: Path) -> Non
         assert error.startswith(f"{figures['heldout_error_before']:.4g}")
         assert figures["kept"] == "none" or error.endswith(f"to {figures['heldout_error']:.4g} ({figures['kept']})")
         assert rows[str(layer["layer"])][3] == ("2" if layer["layer"] == 1 else "-")
-    assert '[{"layer": 1, "expert": 2}]' in text and "compressed earlier layers" in text
+    assert "    - layer: 1\n      expert: 2\n" in text and "compressed earlier layers" in text
     assert str(tmp_path) not in card.text and "keep.json" not in text
 
 
@@ -174,47 +175,43 @@ def test_the_gate_beside_the_weights_is_in_table_picture_and_metadata(copied: Pa
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("bake", [None, False, True])
-@pytest.mark.parametrize("recover", [None, False, True])
+@pytest.mark.parametrize("moved", [None, False, True])
+@pytest.mark.parametrize("trained", [None, False, True])
 def test_what_was_tuned_is_told_as_it_was(
-    corrected: bool, bake: bool | None, recover: bool | None, copied: Path
+    corrected: bool, moved: bool | None, trained: bool | None, copied: Path
 ) -> None:
     """None: not asked for; False: tried, and nothing changed."""
     record = json.loads((copied / "compression.json").read_text())
     plan, text = record["plan"], record["plan"]["calibration"]
     curve = [{"step": step, "kl": 0.3 - step / 100, "loss": 2.0, "training": {}} for step in (0, 9)]
     if corrected:
-        plan["correction"] = {"method": "ridge", "dtype": "float32"}
-    if bake is not None:
-        told: dict[str, Any] = {"before": 0.4, "after": 0.34 if bake else 0.4, "steps": []}
-        plan["bake"] = {
-            "method": "router",
-            "rounds": 4,
-            "sequences": 8,
-            "length": 32,
-            "calibration": text,
-            "result": told,
-        }
-    if recover is not None:
-        told = {"changed": recover, "before": 0.3, "after": 0.21, "best": 9, "curve": curve}
-        plan["recover"] = {"method": "experts", "steps": 9, "calibration": text, "result": told}
-    record["plan_digest"] = CompressionPlan.from_dict(plan).digest()
+        plan["steps"].append({"name": "correct", "options": {"method": "ridge"}, "stage": 0})
+    if moved is not None:
+        told: dict[str, Any] = {"before": 0.4, "after": 0.34 if moved else 0.4, "steps": []}
+        plan["steps"].append({"name": "routers", "options": {}, "text": text, "result": told, "stage": 1})
+    if trained is not None:
+        told = {"changed": trained, "before": 0.3, "after": 0.21, "best": 9, "curve": curve}
+        plan["steps"].append({"name": "distill", "options": {"steps": 9}, "text": text, "result": told, "stage": 2})
+    record["plan_digest"] = Plan.from_dict(plan).digest()
     (copied / "compression.json").write_text(json.dumps(record))
     card = card_text(copied, REPOSITORY)
     said = " ".join(body(card).split())
-    tuned = bool(bake or recover)
+    tuned = bool(moved or trained)
     assert ("No weight was refitted afterwards" in said) == (not corrected and not tuned)
-    assert ("No layer was refitted by itself" in said) == (not corrected and tuned)
+    assert ("No layer was reconstructed by itself" in said) == (not corrected and tuned)
     assert ("Nothing was refitted or fine-tuned" in said) == (not corrected and not tuned)
-    assert ("nothing was fine-tuned end to end" in said) == (corrected and not tuned)
+    assert ("Nothing was fine-tuned end to end" in said) == (corrected and not tuned)
     assert ("errors before and after are those of single layers" in said) == corrected
-    assert ("0.34 instead of 0.4 nats" in said) == (bake is True)
-    assert ("bake moved the routers alone" in said) == (bake is True and not recover)
-    assert ("0.21 instead of 0.3 nats" in said) == ("recovery trained what is left" in said) == (recover is True)
-    assert ("A bake into the routers was tried and changed nothing" in said) == (bake is False)
-    assert ("A recovery was tried and changed nothing" in said) == (recover is False)
-    assert ("images/recovery.png" in card.pictures) == ("](images/recovery.png)" in said) == (recover is not None)
-    assert ("Text of the bake" in said, "Text of the recovery" in said) == (bake is not None, recover is not None)
+    assert ("KL 0.4 to 0.34 nats" in said) == (moved is True)
+    assert ("Router calibration moved the routers alone" in said) == (moved is True and not trained)
+    assert ("KL 0.3 to 0.21 nats" in said) == ("Distillation trained the model end to end" in said) == (trained is True)
+    assert ("KL 0.4 nats" in said, "KL 0.3 nats" in said) == (moved is False, trained is False)
+    figures = [path for path in card.pictures if "distillation" in path]
+    assert bool(figures) == (trained is not None) and all(f"]({path})" in said for path in figures)
+    assert ("Text of the step routers" in said, "Text of the step distill" in said) == (
+        moved is not None,
+        trained is not None,
+    )
 
 
 def test_a_card_does_not_claim_the_accuracy_of_a_routed_model(copied: Path) -> None:
@@ -250,10 +247,12 @@ def test_no_name_does_harm(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def spoil(record: dict[str, Any]) -> None:
         plan = record["plan"]
-        plan["source"]["model"] = plan["strategy"] = HOSTILE
-        plan["options"] = {"x": HOSTILE}
+        (step,) = plan["steps"]
+        plan["source"]["model"] = step["options"]["strategy"] = HOSTILE
+        step["options"]["options"] = {"x": HOSTILE}
         plan["calibration"]["sources"][0]["source"] = "```\n</details>" + HOSTILE + "odd-token-in-use"
-        plan["layers"][0]["decided_by"] = "</details>" + HOSTILE
+        step["plan"]["layers"][0]["decided_by"] = "</details>" + HOSTILE
+        record["plan_digest"] = Plan.from_dict(plan).digest()
         record["versions"] = {HOSTILE: HOSTILE}
         record["left_out"] = [HOSTILE]
         record["zeroed_fields"] = [HOSTILE]
@@ -293,7 +292,7 @@ def test_left_out_tensors_and_zeroed_fields_are_limits(copied: Path) -> None:
     names = [f"mtp.{number}.weight" for number in range(12)]
     edited(copied, lambda record: record.update(left_out=names, zeroed_fields=["num_nextn_predict_layers"]))
     text = body(card_text(copied, REPOSITORY))
-    assert "12 tensors of the original that stock transformers does not load are left out: mtp.0.weight, " in text
+    assert "12 tensors of the base that stock transformers does not load are left out: mtp.0.weight, " in text
     assert "mtp.7.weight and 4 more." in text and "in the config, since their tensors are left out: num_nextn" in text
 
 
@@ -348,7 +347,9 @@ def test_a_record_that_does_not_belong_to_the_files_is_refused(copied: Path) -> 
 
 
 def test_what_a_report_measured_is_shown(dropped: Path) -> None:
-    modules = [layer["module"] for layer in json.loads((dropped / "compression.json").read_text())["plan"]["layers"]]
+    modules = [
+        layer["module"] for layer in pruned(json.loads((dropped / "compression.json").read_text())["plan"])["layers"]
+    ]
     similarity = tuple(tuple(1.0 if row == column else 0.25 for column in range(16)) for row in range(16))
     layers = tuple(LayerMeasures(module, similarity, "likeness", (1 / 16,) * 16, error=0.125) for module in modules)
     card = card_text(dropped, REPOSITORY, measured=Measured(layers, 512, "a text"))

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from compressor.document.markdown import markdown
 from compressor.drawing.cells import group_look
 from compressor.model.architecture import MoeLayer
-from compressor.publishing.card.command import protected_list
-from compressor.publishing.card.layers import Fates, layer_details, layer_table
+from compressor.publishing.card.layers import Dispositions, layer_details, layer_table
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.report.data import LayerReport
 from compressor.report.matrices import cells
@@ -51,10 +50,10 @@ def as_report(layer: LayerPlan) -> LayerReport:
     """What a report knows of the plan."""
     groups = tuple(each.members for each in layer.groups)
     rescaled = tuple(each.members[0] for each in layer.groups if len(each.members) == 1 and not each.untouched)
-    kept = len(groups)
     return LayerReport(
-        layer.module, layer.layer, layer.experts, kept, groups, layer.dropped, (), layer.decided_by, rescaled=rescaled
-    )
+        module=layer.module, layer=layer.layer, experts=layer.experts, kept=len(groups), groups=groups,
+        dropped=layer.dropped, protected=(), decided_by=layer.decided_by, rescaled=rescaled,
+    )  # fmt: skip
 
 
 @st.composite
@@ -87,9 +86,9 @@ def test_the_table_parses_back_to_the_plan(plan: CompressionPlan) -> None:
 @given(plans())
 @settings(max_examples=40, deadline=None)
 def test_the_counts_add_up_to_all_experts(plan: CompressionPlan) -> None:
-    fates = Fates.of(plan)
-    assert fates.kept + fates.rescaled + fates.merged + fates.dropped == sum(layer.experts for layer in plan.layers)
-    assert fates.kept + fates.rescaled + fates.groups == plan.experts * len(plan.layers)
+    counts = Dispositions.of(plan)
+    assert counts.kept + counts.rescaled + counts.merged + counts.dropped == sum(layer.experts for layer in plan.layers)
+    assert counts.kept + counts.rescaled + counts.groups == plan.experts * len(plan.layers)
 
 
 @given(plans())
@@ -133,7 +132,7 @@ def largest(protect: int = 0) -> CompressionPlan:
 
 def test_64_layers_of_256_experts_stay_readable() -> None:
     plan = largest(4)
-    text = markdown(layer_details(plan, protected_list(plan)))
+    text = markdown(layer_details(plan))
     assert len(text.encode()) < 150_000
     assert all(f"| {index} | 40-127 | 0+255, 1+254" in text for index in range(64))
     assert text.count("| 128-215 |") == 64
@@ -143,8 +142,8 @@ def test_a_table_that_nobody_reads_is_left_to_the_record() -> None:
     plan = largest()
     long = [replace(layer, decided_by="x" * 290) for layer in plan.layers]
     wide = a_plan([replace(layer, module=f"{n}.{layer.module}") for n in range(5) for layer in long])
-    text = markdown(layer_details(wide, protected_list(largest(80))))
-    assert len(text) < 2_000 and text.count("`compression.json` has it") == 2
+    text = markdown(layer_details(wide))
+    assert len(text) < 2_000 and text.count("`compression.json` has it") == 1
 
 
 def test_corrections_are_told_as_they_were_recorded() -> None:
@@ -164,8 +163,6 @@ def test_layers_with_several_modules_are_told_apart_by_name() -> None:
     first, second = largest().layers[:2]
     plan = a_plan([first, replace(second, layer=0)])
     assert [row[0] for row in layer_table(plan).rows] == [f"0 ({layer.module})" for layer in plan.layers]
-    named = replace(plan, protected={second.module: (40,)})
-    assert protected_list(named) == f'[{{"layer": 0, "expert": 40, "module": "{second.module}"}}]'
 
 
 def test_names_lose_their_folders_and_nothing_else() -> None:

@@ -11,11 +11,13 @@ import yaml
 from huggingface_hub import ModelCard
 
 from compressor.publishing.card.build import card_text
-from compressor.publishing.card.metadata import base_metadata, languages, licence
+from compressor.publishing.card.facts import base_metadata, languages, licence
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.plan_json import readable_json
+from compressor.recipe.steps_plan import Plan
 from tests.compressor.publishing.card.test_layers import a_plan, moe_layer
 from tests.hub.cards import LICENCES, mistakes
+from tests.plans import by_hand
 
 BASE, COMMIT = "org/big-moe", "0123456789" * 4
 
@@ -23,7 +25,7 @@ BASE, COMMIT = "org/big-moe", "0123456789" * 4
 def recorded(folder: Path, source: Source) -> Path:
     """An output by its record, config and a weight of four numbers, of an architecture that nobody knows."""
     kept = a_plan([LayerPlan.keep(moe_layer(index, 8), [0, 3, 4]) for index in range(2)])
-    plan = CompressionPlan(source, 3, "by-hand", {}, None, kept.layers)
+    plan = by_hand(CompressionPlan(source, 3, "by-hand", {}, None, kept.layers))
     folder.mkdir()
     header = b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
@@ -78,7 +80,7 @@ def test_licence_and_language_come_from_the_base_at_its_commit(
     assert back.data.to_dict() == front(card.text) and back.content == card.text
     assert mistakes(front(card.text)) == [] and front(card.text)["license"] in LICENCES
     assert f"[{BASE}](https://huggingface.co/{BASE}) (revision {COMMIT})" in card.text
-    assert "No licence" not in card.text and f"--revision {COMMIT}" in card.text and "local checkpoint" not in card.text
+    assert "No licence" not in card.text and f"revision: {COMMIT}" in card.text and "local checkpoint" not in card.text
 
 
 @pytest.mark.parametrize("text", ["", "# no metadata", "---\n- a\n- list\n---\n", "---\na: [\n---\n", "---\n---\n"])
@@ -105,7 +107,7 @@ def test_a_local_base_is_no_repository_but_its_card_gives_the_licence(tmp_path: 
     assert (header["license"], header["language"]) == ("apache-2.0", ["de"])
     assert header["pipeline_tag"] == "image-text-to-text"
     assert 'local checkpoint "big-moe"' in card_text(folder, "me/small").text
-    assert base_metadata(CompressionPlan.from_dict(json.loads((folder / "compression.json").read_text())["plan"])) == {}
+    assert base_metadata(Plan.from_dict(json.loads((folder / "compression.json").read_text())["plan"]).source) == {}
 
 
 def test_a_name_that_the_hub_could_not_have_is_no_base(tmp_path: Path) -> None:

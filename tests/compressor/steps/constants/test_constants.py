@@ -9,14 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import Evaluator
 from compressor.progress import Silent
 from compressor.steps.constants.budget import cheapest_numbers, curve, even_numbers, halfway, probed_numbers
 from compressor.steps.constants.measure import NEEDS, LayerConstants, layer_constants, of_statistics, substitutes_of
 from compressor.steps.constants.uneven import divide
-from compressor.steps.constants.variants import judge_variants
+from compressor.steps.constants.variants import Substituting
 from compressor.steps.correct.constants import SubstitutedLayer, refit_constants
 from compressor.steps.correct.cut_layer import Recording
-from compressor.steps.correct.refit import Correction, Refit
+from compressor.steps.correct.refit import Refit
+from compressor.steps.correct.step import Correct
 from tests import opened
 
 
@@ -85,7 +88,7 @@ def test_a_curve_meets_what_was_measured_and_grows_with_what_is_missed_between()
     assert probed_numbers(6, 8) == (2, 4, 6) and probed_numbers(28, 32) == (8, 16, 24, 28)
 
 
-def test_variants_of_one_pass_are_judged_as_each_alone_and_a_division_is_never_worse_than_even(tmp_path: Path) -> None:
+def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_worse_than_even(tmp_path: Path) -> None:
     stock, model = opened.opened("mixtral", tmp_path)
     parts = opened.batches(stock, (4, 4), 16)
     stats = opened.statistics(model, NEEDS, parts)
@@ -93,15 +96,17 @@ def test_variants_of_one_pass_are_judged_as_each_alone_and_a_division_is_never_w
     layers = [layer.name for layer in model.architecture.layers]
     first, both = ({layers[0]: [1, 2]}, {layers[0]: [0], layers[1]: [3]})
     variants = [substitutes_of(dropped, constants) for dropped in ({}, first, both)]
-    together = judge_variants(model, variants, parts, Silent())
-    alone = [judge_variants(model, [variant], parts, Silent())[0] for variant in variants]
-    assert together == alone
-    assert together[0].kl == pytest.approx(0, abs=1e-4) and together[1].kl > 0.01 and together[2].kl > 0.01
+    evaluator = Evaluator.of(model, parts)
+    together = [each.kl.tolist() for each in evaluator.measure(model, Substituting(model, variants), 3)]
+    assert together == [evaluator.measure(model, Substituting(model, [own]))[0].kl.tolist() for own in variants]
+    assert not any(together[0]) and sum(together[1]) > 0.001 and sum(together[2]) > 0.001
     removed = 3
     found = divide(model, constants, removed, {layers[0]: frozenset({0})}, parts, Silent())
     assert sum(found.numbers.values()) == removed
     assert all(0 <= number <= model.architecture.experts - 2 for number in found.numbers.values())
     assert found.figures["heldout_kl_chosen"] <= found.figures["heldout_kl_even"]
+    with pytest.raises(CompressionError, match="leaves 7; calibrate on more sequences"):
+        divide(model, constants, removed, {}, [parts[0], parts[1][:3]], Silent())
 
 
 def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_misses(tmp_path: Path) -> None:
@@ -124,7 +129,7 @@ def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_mis
     router = stock.get_submodule(layer.router)
     cut = SubstitutedLayer.made(start, slots, torch.float32, recording, experts, router, block)
     rows = torch.arange(len(hidden))
-    refit_constants(Refit(cut, {}, rows, rows, Correction("constants"), 1.0, 0))
+    refit_constants(Refit(cut, {}, rows, rows, Correct("constants"), 1.0, 0))
     missing = torch.einsum("te,teh->th", gates[:, dropped], outputs[:, dropped])  # the layer without its kept experts
     energy = torch.einsum("te,teh->th", gates, outputs).square().sum(-1)
     share = (1 / (energy + energy.median())).sqrt()[:, None]

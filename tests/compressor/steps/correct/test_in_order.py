@@ -11,42 +11,48 @@ from transformers import PreTrainedModel
 import compressor
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import Evaluator
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.planning import make as planning
-from compressor.planning.make import Wish, correct, make_plan_in_order
 from compressor.progress import Silent
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
+from compressor.recipe.steps_plan import Plan, decisions
+from compressor.steps.correct import carry_out
 from compressor.steps.correct import in_order as sequence
-from compressor.steps.correct.refit import Correction, correct_layer
+from compressor.steps.correct.carry_out import correct
+from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.planning import Wish, make_plan_in_order
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.job import make_job
 from tests import zoo
 from tests.opened import one_expert, plain_calls
 from tests.ordered import (
     SHARED,
-    WatchedJudge,
+    Watched,
     drops,
     keeps,
     merges,
     opened_wide,
     run,
+    take_for_text,
     watch_corrections,
     whole_plan,
     with_heldout,
 )
+from tests.plans import by_hand
 from tests.reference import cut, realign
 
 EVERY = pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in SHARED])
 LOGITS = 1e-5
+TUNE = Correct("tune", steps=3, tokens=20)
 
 
-def judged_run(model: OpenModel, plans: dict[str, LayerPlan], ids: Tensor, **more: Any) -> dict[int, Tensor]:
+def watched_run(model: OpenModel, plans: dict[str, LayerPlan], ids: Tensor, **more: Any) -> dict[int, Tensor]:
     """Logits of batches of two and one sequences from a pass in order."""
-    watched = WatchedJudge([(0, ids[:2]), (0, ids[2:])], 1)
-    with watched.watch(model.partial.model):
-        run(model, plans, judge=watched, **more)
+    watched = Watched([ids[:2], ids[2:]])
+    run(model, plans, riding=watched, **more)
     return watched.logits
 
 
@@ -68,16 +74,15 @@ def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
 ) -> None:
     stock, model = opened_wide(name, tmp_path)
     data, plans, ids = with_heldout(stock), drops(model.architecture), zoo.tokens(stock, 3, seed=5)
-    how = Correction("tune", steps=3, tokens=20)
-    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
+    small = cut(stock, zoo.family(name).count_field, decisions(whole_plan(model, plans)))
     seen = watch_corrections(monkeypatch)
     if model.partial.model.get_output_embeddings() is None:
         with pytest.raises(CompressionError, match="has no language-model head"):
-            judged_run(model, plans, ids, data=data)
-        run(model, plans, data, correction=how)
+            Evaluator.of(model, [ids])
+        run(model, plans, data, correction=TUNE)
         found = {}
     else:
-        found = judged_run(model, plans, ids, data=data, correction=how)
+        found = watched_run(model, plans, ids, data=data, correction=TUNE)
     state = small.state_dict()
     for name_of, corrected in seen.items():
         own = {tensor.key for tensor in corrected.layer.tensors}
@@ -104,8 +109,8 @@ def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
 def test_a_merge_without_calibration_equals_the_merged_stock_model(name: str, tmp_path: Path) -> None:
     stock, model = opened_wide(name, tmp_path)
     plans, ids = merges(model.architecture), zoo.tokens(stock, 3, seed=5)
-    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
-    found = judged_run(model, plans, ids, data=None)
+    small = cut(stock, zoo.family(name).count_field, decisions(whole_plan(model, plans)))
+    found = watched_run(model, plans, ids, data=None)
     check(found, whole(small, ids))
     assert not any(torch.equal(found[number], logits) for number, logits in whole(stock, ids).items())
 
@@ -118,13 +123,13 @@ def test_experts_that_two_layers_share_are_refused(name: str, tmp_path: Path) ->
 
 
 def asked(
-    model: OpenModel, plans: dict[str, LayerPlan], method: str, data: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> CompressionPlan:
+    model: OpenModel, plans: dict[str, LayerPlan], how: Correct, data: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> Plan:
     """A plan that asks for a correction on random tokens, which stand in for its calibration text."""
-    monkeypatch.setattr(planning, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(planning, "recalibrate", lambda *_: data)
-    request = {**Correction(method, steps=3, tokens=20).to_dict(), "dtype": "auto"}
-    return whole_plan(model, plans, calibration=data.identity, correction=None if method == "none" else request)
+    take_for_text(data, monkeypatch)
+    request = {**how.to_dict(), "dtype": "auto"}
+    wanted = request if how.wanted else None
+    return by_hand(whole_plan(model, plans, calibration=data.identity, correction=wanted))
 
 
 @pytest.mark.parametrize(
@@ -141,11 +146,12 @@ def asked(
 def test_what_passes_is_what_is_written(
     name: str, method: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The judged logits of the pass are those of the stock model loaded from the output, corrected or not."""
+    """The logits of the pass are those of the stock model loaded from the output, corrected or not."""
     stock, model = opened_wide(name, tmp_path / "in", dtype)
     plans, ids, data = drops(model.architecture), zoo.tokens(stock, 3, seed=5), with_heldout(stock)
-    plan = asked(model, plans, method, data, monkeypatch)
-    found = judged_run(model, plans, ids, data=data, correction=Correction.from_plan(plan.correction))
+    how = Correct(method, steps=3, tokens=20)
+    plan = asked(model, plans, how, data, monkeypatch)
+    found = watched_run(model, plans, ids, data=data, correction=how)
     compressor.apply(plan, tmp_path / "out")
     written = zoo.reload(name, tmp_path / "out")
     realign(written)
@@ -161,7 +167,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, model = opened_wide(name, tmp_path / "in")
     data, plans = with_heldout(stock), drops(model.architecture)
-    plan = asked(model, plans, "tune", data, monkeypatch)
+    plan = asked(model, plans, TUNE, data, monkeypatch)
     compressor.apply(plan, tmp_path / "whole")
     corrected: list[str] = []
     last = model.architecture.layers[-1]
@@ -188,11 +194,11 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
     data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
-    made = make_plan_in_order(model, wish, data, Correction(), Silent())
+    made = make_plan_in_order(model, wish, data, None, Silent())
     assert made.sequential and {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
-    small = cut(stock, "num_experts", whole_plan(model, only_first).to_dict())
+    small = cut(stock, "num_experts", decisions(whole_plan(model, only_first)))
     stock.model.layers[0] = small.model.layers[0]
     calls = plain_calls(stock, model.architecture, [data.batches[0], data.batches[2]])[second.name]
     hidden, index, weights = calls.joined()
@@ -210,31 +216,29 @@ def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
 ) -> None:
     stock, model = opened_wide("granitemoe_swa", tmp_path / "in")
     data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
-    how = Correction("tune", steps=3, tokens=20)
     files, again = CutFiles(tmp_path / "cut"), CutFiles(tmp_path / "again")
-    made = make_plan_in_order(model, wish, data, how, Silent(), files=files)
+    made = make_plan_in_order(model, wish, data, TUNE, Silent(), files=files)
     seen = watch_corrections(monkeypatch)
     for layer in model.architecture.layers[:2]:
         again.save(files.plan(layer), layer, files.tensors(layer))  # type: ignore[arg-type]
-    assert make_plan_in_order(model, wish, data, how, Silent(), files=again) == made
+    assert make_plan_in_order(model, wish, data, TUNE, Silent(), files=again) == made
     assert list(seen) == [model.architecture.layers[2].name]
     assert files_of(again.folder) == files_of(files.folder)
-    assert correct(model, made, Silent(), files, data) == made
-    assert correct(model, made, Silent(), files) == made  # no calibration is asked for
+    monkeypatch.setattr(carry_out, "compress_with_heads", None)  # no pass is made
+    assert correct(model, made, Silent(), files, data, TUNE) == made
 
 
 def test_half_a_decoder_layer_on_disk_is_cut_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text and vision experts of one decoder layer are finished together or not at all."""
     stock, model = opened_wide("ernie4_5_vl_moe", tmp_path / "in")
     plans, data, files = drops(model.architecture), with_heldout(stock), CutFiles(tmp_path / "cut")
-    how = Correction("tune", steps=3, tokens=20)
-    run(model, plans, data, correction=how, files=files)
+    run(model, plans, data, correction=TUNE, files=files)
     before = files_of(files.folder)
     text, vision = model.architecture.layers[2:]
     assert text.unit == vision.unit
     (files.folder / f"{vision.name}.safetensors").unlink()
     seen = watch_corrections(monkeypatch)
-    run(model, plans, data, correction=how, files=files)
+    run(model, plans, data, correction=TUNE, files=files)
     assert list(seen) == [text.name, vision.name] and files_of(files.folder) == before
 
 
@@ -248,7 +252,7 @@ def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, model = opened_wide("mixtral", tmp_path / "in")
-    plan = asked(model, drops(model.architecture), "ridge", with_heldout(stock), monkeypatch)
-    job, _ = make_job(model, plan, cut=CutFiles(tmp_path / "cut"))
+    plan = asked(model, drops(model.architecture), Correct("ridge"), with_heldout(stock), monkeypatch)
+    job = make_job(model, plan.stage, cut=CutFiles(tmp_path / "cut"))
     with pytest.raises(CompressionError, match="its corrected tensors can no longer be read from the work folder"):
         list(job.produce(model.architecture.layers[0].unit))

@@ -1,6 +1,5 @@
 """The guard around a correction: what is judged is what will be stored, and nothing worse than the plan is kept."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,25 @@ from torch import Tensor
 
 import compressor
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.planning import make as planning
+from compressor.recipe.recipe import make_step
 from compressor.steps.correct import refit as correction
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.refit import Correction, correct_layer
+from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.step import Correct
 from compressor.surgery.cutting import CutFiles
 from tests.cut_cases import CutCase, cut_case, in_float, plain_error
-from tests.ordered import drops, run, watch_corrections, whole_plan
+from tests.ordered import drops, run, take_for_text, watch_corrections, whole_plan
+from tests.plans import by_hand
 from tests.test_quantized_compression import CASES
 
-TUNE = Correction("tune", steps=12, tokens=96)
-RIDGE = Correction("ridge")
+TUNE = Correct("tune", steps=12, tokens=96)
+RIDGE = Correct("ridge")
 
 
-def corrected(found: CutCase, how: Correction, seed: int = 0) -> dict[str, Any]:
+def corrected(found: CutCase, how: Correct, seed: int = 0) -> dict[str, Any]:
     return correct_layer(found.small, found.layer, found.recording, how, seed)
 
 
@@ -95,9 +97,9 @@ def test_tuning_starts_from_the_better_of_plan_and_ridge(monkeypatch: pytest.Mon
     assert starts == [pytest.approx(figures["heldout_error_before"], abs=1e-6)]
 
 
-@pytest.mark.parametrize("how", [Correction(), RIDGE, TUNE], ids=lambda how: how.method)
+@pytest.mark.parametrize("how", [Correct("none"), RIDGE, TUNE], ids=lambda how: how.method)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m2", "gemma4"])
-def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correction) -> None:
+def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correct) -> None:
     """In bfloat16: the stock modules, with the stored tensors, on what was recorded."""
     found = cut_case(name, sequences=24, dtype=torch.bfloat16)
     before, dtypes = state(found), {key: value.dtype for key, value in state(found).items()}
@@ -141,37 +143,37 @@ def test_quantised_sources_are_corrected_and_written_plain(
     model = open_model(locate(str(tmp_path / "in")), "auto", "cpu")
     rows = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(3))
     identity = {"source": "random tokens", "sha256": "0"}
-    data = compressor.data.batches.Calibration((rows[:4], rows[4:]), identity, heldout=frozenset({1}))
-    monkeypatch.setattr(planning, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(planning, "recalibrate", lambda *_: data)
-    how = Correction("tune", steps=3, tokens=24)
+    data = Calibration((rows[:4], rows[4:]), identity, heldout=frozenset({1}))
+    take_for_text(data, monkeypatch)
+    how = Correct("tune", steps=3, tokens=24)
     plan = whole_plan(
         model, drops(model.architecture), calibration=identity, correction={**how.to_dict(), "dtype": "auto"}
     )
     files, seen = CutFiles(tmp_path / "cut"), watch_corrections(monkeypatch)
     run(model, {layer.module: layer for layer in plan.layers}, data, correction=how, files=files)
     assert all(entry.figures["heldout_error"] <= entry.figures["heldout_error_before"] for entry in seen.values())
-    summary = compressor.apply(plan, tmp_path / "out")
+    outcome = compressor.apply(by_hand(plan), tmp_path / "out")
     from transformers import AutoModelForCausalLM
 
-    written = AutoModelForCausalLM.from_pretrained(summary.out).state_dict()
+    written = AutoModelForCausalLM.from_pretrained(outcome.out).state_dict()
     for layer in model.architecture.layers:
         for key, value in files.tensors(layer).items():
             assert torch.equal(written[key].to(value.dtype), value), key
 
 
-def test_impossible_corrections_are_refused() -> None:
-    with pytest.raises(CompressionError, match="there is no correction 'rigde'; known are none, ridge, tune"):
-        Correction("rigde")
-    for values in ({"steps": 0}, {"tokens": 0}, {"rate": 0.0}, {"rate": 1.0}, {"steps": 10**6}, {"tokens": 10**7}):
-        with pytest.raises(CompressionError, match="give 1 to 100,000 steps of 1 to 1,000,000 tokens, and a rate"):
-            Correction("tune", **values)  # type: ignore[arg-type]
-    with pytest.raises(CompressionError, match=re.escape("{'method': 'ridge', 'penalty': 3} is not understood")):
-        Correction.from_plan({"method": "ridge", "penalty": 3})
-
-
-@pytest.mark.parametrize("how", [Correction(), RIDGE, TUNE], ids=lambda how: how.method)
-def test_a_plan_repeats_a_correction(how: Correction) -> None:
-    assert Correction.from_plan({**how.to_dict(), "dtype": "bfloat16"}) == how
-    assert Correction.from_plan(None) == Correction()
-    assert how.wanted is (how.method != "none")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "rigde"}, "correct: method is 'rigde'; input should be 'auto', 'none', 'ridge', 'tune' or 'const"),
+        ({"steps": 0}, "correct: steps is 0; input should be greater than or equal to 1"),
+        ({"tokens": 0}, "correct: tokens is 0; input should be greater"),
+        ({"rate": 0.0}, r"correct: rate is 0\.0; input should be greater than 0"),
+        ({"rate": 1.0}, r"correct: rate is 1\.0; input should be less than 1"),
+        ({"steps": 10**6}, "correct: steps is 1000000; input should be less than or equal to 100000"),
+        ({"tokens": 10**7}, "correct: tokens is 10000000; input should be less than or equal to 1000000"),
+        ({"penalty": 3}, "step correct has no option 'penalty'; known are"),
+    ],
+)
+def test_impossible_corrections_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        make_step("correct", options)

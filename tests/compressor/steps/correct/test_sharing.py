@@ -1,50 +1,39 @@
-"""Sharing a step of tuning: gradients are those of the loss, and no number of ranks changes a bit of the sums."""
-
-from functools import reduce
+"""Sharing a step of tuning: gradients are those of the loss, and ranks have about as much to do."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from compressor.steps.correct.sharing import Branch, Share, descend, foreseen, grown, shared
+from compressor.steps.correct.sharing import Share, Tree, balanced, descend, foreseen, leaves, shared
 from tests.cut_cases import cut_case
 
 LOADS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 
 
-def summed(branch: Branch, values: Tensor) -> Tensor:
-    """Along the tree as its docstring says, by itself."""
-    if branch.halves is None:
-        return reduce(torch.add, (values[expert] for expert in branch.experts), torch.zeros_like(values[0]))
-    return summed(branch.halves[0], values) + summed(branch.halves[1], values)
-
-
 @given(LOADS, st.integers(1, 20))
-def test_any_number_of_ranks_comes_to_the_same_bits(loads: list[int], size: int) -> None:
-    values = torch.randn(len(loads), 3, generator=torch.Generator().manual_seed(len(loads)))
-    tree = grown(loads)
-    share = Share.of(tree, size)
+def test_each_expert_has_one_rank_and_ranks_have_about_as_much_to_do(loads: list[int], size: int) -> None:
+    share = Share.of(loads, size)
     assert sorted(expert for rank in range(size) for expert in share.of_rank(rank)) == [*range(len(loads))]
-    assert torch.equal(share.total([summed(branch, values) for branch in share.branches]), summed(tree, values))
-    assert list(share.owners) == sorted(share.owners)
-    heaviest = max(sum(loads[expert] for expert in leaf.experts) for leaf in tree.leaves)
+    assert sorted(expert for leaf in leaves(share.tree) for expert in leaf) == [*range(len(loads))]
+    heaviest = max(sum(loads[expert] for expert in leaf) for leaf in leaves(share.tree))
     for rank in range(size):
         assert abs(sum(loads[expert] for expert in share.of_rank(rank)) - sum(loads) / size) <= heaviest
 
 
 @given(LOADS)
 def test_halves_have_about_as_much_to_do(loads: list[int]) -> None:
-    def check(branch: Branch) -> None:
-        if branch.halves is not None:
-            first, second = (sum(loads[expert] for expert in half.experts) for half in branch.halves)
-            assert abs(first - second) <= max(loads[expert] for expert in branch.experts)
-            for half in branch.halves:
-                assert half.experts
+    def check(tree: Tree) -> None:
+        if isinstance(tree, tuple):
+            experts = [[expert for leaf in leaves(half) for expert in leaf] for half in tree]
+            first, second = (sum(loads[expert] for expert in half) for half in experts)
+            assert abs(first - second) <= max(loads[expert] for half in experts for expert in half)
+            for half in tree:
                 check(half)
+        else:
+            assert tree
 
-    check(grown(loads))
+    check(balanced(loads))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "zaya"])

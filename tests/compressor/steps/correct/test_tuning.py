@@ -25,13 +25,13 @@ def taught(name: str, spread: float = 0.1) -> tuple[CutCase, CutLayer]:
     """A layer whose original is the cut layer with every weight a little off: tuning could bring it all back."""
     found = cut_case(name, sequences=60)
     generator = torch.Generator().manual_seed(2)
-    teacher = [*(getattr(found.experts, name) for name in found.cut.parameters[0]), *found.router]
-    own = [value.clone() for value in teacher]
-    for value in teacher:
+    target = [*(getattr(found.experts, name) for name in found.cut.parameters[0]), *found.router]
+    own = [value.clone() for value in target]
+    for value in target:
         value.add_(spread * value.square().mean().sqrt() * torch.randn(value.shape, generator=generator))
     rows = torch.cat([found.fit, found.heldout])
     found.recording.outputs[rows] = stock_output(found, rows)[2]
-    for value, old in zip(teacher, own, strict=True):
+    for value, old in zip(target, own, strict=True):
         value.copy_(old)
     return found, cut_again(found)
 

@@ -8,7 +8,7 @@ import torch
 
 from compressor.steps.distill import lora
 from compressor.steps.distill.memory import InMemory
-from tests.recoveries import lesson, note_gradients, options, take_step
+from tests.lessons import lesson, note_gradients, options, take_step
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -57,7 +57,7 @@ def test_factors_make_the_model_and_get_the_gradients_that_they_do_in_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients, made = note_gradients(monkeypatch), lesson("mixtral", tmp_path)
-    wish = options(method="lora", distill=0.0, cross_entropy=1.0)
+    wish = options(train="lora", kl=0.0, cross_entropy=1.0)
     engine, text = made.engine(wish), made.text(wish)
     assert isinstance(engine, InMemory)
     generator = torch.Generator().manual_seed(0)

@@ -1,25 +1,23 @@
-"""Options of a recovery, its schedule, and the sequences of its steps."""
+"""Options of a distillation, its schedule, and the sequences of its steps."""
 
-import inspect
 import json
-from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.cli.commands import recovering
 from compressor.errors import CompressionError
-from compressor.evaluation.teacher import Distributions
-from compressor.steps.distill.options import METHODS, Recovery
+from compressor.evaluation.base_answers import Distributions
+from compressor.recipe.recipe import make_step
+from compressor.steps.distill.step import Distill
 from compressor.steps.distill.text import Batch, Text
 
 
 @given(st.integers(1, 500), st.floats(1e-6, 1.0))
 def test_the_rate_rises_to_its_highest_and_falls_on_a_line(steps: int, rate: float) -> None:
-    options = Recovery(steps=steps, learning_rate=rate)
+    options = Distill(steps=steps, learning_rate=rate)
     rates = [options.rate_at(step) for step in range(steps)]
     top = rates.index(max(rates))
     assert max(rates) == pytest.approx(rate) and 0 < rates[-1] <= rate and top + 1 <= max(1, round(0.05 * steps))
@@ -27,35 +25,31 @@ def test_the_rate_rises_to_its_highest_and_falls_on_a_line(steps: int, rate: flo
     assert falls == pytest.approx([rates[-1]] * len(falls), rel=1e-3)
 
 
-def test_the_command_has_the_defaults_of_a_recovery() -> None:
-    given = {name: entry.default for name, entry in inspect.signature(recovering.recover).parameters.items()}
-    own = {"length" if name == "sequence_length" else name: value for name, value in given.items()}
-    for entry in fields(Recovery):
-        assert own[entry.name] == entry.default, entry.name
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("train", get_args(Distill.model_fields["train"].annotation))
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_plan_keeps_all_of_it(method: str, stream: bool) -> None:
-    options = Recovery(method, stream=stream, contrastive=0.01, learning_rate=1e-4)
-    again = Recovery.from_plan(json.loads(json.dumps({**options.to_dict(), "calibration": {}, "teacher": "x"})))
-    assert again.to_dict() == options.to_dict() and again.optimiser == ("adafactor" if stream else "adam")
+def test_a_plan_keeps_all_of_it(train: str, stream: bool) -> None:
+    options = Distill(train, stream=stream, contrastive=0.01, learning_rate=1e-4)
+    again = make_step("distill", json.loads(json.dumps(options.to_dict())))
+    assert again == options and options.optimiser == ("adafactor" if stream else "adam")
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method": 1}, "recover.method should be text"),
-        ({"steps": True}, "recover.steps should be a whole number"),
-        ({"steps": "4"}, "recover.steps should be a whole number"),
-        ({"learning_rate": -1.0}, "--learning-rate -1 is out of range"),
-        ({"rank": 0}, "--rank 0 is out of range"),
-        ({"length": 1}, "--sequence-length 1 is out of range"),
+        ({"train": 1}, "distill: train is 1; input should be 'experts', 'router', 'lora', 'all' or 'none'"),
+        ({"steps": True}, "distill: steps is True, it should be a number"),
+        ({"steps": "four"}, "distill: steps is 'four'; "),
+        ({"learning_rate": -1.0}, r"distill: learning_rate is -1\.0; input should be greater than or equal to"),
+        ({"rank": 0}, "distill: rank is 0; input should be greater than or equal to 1"),
+        ({"sequence_length": 1}, "distill: sequence_length is 1; input should be greater than or equal to 2"),
+        ({"kl": 0}, "distill: nothing is learnt of no loss; give kl, cross_entropy or hidden_states a weight"),
+        ({"tokens_per_step": 100}, "distill: tokens_per_step 100 is less than one sequence of 256 tokens; raise it"),
+        ({"step": 4}, "step distill has no option 'step'; did you mean 'steps'"),
     ],
 )
-def test_a_plan_that_was_edited_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
-        Recovery.from_plan({**Recovery().to_dict(), **wrong})
+        make_step("distill", {**Distill().to_dict(), **wrong})
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 5))
@@ -63,13 +57,13 @@ def test_an_epoch_takes_no_sequence_twice_and_the_next_one_takes_them_anew(count
     size = min(size, count)
     rows = torch.arange(count).view(-1, 1).expand(-1, 4)
     whole = Batch(rows, Distributions(rows[..., None], rows[..., None].float(), rows.float()))
-    text = Text((whole,), tuple((0, row) for row in range(count)), (), most=3)
+    text = Text((whole,), tuple((0, row) for row in range(count)), most=3)
     epoch = [text.of_step(step, size, seed) for step in range(count // size)]
     found = [batch.tokens[:, 0].tolist() for batches in epoch for batch in batches]
     taken = [row for rows in found for row in rows]
     assert len(taken) == len(set(taken)) == count // size * size and max(map(len, found)) <= 3
     for batch in (batch for batches in epoch for batch in batches):
-        assert torch.equal(batch.original.others, batch.tokens.float())
+        assert torch.equal(batch.base.others, batch.tokens.float())
     again = [batch.tokens[:, 0].tolist() for step in range(count // size) for batch in text.of_step(step, size, seed)]
     assert again == found
     if count > 12:

@@ -9,7 +9,7 @@ import torch
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.steps.distill.options import Recovery
+from compressor.steps.distill.step import Distill
 from compressor.steps.distill.stored import stored_dtypes, stored_tensors
 from compressor.steps.distill.trained import trained_layers
 from tests import quantized, small, zoo
@@ -21,9 +21,9 @@ def test_tensors_that_were_not_changed_are_those_of_the_checkpoint(name: str, tm
     _, model = opened(name, tmp_path)
     if name == "diffusion_gemma":
         with pytest.raises(CompressionError, match="is shared by two layers"):
-            trained_layers(model, Recovery())
+            trained_layers(model, Distill())
         return
-    layers = trained_layers(model, Recovery())
+    layers = trained_layers(model, Distill())
     dtypes = stored_dtypes(model, layers)
     model.partial.load(model.partial.keys_under(""))
     state, written = model.partial.model.state_dict(), set[str]()
@@ -44,7 +44,7 @@ def test_a_stored_tensor_that_is_none_of_the_stock_names_is_told(tmp_path: Path)
     name = next(name for name in model.checkpoint.tensors if name.endswith("w2.weight"))
     del model.checkpoint.tensors[name]
     with pytest.raises(CompressionError, match="is not stored as transformers would write it"):
-        stored_dtypes(model, trained_layers(model, Recovery()))
+        stored_dtypes(model, trained_layers(model, Distill()))
 
 
 @pytest.mark.parametrize("save", [quantized.save_fp8, quantized.save_mxfp4, quantized.save_compressed_tensors])
@@ -53,7 +53,7 @@ def test_quantised_tensors_are_refused_by_name_and_plain_ones_beside_them_are_no
 ) -> None:
     save(tmp_path)
     model = open_model(locate(str(tmp_path)), "auto", "cpu")
-    with pytest.raises(CompressionError, match=r"tensor '\S+' is stored quantised.* --method router"):
-        stored_dtypes(model, trained_layers(model, Recovery("experts")))
-    router = stored_dtypes(model, trained_layers(model, Recovery("router")))
+    with pytest.raises(CompressionError, match=r"tensor '\S+' is stored quantised.* train: router"):
+        stored_dtypes(model, trained_layers(model, Distill()))
+    router = stored_dtypes(model, trained_layers(model, Distill("router")))
     assert router and all(dtype.itemsize > 1 for dtype in router.values())

@@ -1,4 +1,4 @@
-"""Steps of a recovery: gradients are those of autograd on the stock model, Adam is the textbook's, streamed or not."""
+"""Steps of a distillation: gradients are autograd's on the stock model, Adam is the textbook's, streamed or not."""
 
 import math
 from pathlib import Path
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from compressor.evaluation import teacher
+from compressor.evaluation import base_answers
 from compressor.steps.distill import streamed
 from compressor.steps.distill.memory import InMemory
 from compressor.steps.distill.trained import trained_layers
 from compressor.steps.distill.updating import LayerState, update
 from tests.compressor.model.test_streaming import loaded, loaded_units
+from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step
 from tests.opened import one_expert, plain_calls
-from tests.recoveries import Lesson, close, lesson, note_gradients, options, take_step
 
 
 def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tensor:
@@ -26,9 +26,9 @@ def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tenso
     last = made.model.architecture.units[-1]
     handles = [
         model.get_submodule(last).register_forward_hook(lambda module, args, output: hidden.append(output))
-        for model in (made.stock, made.teacher)
+        for model in (made.stock, made.stock_base)
     ]
-    logits, wanted = (model(input_ids=tokens).logits.double() for model in (made.stock, made.teacher))
+    logits, wanted = (model(input_ids=tokens).logits.double() for model in (made.stock, made.stock_base))
     for handle in handles:
         handle.remove()
     ours, theirs = (value if isinstance(value, Tensor) else value[0] for value in hidden)
@@ -37,7 +37,7 @@ def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tenso
     entropy = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:])
     off = ((ours - theirs.detach()).square().sum((1, 2)) / theirs.detach().square().sum((1, 2))).mean()
     return (
-        weights.get("distill", 1.0) * apart
+        weights.get("kl", 1.0) * apart
         + weights.get("cross_entropy", 0.0) * entropy
         + weights.get("hidden_states", 0.0) * off
     )
@@ -45,9 +45,9 @@ def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tenso
 
 LOSSES: list[dict[str, float]] = [
     {},
-    {"distill": 0.0, "cross_entropy": 1.0},
-    {"distill": 0.5, "cross_entropy": 0.25, "hidden_states": 3.0},
-    {"distill": 0.0, "hidden_states": 1.0},
+    {"kl": 0.0, "cross_entropy": 1.0},
+    {"kl": 0.5, "cross_entropy": 0.25, "hidden_states": 3.0},
+    {"kl": 0.0, "hidden_states": 1.0},
 ]
 
 
@@ -56,9 +56,9 @@ LOSSES: list[dict[str, float]] = [
 def test_gradients_are_autograds_on_the_stock_model(
     weights: dict[str, float], stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teacher, "KEPT", 96)  # all of the vocabulary
+    monkeypatch.setattr(base_answers, "KEPT", 96)  # all of the vocabulary
     gradients, made = note_gradients(monkeypatch), lesson("mixtral", tmp_path)
-    wish = options(method="all", stream=stream, tokens_per_step=8 * 12, **weights)
+    wish = options(train="all", stream=stream, tokens_per_step=8 * 12, **weights)
     engine, text = made.engine(wish), made.text(wish)
     take_step(engine, text, wish, 0, made.model)
     made.stock.requires_grad_(True)
@@ -75,7 +75,7 @@ def test_gradients_are_autograds_on_the_stock_model(
 def test_streamed_training_is_that_in_memory(name: str, method: str, optimizer: str, tmp_path: Path) -> None:
     made = lesson(name, tmp_path)
     whole, layerwise = (
-        made.trained(options(method=method, optimizer=optimizer, stream=stream), 3) for stream in (False, True)
+        made.trained(options(train=method, optimizer=optimizer, stream=stream), 3) for stream in (False, True)
     )
     close(layerwise, whole, 1e-5)
     before = {key: made.stock.get_parameter(key).detach() for key in whole}
@@ -86,7 +86,7 @@ def test_training_again_gives_the_same_bits_and_another_seed_others(tmp_path: Pa
     made = lesson("mixtral", tmp_path)
     one, two = (made.trained(options(), 2) for _ in range(2))
     assert all(torch.equal(one[key], value) for key, value in two.items())
-    first, second = (made.engine(options(method="lora"), seed) for seed in (0, 1))
+    first, second = (made.engine(options(train="lora"), seed) for seed in (0, 1))
     assert any(not torch.equal(value, second.states[unit].masters[name])  # type: ignore[attr-defined]
                for unit, state in first.states.items() for name, value in state.masters.items())  # type: ignore[attr-defined]  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_adafactor_steps_are_as_long_as_the_rate_and_its_state_is_a_row_and_a_co
 def test_what_each_method_trains(tmp_path: Path) -> None:
     made = lesson("deepseek_v3", tmp_path)
     found = {
-        method: {key for layer in trained_layers(made.model, options(method=method)) for key in layer.keys}
+        method: {key for layer in trained_layers(made.model, options(train=method)) for key in layer.keys}
         for method in ("router", "experts", "lora", "all")
     }
     assert found["router"] < found["experts"] < found["all"] and found["router"] < found["lora"] < found["all"]
@@ -144,7 +144,7 @@ def test_what_each_method_trains(tmp_path: Path) -> None:
     assert found["all"] == {key for key in parameters if ".layers." in key}
     linear = {key for key, value in parameters.items() if ".layers." in key and value.dim() > 1}
     assert found["lora"] == linear
-    lora = trained_layers(made.model, options(method="lora"))
+    lora = trained_layers(made.model, options(train="lora"))
     assert {key for layer in lora for key in layer.whole} == found["router"]
 
 
@@ -207,7 +207,7 @@ def test_the_contrastive_gradient_is_finite_differences_and_the_same_streamed(
     close(found[1], found[0])
     last = made.model.architecture.layers[-1]
     key = f"{last.name}.down_proj"  # of the last layer, of which no other layer's term hangs
-    term = options(contrastive=1.0, distill=0.0, hidden_states=1e-9, temperature=0.5, negatives=2)
+    term = options(contrastive=1.0, kl=0.0, hidden_states=1e-9, temperature=0.5, negatives=2)
     engine, text = made.engine(term), made.text(term)
     assert isinstance(engine, InMemory)
     take_step(engine, text, term, 0, made.model)

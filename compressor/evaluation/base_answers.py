@@ -1,0 +1,209 @@
+"""The base's next-token distributions on text that is trained on, and its answers to an evaluator, from one pass.
+
+Of each position the largest log probabilities are kept on disk, and the mass of all others as one more outcome, so that
+base and smaller model are never in memory together. The divergence from what is kept is a lower bound of that from the
+whole distribution, and differs little from it: good enough to train toward; an `Evaluator` has the full vocabulary.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.batches import load_tokenizer
+from compressor.distributed.ranks import here
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
+from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.model.buffers import allocate
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.progress import Progress
+
+KEPT = 64  # log probabilities of each position
+LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concerned
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """Of one batch [B, L]: ids and log probabilities [B, L, K] of the top tokens, and the log of all others' mass.
+
+    `hidden` [B, L, H] is the last decoder layer's output, where that was asked for.
+    """
+
+    tokens: Tensor
+    logs: Tensor
+    others: Tensor  # [B, L]
+    hidden: Tensor | None = None
+
+    def rows(self, chosen: slice) -> "Distributions":
+        """Those of some sequences of the batch."""
+        hidden = None if self.hidden is None else self.hidden[chosen]
+        return Distributions(self.tokens[chosen], self.logs[chosen], self.others[chosen], hidden)
+
+
+def check_base(smaller: OpenModel, base: OpenModel) -> None:
+    """Refuse a base whose distributions are no target for the smaller model: of another vocabulary or tokenizer."""
+    if smaller.vocabulary != base.vocabulary:
+        raise CompressionError(
+            f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} {smaller.vocabulary}; "
+            "name the model that the checkpoint was made of"
+        )
+    if load_tokenizer(smaller.source.folder).get_vocab() != load_tokenizer(base.source.folder).get_vocab():
+        raise CompressionError(
+            f"{base.source.label} and {smaller.source.label} have different tokenizers; name the model that the "
+            "checkpoint was made of"
+        )
+
+
+def distributions(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> list[Distributions]:
+    """The base's distributions after every position of these batches (token ids [B, L])."""
+    return read_base(model, {"text": batches}, None, progress)["text"]
+
+
+def read_base(
+    model: OpenModel,
+    texts: Mapping[str, Sequence[Tensor]],
+    evaluator: Evaluator | None,
+    progress: Progress,
+    keep: Path | None = None,
+    hidden: Collection[str] = (),
+) -> dict[str, list[Distributions]]:
+    """The base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
+
+    Of the texts named in `hidden` the last decoder layer's outputs are kept, too. In the folder `keep` all of it
+    outlasts a run that is killed, and only what is missing there, or was made of something else, is computed. Of
+    several ranks each names its own batches. Raises `CompressionError` for a model without a language-model head.
+    """
+    require_head(model.partial.model)
+    jobs = [(name, number, batch) for name, batches in texts.items() for number, batch in enumerate(batches)]
+    facts = [[] if keep is None else _facts(model, batch, name in hidden) for name, _, batch in jobs]
+    files = [None if keep is None else keep / f"{name}-{number:07d}.safetensors" for name, number, _ in jobs]
+    found = [_kept(*each) for each in zip(files, facts, strict=True)]
+    if evaluator is not None and keep is not None:
+        _take_inputs(evaluator, keep)
+    wanted = [place for place, answers in enumerate(found) if answers is None]
+    asked = [] if evaluator is None else evaluator.missing()
+    if wanted or asked:
+        batches = [jobs[place][2] for place in wanted]
+        named = {number for number, place in enumerate(wanted) if jobs[place][0] in hidden}
+        asking = _Asking(model.architecture.units[-1], len(batches), named)
+        with ExitStack() as stack:
+            visitors: list[LayerVisitor] = [asking]
+            if evaluator is not None and asked:
+                riding = stack.enter_context(evaluator.keeping(len(batches)))
+                visitors, batches = [*visitors, riding], [*batches, *riding.batches]
+            own = None if here().is_alone else range(len(batches))
+            Pass(model, batches, progress, "ask the base", to_end=True, own=own).run(*visitors)
+        for number, place in enumerate(wanted):  # each leaves the disk where it lay once it is kept
+            found[place] = _keep(files[place], facts[place], asking.found.pop(number))
+        if evaluator is not None and keep is not None:
+            for number in asked:
+                path = _input_file(keep, number)
+                keep_tensors(path, {"input": evaluator.inputs[number]}, _input_facts(evaluator, number))
+    answers: dict[str, list[Distributions]] = {name: [] for name in texts}
+    for (name, *_), made in zip(jobs, found, strict=True):
+        assert made is not None
+        answers[name].append(made)
+    return answers
+
+
+class _Asking(LayerVisitor):
+    """Keeps distributions on disk, and of some batches what the last decoder layer outputs."""
+
+    def __init__(self, last: str, count: int, hidden: Collection[int]) -> None:
+        self.last, self.count, self.hidden = last, count, hidden
+        self.states: dict[int, Tensor] = {}
+        self.found: dict[int, Distributions] = {}
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        if unit != self.last or self.at.batch not in self.hidden:
+            return own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            hidden = output if isinstance(output, Tensor) else output[0]
+            self.states[self.at.batch] = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0).copy_(hidden.detach())
+            return output
+
+        return forward
+
+    @torch.no_grad()
+    def finished(self, batch: int, output: Any) -> None:
+        if batch >= self.count:
+            return
+        logits: Tensor = output.logits
+        shape, kept = tuple(logits.shape[:2]), min(KEPT, logits.shape[-1])
+        made = Distributions(
+            allocate((*shape, kept), torch.int32, CPU, budget=0),
+            allocate((*shape, kept), torch.float32, CPU, budget=0),
+            allocate(shape, torch.float32, CPU, budget=0),
+            self.states.pop(batch, None),
+        )
+        rows = rows_at_once(1, logits.shape[-1])
+        for number, sequence in enumerate(logits):
+            for begin in range(0, len(sequence), rows):
+                part = slice(begin, begin + rows)
+                logs, tokens = sequence[part].float().log_softmax(-1).topk(kept)
+                made.tokens[number, part], made.logs[number, part] = tokens.int(), logs
+                made.others[number, part] = _log_rest(logs.double()).float()
+        self.found[batch] = made
+
+
+def _facts(model: OpenModel, batch: Tensor, hidden: bool) -> list[Any]:
+    """What decides the base's answers on a batch."""
+    digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
+    return [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
+
+
+def _keep(path: Path | None, facts: list[Any], made: Distributions) -> Distributions:
+    """Write answers, and have them lie there, mapped; without a path they stay where they are."""
+    if path is None:
+        return made
+    states = {} if made.hidden is None else {"hidden": made.hidden}
+    keep_tensors(path, {"tokens": made.tokens, "logs": made.logs, "others": made.others, **states}, facts)
+    read = _kept(path, facts)
+    assert read is not None
+    return read
+
+
+def _kept(path: Path | None, facts: list[Any]) -> Distributions | None:
+    """What an earlier run has kept; None if it is missing, cut short or of another question."""
+    if path is None or told_of(path) != facts:
+        return None
+    found = kept_tensors(path)
+    return Distributions(found["tokens"], found["logs"], found["others"], found.get("hidden"))
+
+
+def _input_file(keep: Path, number: int) -> Path:
+    return keep / f"held-out-{number:07d}.safetensors"
+
+
+def _input_facts(evaluator: Evaluator, number: int) -> list[Any]:
+    return _facts(evaluator.base, evaluator.batches[number], True)
+
+
+def _take_inputs(evaluator: Evaluator, keep: Path) -> None:
+    """Give the evaluator what an earlier run has kept for it."""
+    for number in evaluator.missing():
+        if told_of(path := _input_file(keep, number)) == _input_facts(evaluator, number):
+            evaluator.inputs[number] = kept_tensors(path)["input"]
+
+
+def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
+    """KL(base || other) of what is kept, in nats at every position [B, L], from the other's `logits` [B, L, V]."""
+    tokens, logs, others = (value.to(logits.device) for value in (base.tokens, base.logs, base.others))
+    scores = logits.float()
+    ours = scores.gather(-1, tokens.long()) - scores.logsumexp(-1, keepdim=True)
+    return (logs.exp() * (logs - ours)).sum(-1) + others.exp() * (others - _log_rest(ours))
+
+
+def _log_rest(logs: Tensor) -> Tensor:
+    """The log of what these log probabilities [..., K] leave of 1."""
+    return (1 - logs.exp().sum(-1)).clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)

@@ -1,0 +1,372 @@
+"""How far variants of a model are from their base on held-out text: KL, loss and flipped greedy tokens per sequence.
+
+KL(base || variant) is that of next-token distributions over the full vocabulary. Kept of the base is what enters its
+head (small), not its logits (large): beside a variant's head, the base's computes both sets of logits, and whatever
+the model does after its head is done to both.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+
+from compressor.data.batches import EvaluationSet
+from compressor.distributed.ranks import here
+from compressor.errors import CompressionError
+from compressor.model.architecture import head_of
+from compressor.model.buffers import BUDGET, allocate
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerVisitor, Pass
+from compressor.progress import Progress, Silent
+
+LOGITS = 2**25  # logits computed at once: 128 MiB in float32
+FEWEST = 8  # held-out sequences that can tell whether a change is a gain
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """KL from the base before and after a change, in nats per token: means over held-out sequences."""
+
+    before: float
+    after: float
+    standard_error: float  # of the gain, paired by sequence
+    sequences: int
+
+    @classmethod
+    def of(cls, before: Iterable[float], after: Iterable[float]) -> Self:
+        """Compare the KL of the same sequences."""
+        one, other = (torch.tensor([*values], dtype=torch.float64) for values in (before, after))
+        error = float((one - other).std()) / math.sqrt(len(one)) if len(one) > 1 else math.inf
+        return cls(float(one.mean()), float(other.mean()), error, len(one))
+
+    @property
+    def gain(self) -> float:
+        """By how much the change brings the model nearer to its base."""
+        return self.before - self.after
+
+    @property
+    def accepted(self) -> bool:
+        """Return True if the gain is above its standard error; a KL that is no number is as far away as can be.
+
+        Fewer than eight sequences accept nothing.
+        """
+        if self.sequences < FEWEST or not math.isfinite(self.after):
+            return False
+        return not math.isfinite(self.before) or self.gain > self.standard_error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figures:
+    """Figures of a variant for each held-out sequence, all [n]; KL and loss in nats per predicted token."""
+
+    kl: Tensor
+    loss: Tensor  # of the next token
+    flips: Tensor  # share of the positions at which the greedy token is not the base's
+    tokens: Tensor  # that are predicted
+    domain: Tensor  # number of the evaluation set
+    names: tuple[str, ...] = ("",)  # of the evaluation sets
+
+    @property
+    def sequences(self) -> int:
+        """Number of held-out sequences."""
+        return len(self.kl)
+
+    def of(self, domains: Collection[int]) -> "Figures":
+        """Figures of the sequences of these evaluation sets alone."""
+        rows = torch.tensor([int(number) in domains for number in self.domain], dtype=torch.bool)
+        kl, loss, flips, tokens, domain = (
+            value[rows] for value in (self.kl, self.loss, self.flips, self.tokens, self.domain)
+        )
+        return Figures(kl, loss, flips, tokens, domain, self.names)
+
+    @property
+    def by_domain(self) -> dict[str, "Figures"]:
+        """Figures of each evaluation set by its name."""
+        return {name: self.of({number}) for number, name in enumerate(self.names)}
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means of `kl`, `loss` and `flips`; each predicted token counts alike."""
+        weights = self.tokens.double() / self.tokens.sum()
+        return {name: float((getattr(self, name) * weights).sum()) for name in ("kl", "loss", "flips")}
+
+
+def accepts(before: Figures, after: Figures) -> bool:
+    """The one rule for a change: its mean gain in KL over eight or more sequences is above its standard error."""
+    return difference(before, after).accepted
+
+
+def difference(before: Figures, after: Figures) -> Difference:
+    """What a change does to the distance from the base."""
+    return Difference.of(before.kl.tolist(), after.kl.tolist())
+
+
+def require_enough(sequences: int, step: str, remedy: str = "give more text, or shorter sequences") -> None:
+    """Refuse held-out text on which no change could ever be accepted."""
+    if sequences < FEWEST:
+        raise CompressionError(
+            f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the text leaves {sequences}; "
+            f"{remedy}"
+        )
+
+
+def heldout_share(sequences: int, wanted: int, most: float = 1.0) -> float:
+    """The share of a text's sequences to hold out: `wanted` of them, no more than `most` of all.
+
+    Of short text it is the eight without which no change is accepted, as far as they are no more than a half.
+    """
+    return max(min(wanted / sequences, most), min(FEWEST / sequences, 0.5))
+
+
+def rows_at_once(tokens: int, vocabulary: int) -> int:
+    """Rows of so many tokens whose logits are few enough to be computed at once."""
+    return max(1, LOGITS // (tokens * vocabulary))
+
+
+def require_head(model: Any) -> nn.Module:
+    """The language-model head; raises `CompressionError` for a model without one."""
+    if (head := head_of(model)) is None:
+        raise CompressionError(
+            f"{type(model).__name__} has no language-model head, so its next-token distributions cannot be compared"
+        )
+    return head
+
+
+class Variants(LayerVisitor):
+    """Makes the batches of a pass meet variants of the model: the running one `variant`, nothing where it is None."""
+
+    variant: int | None = 0
+
+
+class Evaluator:
+    """A base model and held-out text, on which any number of variants are compared with it.
+
+    Each of several ranks keeps and runs its share of the batches; figures are those of all.
+    """
+
+    def __init__(self, base: OpenModel, sets: Sequence[EvaluationSet]) -> None:
+        require_head(base.partial.model)
+        self.base, self.names = base, tuple(entry.name for entry in sets)
+        self.batches: list[Tensor] = []  # so small that their logits are, too
+        self.domains: list[int] = []  # of each batch
+        for number, entry in enumerate(sets):
+            for batch in entry.batches:
+                parts = batch.split(rows_at_once(batch.shape[1], base.vocabulary))
+                self.batches += parts
+                self.domains += [number] * len(parts)
+        self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
+        self._same_head: dict[nn.Module, bool] = {}
+        self._held = 0  # bytes in memory
+
+    @classmethod
+    def of(cls, base: OpenModel, batches: Sequence[Tensor]) -> "Evaluator":
+        """An evaluator on batches of one evaluation set."""
+        return cls(base, [EvaluationSet("held-out", tuple(batches))])
+
+    @property
+    def sequences(self) -> int:
+        """Number of held-out sequences."""
+        return sum(map(len, self.batches))
+
+    @property
+    def own(self) -> list[int]:
+        """Numbers of this rank's batches."""
+        own = here().own(self.batches)
+        return list(range(len(self.batches))) if own is None else sorted(own)
+
+    def missing(self, wanted: Collection[int] | None = None) -> list[int]:
+        """Numbers of this rank's batches of which the base's answers are not kept yet."""
+        return [number for number in self.own if number not in self.inputs and (wanted is None or number in wanted)]
+
+    def keep_input(self, number: int, value: Tensor) -> None:
+        """Keep what enters the base's head for a batch, on disk past the budget of memory."""
+        place = allocate(tuple(value.shape), value.dtype, CPU, max(0, BUDGET - self._held))
+        self._held += value.nbytes
+        self.inputs[number] = place.copy_(value.detach())
+
+    @contextmanager
+    def keeping(self, first: int = 0) -> Iterator["Riding"]:
+        """Keep the base's answers from a pass over it in which the visitor's batches have numbers from `first` on."""
+        with self._riding(self.base.partial.model, [(None, number) for number in self.missing()], first) as riding:
+            yield riding
+
+    @contextmanager
+    def measuring(self, model: nn.Module, variants: Variants | None = None) -> Iterator["Riding"]:
+        """Measure a variant in a pass that somebody else makes, or `model` whole in memory; the base is kept already.
+
+        The visitor that is given has the figures when the block has ended.
+        """
+        places = [(0, number) for number in range(len(self.batches))]
+        with self._riding(model, places, 0, variants) as riding:
+            yield riding
+        riding.add_up()
+
+    def keep(self, progress: Progress | None = None, phase: str = "ask the base") -> Figures:
+        """Keep the base's answers from a streamed pass of its own; returns the base's figures."""
+        riding = self._keep(progress or Silent(), phase)
+        riding.add_up()
+        return riding.figures[0]
+
+    def _keep(self, progress: Progress, phase: str = "ask the base") -> "Riding":
+        """Keep what this rank lacks; a rank may do so alone."""
+        with self.keeping() as riding:
+            riding.alone_in(self.base, progress, phase).run(riding)
+        return riding
+
+    def measure(
+        self,
+        model: OpenModel,
+        visitor: Variants | None = None,
+        variants: int = 1,
+        progress: Progress | None = None,
+        phase: str = "evaluate",
+        only: Sequence[int] | None = None,
+    ) -> list[Figures]:
+        """Figures of variants of a model, all in one streamed pass, on all batches or `only` those of these numbers.
+
+        Where the base's answers are not kept yet, it runs along in this pass if it is the same opened model, and in
+        one of its own otherwise.
+        """
+        numbers = range(len(self.batches)) if only is None else only
+        shown = progress or Silent()
+        if model.partial is not self.base.partial and self.missing(numbers):
+            self._keep(shown)
+        missing = [(None, number) for number in self.missing(numbers)]
+        places = [*missing, *((variant, number) for variant in range(variants) for number in numbers)]
+        with self._riding(model.partial.model, places, 0, visitor) as riding:
+            riding.alone_in(model, shown, phase).run(riding, *([] if visitor is None else [visitor]))
+        riding.add_up()
+        return riding.figures
+
+    def measure_loaded(self, model: nn.Module) -> Figures:
+        """Figures of a whole model in memory."""
+        if self.missing():
+            self._keep(Silent())
+        with self.measuring(model) as riding, torch.no_grad():
+            device = next(model.parameters()).device
+            for place in riding.own:
+                riding.entering(place)
+                riding.finished(place, model(input_ids=riding.batches[place].to(device), use_cache=False))
+        return riding.figures[0]
+
+    @contextmanager
+    def _riding(
+        self, model: nn.Module, places: Sequence[tuple[int | None, int]], first: int, variants: Variants | None = None
+    ) -> Iterator["Riding"]:
+        head = require_head(model)
+        riding = Riding(self, tuple(places), first, variants)
+        handle = head.register_forward_hook(riding.after_head)
+        try:
+            yield riding
+        finally:
+            handle.remove()
+            if not self._same_head.get(head, True):
+                self.base.partial.release(self._base_head()[0])
+
+    def _base_head(self) -> tuple[str, nn.Module]:
+        head = require_head(self.base.partial.model)
+        return next(name for name, module in self.base.partial.model.named_modules() if module is head), head
+
+    def base_logits(self, head: nn.Module, number: int, device: torch.device, more: Sequence[Any]) -> Tensor:
+        """The base's logits of a batch beside a variant's `head`, which serves for both where its weights are equal."""
+        name, own = self._base_head()
+        if own is not head and not self._same_head.get(head, False):
+            self.base.partial.load(self.base.partial.keys_under(name))
+            if head not in self._same_head:
+                theirs, ours = (dict(module.named_parameters()) for module in (own, head))
+                self._same_head[head] = theirs.keys() == ours.keys() and all(
+                    torch.equal(value, ours[key]) for key, value in theirs.items()
+                )
+                if self._same_head[head]:
+                    self.base.partial.release(name)
+        used = own if own is not head and not self._same_head[head] else head
+        logits: Tensor = used.forward(self.inputs[number].to(device), *more)  # past the head's own hooks
+        return logits
+
+
+@dataclass(slots=True)
+class Riding(LayerVisitor):
+    """Held-out batches in a pass, from the number `first` on: (variant, batch) of each, the base's variant being None.
+
+    What was found, by all ranks together, is in `figures` when the pass has ended: of each variant, or of the base.
+    """
+
+    evaluator: Evaluator
+    places: tuple[tuple[int | None, int], ...]
+    first: int = 0
+    variants: Variants | None = None
+    figures: list[Figures] = field(default_factory=list)
+    _now: tuple[int | None, int] | None = None
+    _seen: dict[tuple[int | None, int], list[list[float]]] = field(default_factory=dict)  # KL, loss, flips by sequence
+
+    @property
+    def batches(self) -> list[Tensor]:
+        """Token ids of the batches."""
+        return [self.evaluator.batches[number] for _, number in self.places]
+
+    @property
+    def own(self) -> list[int]:
+        """Places of this rank's batches."""
+        own = {*self.evaluator.own}
+        return [place for place, (_, number) in enumerate(self.places) if number in own]
+
+    def alone_in(self, model: OpenModel, progress: Progress, phase: str) -> Pass:
+        """A pass of these batches alone."""
+        own = None if here().is_alone else self.own
+        return Pass(model, self.batches, progress, phase, to_end=True, own=own)
+
+    def entering(self, batch: int) -> None:
+        place = batch - self.first
+        self._now = self.places[place] if 0 <= place < len(self.places) else None
+        if self.variants is not None:
+            self.variants.variant = self._now[0] if self._now is not None else None
+
+    def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
+        """Keep what entered the base's head, or put the base's logits below a variant's."""
+        if self._now is None:
+            return None
+        variant, number = self._now
+        if variant is None:
+            self.evaluator.keep_input(number, args[0])
+            return None
+        return torch.cat([logits, self.evaluator.base_logits(head, number, logits.device, args[1:])])
+
+    @torch.no_grad()
+    def finished(self, batch: int, output: Any) -> None:
+        """Compare a variant's output with the base's, which is below it."""
+        if self._now is None:
+            return
+        logits = output.logits[:, :-1].float()
+        variant, base = (logits, logits) if self._now[0] is None else logits.chunk(2)
+        flips = (variant.argmax(-1) != base.argmax(-1)).double().mean(1)
+        ours, theirs = (log_softmax(part, dim=-1) for part in (variant, base))
+        targets = self.evaluator.batches[self._now[1]][:, 1:, None].to(logits.device)
+        loss = -ours.gather(-1, targets).double().mean((1, 2))
+        kl = (theirs.exp() * (theirs - ours)).sum(-1, dtype=torch.float64).mean(1)
+        self._seen[self._now] = [kl.tolist(), loss.tolist(), flips.tolist()]
+
+    def add_up(self) -> None:
+        """Put together what every rank's batches have shown, in the order of the batches."""
+        shown = here().all_gather([[variant, number, found] for (variant, number), found in self._seen.items()])
+        seen: Mapping[tuple[int | None, int], list[list[float]]] = {
+            (variant, number): found for each in shown for variant, number, found in each
+        }
+        numbers = sorted({variant for variant, _ in seen if variant is not None})
+        variants: list[int | None] = [*numbers] or [None]
+        self.figures = [self._figures({n: found for (v, n), found in seen.items() if v == one}) for one in variants]
+
+    def _figures(self, seen: Mapping[int, list[list[float]]]) -> Figures:
+        batches, domains = self.evaluator.batches, self.evaluator.domains
+        numbers = sorted(seen)
+        kl, loss, flips = (
+            torch.tensor([v for n in numbers for v in seen[n][kind]], dtype=torch.float64) for kind in range(3)
+        )
+        counts = [(batches[n].shape[1] - 1, domains[n]) for n in numbers for _ in range(len(batches[n]))]
+        tokens, domain = torch.tensor(counts, dtype=torch.int64).view(-1, 2).T
+        return Figures(kl, loss, flips, tokens, domain, self.evaluator.names)

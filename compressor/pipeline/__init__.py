@@ -1,0 +1,1 @@
+"""Run a recipe: steps in stages, with resume, verification, gate and record."""

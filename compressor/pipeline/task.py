@@ -1,0 +1,218 @@
+"""A recipe settled on an opened model: every refusal that needs no text and no weight, its key, its text."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
+from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_sources
+from compressor.distributed.ranks import here
+from compressor.errors import CompressionError
+from compressor.evaluation.base_answers import check_base
+from compressor.model.opened import OpenModel
+from compressor.pipeline.stages import check_order, stage_numbers
+from compressor.recipe.plan import Source, check_source
+from compressor.recipe.recipe import Recipe, make_step, text_options
+from compressor.recipe.step import Needs, Step
+from compressor.recipe.steps_plan import Plan, PlannedStep
+from compressor.recipe.text_options import TextOptions
+from compressor.run_record import versions
+from compressor.steps.state import OWN, Texts, part_name
+
+HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
+
+
+@dataclass(slots=True)
+class Task:
+    """A recipe with its steps settled on an opened model."""
+
+    recipe: Recipe
+    model: OpenModel
+    base: OpenModel
+    steps: tuple[Step, ...]
+    needs: tuple[Needs, ...]
+    seen: OpenModel  # the model as the first layerwise stage sees it
+    before: Plan | None = None  # what earlier runs did to the model
+    plan: Plan | None = None  # decisions to carry out
+
+    @property
+    def experts(self) -> int:
+        """Experts that each layer keeps in the first stage that decides that."""
+        kept = next((need.experts for need in self.needs if need.experts is not None), None)
+        return self.seen.architecture.experts if kept is None else kept
+
+    def key(self) -> str:
+        """SHA-256 of everything that decides the output, the content of texts included."""
+        content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
+        facts = [
+            self.model.fingerprint,
+            self.model.checkpoint.stamp(),
+            None if self.base is self.model else self.base.checkpoint.stamp(),
+            content,
+            [[step.name, step.to_dict()] for step in self.steps],
+            [_content(source) for source in self._sources()],
+            None if self.plan is None else self.plan.to_dict(),
+            str(self.model.partial.device),
+            str(self.model.partial.dtype),
+            versions(),
+        ]
+        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+    def _sources(self) -> Iterator[str]:
+        for options in (self.recipe.calibration, *(step.calibration for step in self.steps)):
+            if options is not None:
+                yield from (entry.source for entry in sources_of(options))
+
+
+def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
+    """The sources of a text with their weights."""
+    return parse_sources(options.data or (DEFAULT_SOURCE,))
+
+
+def _content(name: str) -> str:
+    """The SHA-256 of a file; what names none stands for itself."""
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if os.path.isfile(name) else name
+
+
+def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | None, plan: Plan | None = None) -> Task:
+    """Settle the steps on a model; every refusal that needs no text and no weight is made here."""
+    if plan is not None:
+        check_source(plan.source, model.fingerprint)
+    if base is not model:
+        check_base(model, base)
+    stages = stage_numbers(recipe.steps)
+    resolved = list[Step]()
+    for number, step in enumerate(recipe.steps):
+        together = [other for other, stage in zip(recipe.steps, stages, strict=True) if stage == stages[number]]
+        if plan is not None:
+            resolved.append(step)
+        elif (made := step.resolved(model, together)) is not None:
+            resolved.append(made)
+    if not resolved:
+        raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
+    check_order(resolved)
+    needs, seen = _needs(resolved, model, plan)
+    return Task(recipe, model, base, tuple(resolved), tuple(needs), seen, before, plan)
+
+
+def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[list[Needs], OpenModel]:
+    """What each step reads. Steps of later layerwise stages are checked on the model that is there then."""
+    stages, seen, found = stage_numbers(steps), model, list[Needs]()
+    first = next((stage for step, stage in zip(steps, stages, strict=True) if step.order is not None), None)
+    for number, step in enumerate(steps):
+        together = [other for other, stage in zip(steps, stages, strict=True) if stage == stages[number]]
+        planned = plan is not None and plan.steps[number].plan is not None
+        if step.order is not None and stages[number] == first:
+            seen = step.view(seen)
+        if step.order is None:
+            found.append(step.needs(model, steps[:number], planned))
+        elif stages[number] == first:
+            found.append(step.needs(seen, together, planned))
+        else:
+            found.append(Needs(text=True, heldout=1))
+    return found, seen
+
+
+def read_texts(task: Task) -> Texts:
+    """The run's text with a part for each step that wants one, and the texts of steps that have one of their own.
+
+    A plan that is carried out repeats its texts, and is refused where they have changed.
+    """
+    tokenizer = None
+    shared = [number for number, step in enumerate(task.steps) if step.calibration is None]
+    own = dict[int, Text]()
+    identity = None if task.plan is None else task.plan.calibration
+
+    def read(options: TextOptions, parts: Mapping[int, str], repeated: Mapping[str, Any] | None) -> Text | None:
+        nonlocal tokenizer
+        needs = {name: task.needs[number] for number, name in parts.items()}
+        wanted = any(need.text or need.part is not None for need in needs.values())
+        if not wanted:
+            return None
+        tokenizer = tokenizer or load_tokenizer(task.model.source.folder)
+        if repeated is not None:
+            made = repeat_text(repeated, tokenizer, task.model.vocabulary)
+        else:
+            made = read_text(_spec(options, needs, task.recipe.seed), tokenizer, task.model.vocabulary)
+        here().assert_same_on_all(made.identity["sha256"], "calibration text")
+        return made
+
+    text = read(task.recipe.calibration, {number: part_name(number) for number in shared}, identity)
+    for number, step in enumerate(task.steps):
+        if step.calibration is not None:
+            known = None if task.plan is None else task.plan.steps[number].text
+            if (found := read(step.calibration, {number: OWN}, known)) is not None:
+                own[number] = found
+    return text, own
+
+
+def _spec(options: TextOptions, needs: Mapping[str, Needs], seed: int) -> TextSpec:
+    wanted = {name: need.part for name, need in needs.items() if need.part is not None}
+    parts = {
+        name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
+        for name, part in wanted.items()
+    }
+    fit = any(need.text for need in needs.values())
+    fewest = max((need.heldout for need in needs.values()), default=0) if fit else 0
+    heldout = max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0
+    return TextSpec(
+        sources_of(options),
+        samples=options.samples if fit else 0,
+        sequence_length=options.sequence_length,
+        seed=seed,
+        heldout=heldout,
+        parts=parts,
+    )
+
+
+def first_plan(task: Task, text: Text | None) -> Plan:
+    """The plan before the first step: what earlier runs did to the model, then all steps, nothing decided yet."""
+    model, before = task.model, task.before
+    entries = () if before is None else before.steps
+    first_stage = max((entry.stage for entry in entries), default=-1) + 1
+    stages = stage_numbers(task.steps, first_stage)
+    if task.plan is None:
+        planned = [
+            PlannedStep(step.name, _options_of(step), stage=stage)
+            for step, stage in zip(task.steps, stages, strict=True)
+        ]
+    else:
+        planned = [replace(entry, result=None) for entry in task.plan.steps]
+    if before is not None:
+        return replace(before, steps=(*entries, *planned), versions=versions())
+    source = Source(model.source.name, model.source.revision, model.fingerprint)
+    known = None if task.plan is None else task.plan.calibration  # also where its decisions need no text any more
+    identity = known if text is None else text.identity
+    return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions())
+
+
+def _options_of(step: Step) -> dict[str, Any]:
+    """A step's options as a plan has them, texts by name without folders."""
+    found = step.to_dict()
+    if step.calibration is not None and step.calibration.data is not None:
+        names = [Path(name).name if os.path.isfile(name) else name for name in step.calibration.data]
+        found["calibration"] = {**found["calibration"], "data": names}
+    return found
+
+
+def filled(task: Task, plan: Plan, label: str) -> Recipe:
+    """The recipe that asks for an output again, as far as its plan tells: with every step done so far, without folders.
+
+    Experts that were protected because data showed them stay as they were asked for.
+    """
+    recipe, source = task.recipe, plan.source
+    steps = [make_step(entry.name, entry.options) for entry in plan.steps]
+    return Recipe(
+        model=label,
+        revision=source.revision,
+        calibration=text_options(plan.calibration) if plan.calibration is not None else TextOptions(),
+        seed=plan.seed,
+        dtype=plan.dtype,
+        steps=tuple(steps),
+        gate=recipe.gate,
+        output=recipe.output,
+    )

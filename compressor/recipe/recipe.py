@@ -1,0 +1,265 @@
+"""Recipes: model, text, steps, gate and output as YAML, written beside every output and read by `compress`.
+
+A recipe is made from the plan alone, so that `compress`, and `plan` with `apply`, leave the same bytes. Like
+compression.json it names no folder; on the machine that made the output, the record of the run knows them.
+"""
+
+import logging
+import os
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
+from compressor.errors import CompressionError, reason_of
+from compressor.recipe.plugins import STEPS, load, names
+from compressor.recipe.step import Step
+from compressor.recipe.steps_plan import Plan
+from compressor.recipe.text_options import Options, TextOptions
+from compressor.records import MOST_DEPTH
+from compressor.run_record import read_record
+from compressor.words import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+RECIPE = "recipe.yaml"
+MOST_BYTES = 1_000_000
+MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
+MODEL_FIELDS = ("model", "revision", "base", "base_revision")
+
+
+class GateOptions(Options):
+    """What the output has to show before it is put in place."""
+
+    tasks: tuple[str, ...] = Field(min_length=1, description="lm-eval tasks.")
+    max_drop: float = Field(0.01, ge=0, description="Largest drop of a score that passes (of a perplexity, its rise).")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="Confidence of the verdict.")
+    limit: int | None = Field(None, ge=1, description="Items of each task, the first ones (default: all).")
+    include_path: str | None = Field(None, description="A folder with lm-eval task files of your own.")
+    batch_size: str | int = Field("auto", description="Batch size of the evaluation: auto or a number.")
+
+
+class OutputOptions(Options):
+    """What is written."""
+
+    formats: tuple[str, ...] = Field(("safetensors",), min_length=1, description="safetensors, onnx or others.")
+    max_shard_bytes: int | None = Field(None, ge=1, description="Largest weight file, in bytes.")
+
+
+class Recipe(Options):
+    """Everything that decides an output."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    model: str | None = None
+    revision: str | None = None
+    base: str | None = None  # what the result is compared with, where that is not the model
+    base_revision: str | None = None
+    calibration: TextOptions = TextOptions()
+    seed: int = Field(0, ge=0, lt=2**63)
+    dtype: str = "auto"
+    steps: tuple[Step, ...] = ()
+    gate: GateOptions | None = None
+    output: OutputOptions = OutputOptions()
+
+    @field_validator("steps", mode="plain")
+    @classmethod
+    def _read_steps(cls, value: Any) -> tuple[Step, ...]:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("steps should be a list, such as [prune: {ratio: 0.25}]")
+        return tuple(entry if isinstance(entry, Step) else _step(entry, number) for number, entry in enumerate(value))
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
+        """A recipe from plain values; raises `CompressionError` naming the place of what is wrong."""
+        for name in content:
+            if name not in cls.model_fields:
+                hint, known = did_you_mean(str(name), cls.model_fields), ", ".join(cls.model_fields)
+                raise CompressionError(f"{where} has no field {reprlib.repr(name)}; {hint}known are {known}")
+        try:
+            return cls(**content)
+        except ValidationError as error:
+            raise CompressionError(f"{where}: {fault_of(error, cls)}") from error
+
+    def with_steps(self, steps: Sequence[Step]) -> "Recipe":
+        """The same with other steps."""
+        return self.model_copy(update={"steps": tuple(steps)})
+
+
+def step_class(name: str, place: str = "") -> type[Step]:
+    """The class of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
+    if name not in (known := names(STEPS)):
+        where = f" at {place}" if place else ""
+        hint = did_you_mean(name, known)
+        raise CompressionError(f"there is no step {name!r}{where}; {hint}known are {', '.join(known)}")
+    found = load(STEPS, name)
+    if not (isinstance(found, type) and issubclass(found, Step)) or getattr(found, "name", None) != name:
+        raise CompressionError(f"step {name!r} is no plugin: its entry point should be a Step whose `name` is {name!r}")
+    return found
+
+
+def working_steps() -> Iterator[type[Step]]:
+    """Every step that can be loaded, by name; another is named in a warning and left out."""
+    for name in names(STEPS):
+        try:
+            yield step_class(name)
+        except CompressionError as error:
+            logger.warning("%s; it is left out", error)
+
+
+def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
+    """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
+    found = step_class(name, place)
+    for option in options:
+        if option not in found.model_fields:
+            known = ", ".join(found.model_fields) or "none"
+            hint, where = did_you_mean(str(option), found.model_fields), f" at {place}" if place else ""
+            raise CompressionError(f"step {name} has no option {option!r}{where}; {hint}known are {known}")
+    try:
+        return found(**options)
+    except ValidationError as error:
+        raise CompressionError(f"{f'{place}: ' if place else ''}{name}: {fault_of(error, found)}") from error
+
+
+def _step(entry: Any, number: int) -> Step:
+    """A step as YAML has it: its name alone, or its name with a mapping of options."""
+    place = f"steps[{number}]"
+    if isinstance(entry, str):
+        return make_step(entry, {}, place)
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((name, options),) = entry.items()
+        if isinstance(name, str) and isinstance(options, Mapping | None):
+            return make_step(name, options or {}, place)
+    shown = reprlib.repr(entry)
+    raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
+
+
+def fault_of(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with a value, in one sentence with its place and, of an unknown name, the nearest known one."""
+    first = error.errors(include_url=False)[0]
+    inner = ("function-", "tuple", "constrained")
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
+    if isinstance(cause := first.get("ctx", {}).get("error"), CompressionError):
+        return str(cause)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return message
+    if first["type"] == "extra_forbidden":
+        return f"{place} is not known"
+    message = message[0].lower() + message[1:]
+    return f"{place} is {reprlib.repr(first['input'])}; {message}"
+
+
+def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
+    """The recipe as YAML, without what is as if nothing was said."""
+    content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
+    content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
+    content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
+    content["steps"] = [{step.name: step.changed()} if step.changed() else step.name for step in recipe.steps]
+    content["gate"] = recipe.gate and recipe.gate.model_dump(mode="json", exclude_defaults=True)
+    content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
+    said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
+    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    return (heading + text).encode(errors="backslashreplace")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe file, its model and texts found where the run had them.
+
+    Raises `CompressionError` for a file that is too large or no YAML mapping, and for a field, step or option that is
+    not known, with its place.
+    """
+    return Recipe.of(_found_again(path, _read_yaml(path)), str(path))
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    if not path.is_file():
+        raise CompressionError(f"{path} is not a file; name a recipe.yaml")
+    if path.stat().st_size > MOST_BYTES:
+        raise CompressionError(f"{path} is larger than 1 MB, so it is no recipe; name a recipe.yaml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        _refuse_mazes(path, text)
+        content = yaml.load(text, Loader=LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CompressionError(f"{path} is not valid YAML ({reason_of(error, 200)}); mend it") from error
+    if not isinstance(content, dict):
+        raise CompressionError(f"{path} should hold a mapping of fields, such as 'experts: 4'")
+    return content
+
+
+def _refuse_mazes(path: Path, text: str) -> None:
+    """Refuse YAML that takes time or stack out of all proportion: repeated parts, deep nesting, endless words."""
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=LOADER)):
+        if isinstance(event, yaml.AliasEvent):
+            raise CompressionError(f"{path} repeats a part by an alias (*); write it out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise CompressionError(f"{path} is nested deeper than {MOST_DEPTH} lists or mappings; mend it")
+        if number > MOST_PARTS or (isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_LETTERS):
+            raise CompressionError(
+                f"{path} has more than {MOST_PARTS:,} parts or a word of over {MOST_LETTERS:,} letters, so it is no "
+                "recipe; name a recipe.yaml"
+            )
+
+
+def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of an output with the folders that the run's record on this machine knows."""
+    record = read_record(path.parent)
+    if record is None:
+        return content
+    known = (record.calibration or {}).get("sources")
+    texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
+    places = {Path(text).name: text for text in texts if is_file(text)}
+    found = dict(content)
+    if os.path.isdir(record.source) and content.get("model") == Path(record.source).name:
+        found["model"] = record.source
+    if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
+        found["calibration"] = {**text, "data": [_in_place(str(source), places) for source in text["data"]]}
+    return found
+
+
+def _in_place(source: str, places: Mapping[str, str]) -> str:
+    name, sign, weight = source.rpartition("=")
+    return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
+
+
+def refuse_missing(path: Path, recipe: Recipe) -> None:
+    """Refuse a model's folder or a text that a recipe names and that is not there, saying how to name it."""
+    model = recipe.model
+    if model is not None and recipe.revision is None and "/" not in model and not os.path.exists(model):
+        raise CompressionError(f"{path} names the model {model!r}, which is no folder here; add --set model=FOLDER")
+    for source in recipe.calibration.data or ():
+        name = source.rpartition("=")[0] or source
+        if not any(map(is_file, (source, name))) and Path(name).suffix in TEXT_SUFFIXES and not Path(name).is_dir():
+            raise CompressionError(f"{path} names the text {name}, which is not here; name it with --calibration")
+
+
+def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
+    """Sources and sizes that a text was read with, folders left out; the default where none was."""
+    if calibration is None:
+        return TextOptions()
+    named, asked = without_folders(calibration), calibration.get("asked")
+    entries = named.get("sources") or [{"source": named["source"]}]
+    weights = [entry.get("weight", 1.0) for entry in entries]
+    alike = all(weight == weights[0] for weight in weights) and not any("=" in entry["source"] for entry in entries)
+    sources = [
+        entry["source"] if alike else f"{entry['source']}={weight!r}"
+        for entry, weight in zip(entries, weights, strict=True)
+    ]
+    sizes = asked if isinstance(asked, Mapping) else {}
+    given = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
+    return TextOptions(data=tuple(sources), **given)
+
+
+def recipe_of_plan(plan: Plan) -> Recipe:
+    """The recipe that a plan was made by, its source as the plan names it."""
+    steps = [make_step(entry.name, entry.options, f"steps[{number}]") for number, entry in enumerate(plan.steps)]
+    content = {"model": plan.source.model, "revision": plan.source.revision, "seed": plan.seed, "dtype": plan.dtype}
+    return Recipe.of({**content, "steps": steps, "calibration": text_options(plan.calibration)}, "the plan")

@@ -1,0 +1,141 @@
+"""What a step of a compression is: its options as fields, and what it decides and does as methods.
+
+A step is a pydantic model. Its fields are declared once; command line, YAML, plan, digest, the card's command and the
+reference page are made of them. Third parties announce theirs through the entry point `moe_compressor.steps`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import Field
+
+from compressor.recipe.text_options import Options, TextOptions
+
+if TYPE_CHECKING:  # a step's options are read without torch
+    from torch import Tensor
+
+    from compressor.document.blocks import Block
+    from compressor.model.architecture import MoeLayer
+    from compressor.model.opened import OpenModel
+    from compressor.steps.state import State
+    from compressor.surgery.tensors import OutputJob
+
+Tensors = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text of a step's own beyond the calibration's: so many sequences of so many tokens to train on."""
+
+    sequences: int
+    length: int
+    rows: int = 8  # sequences of a batch, at most
+    minimum: int = 1  # sequences without which the step cannot run
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a step reads: calibration text, of which some may be held out, and further text of its own.
+
+    Held-out sequences for the evaluator come with text of one's own.
+    """
+
+    text: bool = False
+    heldout: int = 0  # sequences of it that are held out, at the least
+    part: TextPart | None = None
+    experts: int | None = None  # that each layer keeps, where the step decides that
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAt:
+    """A decoder layer as earlier steps have left it: its MoE layers, and all its tensors by state-dict key."""
+
+    name: str
+    moe_layers: "Sequence[MoeLayer]"
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a step on the whole model: figures as JSON, and stored tensors with new values, by name."""
+
+    figures: Mapping[str, Any]
+    tensors: "Iterator[Tensors]" = field(default_factory=lambda: iter(()))
+
+
+class Step(Options):
+    """A step. Those with an `order` change decoder layers one at a time and follow each other in one stage."""
+
+    name: ClassVar[str]
+    order: ClassVar[int | None] = None  # order within a stage of layerwise steps; None: works on the whole model
+    not_after: ClassVar[Mapping[str, str]] = {}  # earlier steps that it cannot follow, with the reason
+    only_after: ClassVar[tuple[str, ...]] = ()  # of which one must come before, in the same stage
+    processes: ClassVar[bool] = True  # whether several processes can share it
+    verified_by_kept: ClassVar[bool] = False  # whether the finished output is compared with what the step has kept
+
+    calibration: TextOptions | None = Field(None, description="Text of the step's own, in place of the recipe's.")
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        """Take options by name, or in the order of the fields (`Correct("tune")`)."""
+        own = [name for name in type(self).model_fields if name != "calibration"]
+        super().__init__(**dict(zip(own, values, strict=False)), **named)
+
+    def resolved(self, model: "OpenModel", steps: "Sequence[Step]") -> Self | None:
+        """The step with all settled that was left to it, for the source `model`; None if nothing is to be done."""
+        return self
+
+    def view(self, model: "OpenModel") -> "OpenModel":
+        """The model as it is seen from this step on, with no weight read: experts split, another top-k."""
+        return model
+
+    def needs(self, model: "OpenModel", steps: "Sequence[Step]", planned: bool) -> Needs:
+        """Return what it reads; raise `CompressionError` for what cannot be done, before any weight is read.
+
+        `steps` are those of its stage, `planned` says that its decisions are there already.
+        """
+        return Needs()
+
+    def plan(self, state: "State") -> Mapping[str, Any]:
+        """Return its decisions as JSON; nothing is written."""
+        return {}
+
+    def take(self, decided: Mapping[str, Any], state: "State") -> None:
+        """Have `state.model` be as decided; the decisions may be those of an earlier run."""
+
+    def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
+        """Refit layers in order once all steps of the stage have decided; return decisions with figures, by step."""
+        return {}
+
+    def job(self, state: "State") -> "OutputJob | None":
+        """Return how the stage's tensors are made, where that is not by copying, picking and mixing experts."""
+        return None
+
+    def layer(self, at: LayerAt, state: "State") -> Tensors | None:
+        """Return new values for some tensors of a decoder layer, by state-dict key, of the same shapes."""
+        return None
+
+    def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        """Return those of the batches [B, L] of its own text on which it needs the base's next-token distributions."""
+        return ()
+
+    @property
+    def asks_hidden(self) -> bool:
+        """Whether it needs the base's last hidden states on them, too."""
+        return False
+
+    def whole(self, state: "State") -> Result | None:
+        """Change the checkpoint that earlier steps have made, `state.model`."""
+        return None
+
+    def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
+        """Say for terminal, report and card what came of it; `entry` is the plan's: options, plan, result."""
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its options as JSON, those excepted that are as if nothing was said."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def changed(self) -> dict[str, Any]:
+        """Options that differ from their defaults, as JSON."""
+        return self.model_dump(mode="json", exclude_defaults=True)

@@ -1,0 +1,201 @@
+"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on what it really gets."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
+from compressor.distributed.ranks import here
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel, open_alike
+from compressor.mtp.head import Head, find_heads, known_heads, names_of
+from compressor.mtp.inputs import Acceptance, Relay, acceptances
+from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.correct.in_order import LayerWork, Visited, compress_in_order
+from compressor.surgery.cutting import CutFiles
+from compressor.surgery.heads import files_of_head as files_of_head
+
+Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
+KEEP_HEADS, DROP_HEADS = "keep", "drop"
+ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
+
+
+def chosen_heads(model: OpenModel, asked: str | None) -> tuple[Head, ...]:
+    """The heads that are kept: all where they are understood, unless they are to be dropped.
+
+    Raises `CompressionError` where `asked` is to keep what the checkpoint lacks, or what is not understood.
+    """
+    if asked == KEEP_HEADS and model.whole is not None:
+        raise CompressionError("--mtp keep: a head cannot be split, or visit fewer experts, yet; leave out --mtp")
+    if asked == DROP_HEADS or model.whole is not None:
+        return ()
+    if asked is None:
+        return known_heads(model)
+    try:
+        heads = find_heads(model)
+    except CompressionError as error:
+        raise CompressionError(f"--mtp keep: {error}; leave it out, or pass --mtp drop") from error
+    if not heads:
+        raise CompressionError("--mtp keep: the checkpoint has no multi-token-prediction head; leave it out")
+    return heads
+
+
+def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> str | None:
+    """What a plan says of a model's heads; None where it has none that are understood."""
+    if heads:
+        return KEEP_HEADS
+    try:
+        return DROP_HEADS if names_of(model) else None
+    except CompressionError:
+        return None
+
+
+def judged_batches(calibration: Calibration) -> frozenset[int]:
+    """The batches that acceptance is measured on: those held out, or the last one where none is."""
+    return calibration.heldout or frozenset({len(calibration.batches) - 1})
+
+
+def accepted_by(plan: CompressionPlan) -> Accepted:
+    """The acceptance of heads that the plan tells."""
+    found = {layer.module: layer.figures.get(ACCEPTANCE) for layer in plan.layers}
+    return {module: figure for module, figure in found.items() if _is_figure(figure)}
+
+
+def _is_figure(figure: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a plan, which may have been edited, tells an acceptance."""
+    if not isinstance(figure, Mapping) or type(figure.get("positions")) is not int:
+        return False
+    return all(isinstance(figure.get(when, 0), int | float) for when in ("before", "after"))
+
+
+def acceptance_of(
+    plan: CompressionPlan,
+    heads: Sequence[Head],
+    folder: Path,
+    model: OpenModel,
+    calibration: Calibration | None,
+    changed: bool = False,
+) -> Accepted:
+    """The acceptance of kept heads before and after: what the plan tells, and where text was read the rest, measured.
+
+    `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
+    """
+    told = accepted_by(plan)
+    if calibration is None or not heads:
+        return told
+    batches = [calibration.batches[number] for number in sorted(judged_batches(calibration))]
+    known = {head.named.name: dict(told.get(head.named.name, {})) for head in heads}
+    if any("before" not in figure for figure in known.values()):
+        _take_in(known, "before", heads, acceptances(model, heads, batches), calibration)
+    if changed or any("after" not in figure for figure in known.values()):
+        smaller = open_alike(locate(str(folder)), model)
+        _take_in(known, "after", heads, acceptances(smaller, find_heads(smaller), batches), calibration)
+    return known
+
+
+def _take_in(
+    known: dict[str, dict[str, Any]], when: str, heads: Sequence[Head], found: Sequence[Acceptance], text: Calibration
+) -> None:
+    for head, acceptance in zip(heads, found, strict=True):
+        known[head.named.name] |= _figure(acceptance, when, text)
+
+
+def _figure(found: Acceptance, when: str, text: Calibration) -> dict[str, Any]:
+    return {when: round(found.share, 6), "positions": found.positions, "heldout": bool(text.heldout)}
+
+
+class HeadLine:
+    """One way of the calibration's text through a model and then its heads; without heads, through the model alone."""
+
+    def __init__(self, model: OpenModel, heads: Sequence[Head], calibration: Calibration | None) -> None:
+        self.model, self.heads, self.calibration = model, heads, calibration
+        self.accepted: dict[str, Acceptance] = {}
+
+    def statistics(
+        self, needs: frozenset[str], progress: Progress, seed: int, per_source: bool
+    ) -> Iterator[LayerStatistics]:
+        """Statistics of the model's MoE layers, then of the heads', each valid until the next is asked for."""
+        model, calibration = self.model, self.calibration
+        if calibration is None or not self.heads:
+            yield from collect(model, needs, calibration, progress, seed, per_source)
+            for head in self.heads:
+                yield from (_named(seen, head) for seen in collect(head.model, needs, None, progress, seed))
+            return
+        relay = Relay(model, self.heads, calibration.batches, judged_batches(calibration))
+        with relay.ends[0].attached() as end:
+            yield from collect(model, needs, calibration, progress, seed, per_source, end)
+        for number, head in enumerate(self.heads):
+            text, end = relay.texts[number], relay.ends[number + 1]
+            passing = replace(calibration, batches=text.batches)
+            with text.put_in(), end.attached():
+                for seen in collect(head.model, needs, passing, progress, seed, per_source, end):
+                    yield _named(seen, head)
+            own = relay.acceptance(number)  # on the batches of this rank
+            agreed, positions = here().all_reduce(torch.tensor([own.agreed, own.positions])).tolist()
+            self.accepted[head.named.name] = Acceptance(agreed, positions)
+
+    def told(self, plan: CompressionPlan) -> CompressionPlan:
+        """The plan with the acceptance of its heads, before anything is made smaller, among their figures."""
+        calibration = self.calibration
+        if not self.accepted or calibration is None:
+            return plan
+
+        def with_figure(layer: LayerPlan) -> LayerPlan:
+            if (found := self.accepted.get(layer.module)) is None:
+                return layer
+            return replace(layer, figures={**layer.figures, ACCEPTANCE: _figure(found, "before", calibration)})
+
+        return replace(plan, layers=tuple(map(with_figure, plan.layers)))
+
+
+def compress_with_heads(
+    model: OpenModel,
+    heads: Sequence[Head],
+    work: LayerWork,
+    calibration: Calibration,
+    progress: Progress,
+    files: CutFiles | None,
+    phase: str,
+) -> tuple[LayerPlan, ...]:
+    """The model's layers planned, cut and corrected in order, then its heads' on what the smaller model puts out."""
+    if not heads:
+        return compress_in_order(model, work, calibration, progress, files, phase=phase)
+    relay = Relay(model, heads, calibration.batches, frozenset())
+    with relay.ends[0].attached() as end:
+        plans = compress_in_order(model, work, calibration, progress, files, phase=phase, end=end)
+    for number, head in enumerate(heads):
+        text, end = relay.texts[number], relay.ends[number + 1]
+        own, of_head = replace(calibration, batches=text.batches), _of_head(work, head)
+        kept = None if files is None else files_of_head(files, number)
+        with text.put_in(), end.attached():
+            further = end if end.text is not None else None
+            plans += compress_in_order(head.model, of_head, own, progress, kept, phase=phase, end=further)
+    return plans
+
+
+def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:
+    """The statistics, of the layer as plans name it."""
+    parts = tuple(_named(part, head) for part in stats.by_source)
+    return replace(stats, layer=head.named, by_source=parts)
+
+
+def _of_head(work: LayerWork, head: Head) -> LayerWork:
+    """The work on a layer of a head's own model, decided and told by the name that plans have for it."""
+    decide, visited = work.decide, work.visited
+
+    def renamed(tell: Visited) -> Visited:
+        def told(layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
+            tell(head.named, counts, tokens)
+
+        return told
+
+    by_name: Callable[[LayerStatistics], LayerPlan] = lambda stats: decide(_named(stats, head))  # noqa: E731
+    return replace(work, decide=by_name, visited=None if visited is None else renamed(visited))

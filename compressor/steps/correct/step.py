@@ -1,0 +1,66 @@
+"""The step `correct`: refit what pruning left until each layer outputs what it did before."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from compressor.errors import CompressionError
+from compressor.recipe.step import Needs, Step
+
+if TYPE_CHECKING:
+    from compressor.model.opened import OpenModel
+    from compressor.steps.state import State
+
+STEPS, TOKENS, RATE = 300, 2048, 0.3
+CONSTANTS, NONE = "constants", "none"
+
+
+class Correct(Step):
+    """Refit the remaining experts, layer by layer, toward the base's output on the same input."""
+
+    name: ClassVar[str] = "correct"
+    order: ClassVar[int | None] = 2
+    only_after: ClassVar[tuple[str, ...]] = ("prune", CONSTANTS)
+
+    method: Literal["auto", "none", "ridge", "tune", "constants"] = Field(
+        "tune",
+        description="none, ridge (down projections in closed form), tune (then router, gate, up and down by gradient "
+        "steps), constants (the constants alone), or auto: what the strategy asks for.",
+    )
+    steps: int = Field(STEPS, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
+    tokens: int = Field(TOKENS, ge=1, le=10**6, description="Tokens of each of them.")
+    rate: float = Field(RATE, gt=0, lt=1, description="Learning rate of tune, times the error that is left.")
+    deterministic: bool = Field(
+        False, description="Keep to operations that give the same bits each time; on a GPU some are slower."
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is refitted."""
+        return self.method != NONE
+
+    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
+        """With the strategy's own method for `auto`; None where nothing is refitted."""
+        from compressor.steps.correct.carry_out import resolved_method
+
+        method = resolved_method(self, model, steps)
+        return None if method == NONE else self.model_copy(update={"method": method})
+
+    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
+        """Calibration text, a part of it held out to judge by."""
+        from compressor.model.opened import refuse_shared_experts
+
+        refuse_shared_experts(model)
+        after_constants = any(step.name == CONSTANTS for step in steps)
+        if self.method == CONSTANTS and not after_constants:
+            raise CompressionError("correct: method constants refits constants; put the step constants before it")
+        return Needs(text=True, heldout=1)
+
+    def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
+        """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
+        from compressor.steps.correct.carry_out import refit_stage
+
+        if state.step_of(CONSTANTS) is not None:  # it refits its own
+            return {}
+        return refit_stage(self, state)

@@ -1,0 +1,60 @@
+"""Distillation in words and rows, for terminal, report and card; `entry` is the plan's and may be incomplete."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressor.document.blocks import Block, Table, Text
+from compressor.recipe.results import changed, divergence, entries, figure, is_number, option, result_of
+
+COLUMNS = ("step", "KL", "loss", "flips", "training")
+NUMBERS = ("kl", "loss")
+Evaluation = tuple[int, float, float]  # step, KL from the base, next-token loss
+
+
+def curve(entry: Mapping[str, Any]) -> list[Evaluation]:
+    """The evaluations on held-out text, in the order of their steps."""
+    return [(each["step"], float(each["kl"]), float(each["loss"])) for each in _evaluations(entry)]
+
+
+def _evaluations(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = [
+        each
+        for each in entries(result_of(entry).get("curve"))
+        if type(each.get("step")) is int and abs(each["step"]) < 2**53 and all(map(is_number, map(each.get, NUMBERS)))
+    ]
+    return sorted(found, key=lambda each: each["step"])
+
+
+def line(entry: Mapping[str, Any]) -> str:
+    """What was trained and for how long, and the divergence on held-out text before and after."""
+    result = result_of(entry)
+    usual = {"train": "experts", "steps": 400, "tokens_per_step": 2048}
+    train, steps, tokens = (usual[name] if (said := option(entry, name)) is None else said for name in usual)
+    how = f"distillation ({train}, at most {steps} steps of {tokens} tokens)"
+    if not changed(entry):
+        return f"{how}: nothing was changed; {divergence(result, False)}"
+    return f"{how}: {divergence(result, True)}, after {result.get('best')} steps"
+
+
+def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
+    """The line, why training ended, and a row for each evaluation with the parts of the training loss before it."""
+    said, ended = line(entry), result_of(entry).get("ended")
+    rows = tuple(
+        (
+            f"{each['step']:,}",
+            *(f"{each[name]:.5g}" for name in NUMBERS),
+            f"{100 * each['flips']:.3g}%" if is_number(each.get("flips")) else "-",
+            _parts(each.get("training")),
+        )
+        for each in _evaluations(entry)
+    )
+    return (
+        Text(f"{said[0].upper()}{said[1:]}."),
+        *([Text(f"Training ended: {ended}.")] if ended else []),
+        *([Table("Held-out text during the distillation", COLUMNS, rows, frozenset(COLUMNS[4:]))] if rows else []),
+    )
+
+
+def _parts(training: Any) -> str:
+    parts = list(training.items())[:10] if isinstance(training, Mapping) else []
+    return ", ".join(f"{name} {figure(value)}".replace("_", " ") for name, value in parts) or "-"

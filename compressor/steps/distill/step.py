@@ -1,0 +1,119 @@
+"""The step `distill`: train the smaller model end to end toward its base's next-token distribution on text."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from compressor.recipe.step import Needs, Result, Step, TextPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compressor.document.blocks import Block
+    from compressor.model.opened import OpenModel
+    from compressor.steps.state import State
+
+RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "all": 1e-3}  # at the highest, by `train`
+WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
+EVALUATIONS = 8  # of held-out text, if nothing else is asked for
+
+
+class Distill(Step):
+    """Train toward the base; the loss is the sum of its parts, each times its weight."""
+
+    name: ClassVar[str] = "distill"
+    not_after: ClassVar[Mapping[str, str]] = {"constants": "stock transformers cannot load constants"}
+
+    train: Literal["experts", "router", "lora", "all", "none"] = Field(
+        "experts", description="What is trained: experts (and routers), router, lora or all."
+    )
+    steps: int = Field(400, ge=1, le=10**6, description="Optimizer steps.")
+    tokens_per_step: int = Field(2048, ge=2, le=10**8, description="Tokens of each of them.")
+    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each sequence of the text.")
+    learning_rate: float | None = Field(
+        None, ge=1e-12, le=1e12, description="At its highest (default: experts and all 1e-3, lora 2e-3, router 3e-3)."
+    )
+    optimizer: Literal["adam", "adafactor"] | None = Field(None, description="Default: adam, with stream adafactor.")
+    rank: int = Field(16, ge=1, le=10**5, description="Rank of LoRA's factors.")
+    stream: bool = Field(False, description="Train with one decoder layer in memory at a time.")
+    kl: float = Field(1.0, ge=0, le=1e6, description="Weight of the divergence from the base's next token.")
+    cross_entropy: float = Field(0.0, ge=0, le=1e6, description="Weight of the loss of the text's own next token.")
+    hidden_states: float = Field(0.0, ge=0, le=1e6, description="Weight of the distance from the base's last states.")
+    contrastive: float = Field(0.0, ge=0, le=1e6, description="Weight of CoMoE's contrastive loss of the experts.")
+    temperature: float = Field(0.07, ge=1e-3, le=1e3, description="Temperature of the contrastive loss.")
+    negatives: int = Field(8, ge=1, le=10**6, description="Inactive experts that the contrastive loss samples.")
+    evaluate_every: int | None = Field(
+        None, ge=1, le=10**6, description="Steps between evaluations on held-out text (default: an eighth of them)."
+    )
+    patience: int = Field(8, ge=1, le=10**6, description="Evaluations without a better one before it stops.")
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if not any((self.kl, self.cross_entropy, self.hidden_states)):
+            raise ValueError("nothing is learnt of no loss; give kl, cross_entropy or hidden_states a weight")
+        if self.tokens_per_step < self.sequence_length:
+            raise ValueError(
+                f"tokens_per_step {self.tokens_per_step} is less than one sequence of {self.sequence_length} tokens; "
+                "raise it or lower sequence_length"
+            )
+        return self
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at its highest."""
+        return self.learning_rate or RATES[self.train]
+
+    @property
+    def optimiser(self) -> str:
+        """The optimizer's name: Adam's state is twice the parameters, Adafactor's a row and a column of each."""
+        return self.optimizer or ("adafactor" if self.stream else "adam")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.tokens_per_step // self.sequence_length
+
+    @property
+    def every(self) -> int:
+        """Optimizer steps from one evaluation to the next."""
+        return self.evaluate_every or math.ceil(self.steps / EVALUATIONS)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0: up over the first ones, then down to 0 on a line."""
+        warm = max(1, round(WARM_UP * self.steps))
+        return self.rate * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
+
+    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
+        """None where nothing is trained."""
+        return None if self.train == "none" else self
+
+    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
+        """Text of its own to train on, and held-out text; refuses tensors that cannot be trained as they are stored."""
+        from compressor.steps.distill.whole import refuse_model
+
+        refuse_model(self, model, steps)
+        part = TextPart(self.steps * self.sequences, self.sequence_length, min(8, self.sequences), self.sequences)
+        return Needs(part=part)
+
+    def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        """All batches: the base's next-token distributions on them are what is trained toward."""
+        return batches
+
+    @property
+    def asks_hidden(self) -> bool:
+        """Whether the base's last hidden states are needed, too."""
+        return self.hidden_states > 0
+
+    def whole(self, state: "State") -> Result | None:
+        """Train, evaluate on held-out text, and take the best state if it is nearer to the base."""
+        from compressor.steps.distill.whole import distill
+
+        return distill(self, state)
+
+    def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
+        """The held-out curve, and what was taken."""
+        from compressor.steps.distill.describe import blocks
+
+        return blocks(entry)

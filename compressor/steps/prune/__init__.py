@@ -1,0 +1,1 @@
+"""Decide which experts stay, merge or go."""

@@ -1,0 +1,209 @@
+"""Making a plan: one pass over the layers collects what the strategy needs, and each layer is planned as it passes."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.batches import Calibration
+from compressor.distributed.ranks import here
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel
+from compressor.mtp.head import Head
+from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
+from compressor.recipe.plan_json import layer_from_dict, layer_to_dict
+from compressor.recipe.registry import Strategy
+from compressor.run_record import versions
+from compressor.statistics.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
+from compressor.steps.correct.heads import HeadLine, compress_with_heads
+from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork
+from compressor.steps.correct.step import Correct
+from compressor.steps.prune.attributed import Steering
+from compressor.steps.prune.protecting import Protected, listed
+from compressor.surgery.cutting import CutFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One plan to make, everything checked that needs no data: what a request comes to on a model."""
+
+    strategy: Strategy
+    experts: int  # to keep in every layer
+    options: Mapping[str, Any]
+    correction: Correct = UNCORRECTED
+    heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
+
+    @property
+    def reads(self) -> bool:
+        """Whether strategy or correction need calibration data."""
+        return needs_data(self.strategy.needs) or self.correction.wanted
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether strategy or correction need a part of it held out."""
+        return needs_heldout(self.strategy.needs) or self.correction.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, the number of its wish, the seconds that deciding it took, and the source it is for, if for one alone."""
+
+    plan: CompressionPlan
+    wish: int
+    seconds: float
+    source: str | None = None
+    calibration: Calibration | None = None  # what it was planned on
+
+
+_Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
+
+
+def _layer_plan(
+    stats: LayerStatistics, wish: Wish, protected: Protected | None, rank_changes: Mapping[str, Tensor]
+) -> LayerPlan:
+    """The layer as the strategy plans it; a third party's may not heed protected experts."""
+    guarded = (protected or {}).get(stats.layer.name, frozenset())
+    if needs_attribution(wish.strategy.needs):  # no router comes after a multi-token-prediction head's
+        none = torch.zeros(stats.layer.experts, dtype=torch.float64)
+        stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
+    made = wish.strategy.plan_layer(stats, wish.experts, guarded)
+    if changed := touched(made, guarded):
+        raise CompressionError(
+            f"{made.module}: strategy {wish.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
+            "choose another strategy or leave out --protect"
+        )
+    return made
+
+
+def decided(each: Callable[[], Iterable[tuple[_Key, LayerPlan]]]) -> list[tuple[_Key, LayerPlan]]:
+    """The plans of a layer as the first of several ranks makes them, each with its key."""
+    made: list[tuple[_Key, LayerPlan]] = []
+
+    def told() -> list[Any]:
+        made.extend(each())
+        return [[*key, layer_to_dict(plan)] for key, plan in made]
+
+    if here().is_alone:
+        return list(each())
+    heard = here().broadcast(told)
+    return made or [((number, source), layer_from_dict(plan)) for number, source, plan in heard]
+
+
+def _whole_plan(
+    model: OpenModel,
+    wish: Wish,
+    calibration: Calibration | None,
+    layers: Iterable[LayerPlan],
+    seed: int,
+    protected: Protected | None,
+    **more: Any,
+) -> CompressionPlan:
+    order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
+    return CompressionPlan(
+        source=Source(model.source.name, model.source.revision, model.fingerprint),
+        experts=wish.experts,
+        strategy=wish.strategy.name,
+        options=dict(wish.options),
+        calibration=None if calibration is None else calibration.identity,
+        layers=tuple(sorted(layers, key=lambda layer: order.get(layer.module, len(order)))),
+        seed=seed,
+        versions=versions(),
+        protected=listed(protected),
+        split=model.split,
+        top_k=model.top_k,
+        **more,
+    )
+
+
+def make_plans(
+    model: OpenModel,
+    wishes: Sequence[Wish],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    per_source: bool = False,
+    steering: Steering | None = None,
+    heads: Sequence[Head] = (),
+) -> list[Planned]:
+    """Several plans from one pass over the layers, and an attribution where a strategy needs it; nothing is written.
+
+    `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers. With
+    `per_source` each calibration source gets a plan of its own after the one for all; `steering`, which others may have
+    run, is of all sources.
+    """
+    steering = steering or Steering(model, calibration, progress, seed)
+    rank_changes = steering.rank_changes([wish.strategy for wish in wishes])
+    needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
+    layers: dict[_Key, list[LayerPlan]] = {}
+    seconds: dict[_Key, float] = {}
+    line = HeadLine(model, heads, calibration)
+    for stats in line.statistics(needs, progress, seed, per_source):
+
+        def each(stats: LayerStatistics = stats) -> Iterator[tuple[_Key, LayerPlan]]:
+            for number, wish in enumerate(wishes):
+                for source, seen in enumerate((stats, *stats.by_source), start=-1):
+                    begin = time.perf_counter()
+                    yield (number, source), _layer_plan(seen, wish, protected, rank_changes)
+                    spent = time.perf_counter() - begin
+                    seconds[number, source] = seconds.get((number, source), 0.0) + spent
+
+        for key, made in decided(each):
+            layers.setdefault(key, []).append(made)
+        del stats, each  # samples need not outlive the layer
+    found = []
+    for (number, source), plans in sorted(layers.items()):
+        data = calibration if source < 0 or calibration is None else calibration.only(source)
+        name = None if source < 0 or calibration is None else calibration.source_names[source]
+        plan = line.told(_whole_plan(model, wishes[number], data, plans, seed, protected))
+        found.append(Planned(plan, number, seconds.get((number, source), 0.0), name, data))
+    return found
+
+
+def make_plan(
+    model: OpenModel,
+    strategy: Strategy,
+    experts: int,
+    options: Mapping[str, Any],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    steering: Steering | None = None,
+    heads: Sequence[Head] = (),
+) -> CompressionPlan:
+    """Plan every layer with one strategy on the original model; nothing is written."""
+    wish = Wish(strategy, experts, options)
+    return make_plans(model, [wish], calibration, progress, seed, protected, steering=steering, heads=heads)[0].plan
+
+
+def make_plan_in_order(
+    model: OpenModel,
+    wish: Wish,
+    calibration: Calibration,
+    correction: Correct | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+    files: CutFiles | None = None,
+    steering: Steering | None = None,
+) -> CompressionPlan:
+    """Plan every layer on what the compressed, and if so asked corrected, earlier layers put out.
+
+    `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A strategy that needs an
+    attribution sees that of the original model.
+    """
+    steering = steering or Steering(model, calibration, progress, seed)
+    rank_changes = steering.rank_changes([wish.strategy])
+
+    def decide(stats: LayerStatistics) -> LayerPlan:
+        made = decided(lambda: [((0, -1), _layer_plan(stats, wish, protected, rank_changes))])
+        return replace(made[0][1], upstream=COMPRESSED)
+
+    work = LayerWork(wish.experts, decide, wish.strategy.needs, correction or UNCORRECTED, seed)
+    layers = compress_with_heads(model, wish.heads, work, calibration, progress, files, "plan in order")
+    return _whole_plan(model, wish, calibration, layers, seed, protected, sequential=True)

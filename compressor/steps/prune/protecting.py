@@ -1,0 +1,180 @@
+"""Protected experts, which no plan merges or drops: named in a file, or found as hubs or in the routing graph."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compressor.attribution.figures import Attribution
+from compressor.attribution.graph import most_central
+from compressor.attribution.hubs import find_hubs
+from compressor.errors import CompressionError
+from compressor.grouping.choose import competing
+from compressor.model.architecture import MoeLayer
+from compressor.recipe.plan_json import integer
+from compressor.records import read_json
+from compressor.steps.prune.step import AUTO, GRAPH
+from compressor.words import ranges
+
+logger = logging.getLogger(__name__)
+
+Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
+Named = Mapping[str, MoeLayer]  # layers by the full name of their experts module
+Numbered = Mapping[int, Sequence[MoeLayer]]  # by the number of their decoder layer
+ENTRY = ("layer", "expert", "part", "module")
+
+
+def given_protected(
+    protect: str | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
+) -> Protected:
+    """The experts that a list, or a file with one, names, checked against the `keep` that stay; none without a list."""
+    if protect is None or (isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH))):
+        return {}
+    protected = read_protected(protect, layers)
+    check_protected(protected, layers, keep)
+    return protected
+
+
+def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
+    """The same, a file's list in place of its name, so that what a run is asked for does not depend on the file."""
+    if isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH)):
+        return protect
+    entries = _read_list(Path(protect)) if isinstance(protect, str) else protect or ()
+    plain = [{n: e[n] for n in ENTRY if e.get(n) is not None} if isinstance(e, dict) else e for e in entries]
+    return tuple(plain) or None  # an empty list asks for nothing
+
+
+def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Sequence[MoeLayer]) -> Protected:
+    """Read a list, or a JSON file of one, with `layer` and `expert`, and `module` where a decoder layer has several.
+
+    `layer` is the decoder layer's number. Of a model whose experts are split, `expert` is the number before, and all
+    its parts are meant unless `part` names one. Further fields, such as those that `moe-compress attribute` writes, are
+    not looked at.
+    """
+    found: dict[str, set[int]] = {}
+    where = str(protect) if isinstance(protect, str | Path) else "protect"
+    entries = _read_list(Path(protect)) if isinstance(protect, str | Path) else protect
+    by_name, by_number = {layer.name: layer for layer in layers}, dict[int, list[MoeLayer]]()
+    for layer in layers:
+        by_number.setdefault(layer.index, []).append(layer)
+    for number, entry in enumerate(entries, start=1):
+        layer, experts = _read_entry(entry, by_name, by_number, f"{where}, entry {number}")
+        found.setdefault(layer.name, set()).update(experts)
+    return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
+
+
+def _read_list(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise CompressionError(
+            f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a JSON list of experts "
+            "such as the hubs.json of moe-compress attribute"
+        )
+    content = read_json(path, "mend it")
+    if not isinstance(content, list):
+        raise CompressionError(f'{path} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
+    return content
+
+
+def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tuple[MoeLayer, Sequence[int]]:
+    """The layer and the expert that an entry of the list means; of a split one its parts."""
+    if not isinstance(entry, dict):
+        raise CompressionError(f"{where}: {entry!r} stands where an object with layer and expert should")
+    for name in ("layer", "expert"):
+        if name not in entry:
+            raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
+    number, expert = (integer(entry[name], f"{where}: {name}") for name in ("layer", "expert"))
+    layer = _find_layer(number, entry.get("module"), named, numbered, where)
+    count = layer.experts // layer.parts
+    if not 0 <= expert < count:
+        raise CompressionError(
+            f"{where}: {layer.name} has no expert {expert}; its experts are numbered 0 to {count - 1}"
+        )
+    parts = range(expert * layer.parts, (expert + 1) * layer.parts)
+    if layer.parts == 1 or entry.get("part") is None:
+        return layer, parts
+    if not 0 <= (part := integer(entry["part"], f"{where}: part")) < layer.parts:
+        raise CompressionError(f"{where}: an expert of {layer.name} has no part {part}, but 0 to {layer.parts - 1}")
+    return layer, parts[part : part + 1]
+
+
+def _find_layer(number: int, module: Any, named: Named, numbered: Numbered, where: str) -> MoeLayer:
+    """The MoE layer in decoder layer `number`, or the one called `module`, which must be there."""
+    if module is not None:
+        found = named.get(module) if isinstance(module, str) else None
+        if found is None:
+            raise CompressionError(
+                f"{where}: the model has no experts module {module!r}; they are called like {next(iter(named))}"
+            )
+        if found.index != number:
+            raise CompressionError(f"{where}: {module} is in layer {found.index}, not {number}; correct one of the two")
+        return found
+    here = numbered.get(number, ())
+    if not here:
+        known = ranges(numbered, " to ", ", ")
+        raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
+    if len(here) > 1:
+        names = " and ".join(layer.name for layer in here)
+        raise CompressionError(f"{where}: layer {number} has several experts modules, {names}; add one as 'module'")
+    return here[0]
+
+
+def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
+    """As plans have it: the experts of each module in ascending order, without modules that have none."""
+    return {name: tuple(sorted(experts)) for name, experts in (protected or {}).items() if experts}
+
+
+def _places(layer: MoeLayer, keep: int) -> int:
+    """How many experts stay in each of its routing groups, or in the whole layer."""
+    return keep // layer.routing_groups
+
+
+def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int) -> None:
+    """Refuse more protected experts than stay in a layer, or in one of its routing groups."""
+    for layer in layers:
+        places = _places(layer, keep)
+        for number, block in enumerate(competing(layer)):
+            asked = len(protected.get(layer.name, frozenset()) & set(block))
+            if asked > places:
+                group = f"routing group {number} of " if layer.routing_groups > 1 else ""
+                raise CompressionError(
+                    f"{asked} experts are protected in {group}layer {layer.index} ({layer.name}), but only {places} "
+                    f"stay there when {keep} are kept; protect fewer or keep more"
+                )
+
+
+def strongest_that_fit(
+    found_experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, called: str = "hubs"
+) -> Protected:
+    """Of (module, expert), the strongest first, as many in each layer and routing group as stay there."""
+    found: dict[str, frozenset[int]] = {}
+    for layer in layers:
+        own = [expert for module, expert in found_experts if module == layer.name]
+        blocks = [[expert for expert in own if expert in block] for block in map(set, competing(layer))]
+        if own:
+            found[layer.name] = frozenset(expert for block in blocks for expert in block[: _places(layer, keep)])
+    if gone := len(found_experts) - sum(map(len, found.values())):
+        logger.warning(
+            "%d of %d %s do not fit where %d experts are kept in every layer, so the weakest are not protected",
+            gone,
+            len(found_experts),
+            called,
+            keep,
+        )
+    return found
+
+
+def protect_found(found: Attribution, layers: Sequence[MoeLayer], keep: int, central: int | None = None) -> Protected:
+    """The routing hubs that an attribution shows, at the default threshold, as far as they fit.
+
+
+    With `central`, so many experts that stand highest in the routing graph (`centrality.STANDING`) instead.
+    "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
+    """
+    if central is not None:
+        if not (chosen := most_central(found, central)):
+            logger.warning("no expert steers a later router, so --protect graph:%d protects none", central)
+        return strongest_that_fit(chosen, layers, keep, "central experts")
+    hubs = [(hub.module, hub.expert) for hub in find_hubs(found)]
+    if not hubs:
+        logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
+    return strongest_that_fit(hubs, layers, keep)

@@ -1,0 +1,105 @@
+"""The step `prune`: a strategy decides which experts stay, merge or go."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator
+
+from compressor.errors import CompressionError
+from compressor.recipe.step import Needs, Step
+
+if TYPE_CHECKING:
+    from compressor.document.blocks import Block
+    from compressor.model.opened import OpenModel
+    from compressor.steps.state import State
+
+AUTO, GRAPH = "auto", "graph:"
+
+
+def central_of(protect: Any) -> int | None:
+    """N of graph:N, the experts that stand highest in the graph; None for another word or list."""
+    if not isinstance(protect, str) or not protect.startswith(GRAPH):
+        return None
+    count = protect.removeprefix(GRAPH)
+    return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
+
+
+def check_protect(protect: Any) -> Any:
+    """The same, unless it is graph: without a number."""
+    if central_of(protect) == 0:
+        raise CompressionError(f"--protect {protect} should be graph:N with a whole number N above 0")
+    return protect
+
+
+class Prune(Step):
+    """Drop or merge experts, with their rows of the routers."""
+
+    name: ClassVar[str] = "prune"
+    order: ClassVar[int | None] = 1
+    not_after: ClassVar[Mapping[str, str]] = {
+        "constants": "stock transformers cannot load constants",
+        "quantize": "experts are pruned before they are quantized",
+    }
+
+    strategy: str = Field(AUTO, description="How experts are chosen and merged; see `moe-compress strategies`.")
+    experts: int | None = Field(
+        None, description="Experts to keep in every MoE layer; they are those of the source, also after `split`."
+    )
+    ratio: float | None = Field(None, description="Share of the experts to remove; no more than this goes.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the strategy.")
+    protect: str | tuple[dict[str, JsonValue], ...] | None = Field(
+        None,
+        description="Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest "
+        "centrality in the routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
+    )
+    sequential: bool = Field(False, description="Plan each layer on what the compressed earlier layers output.")
+    top_k: int | None = Field(
+        None, ge=1, description="num_experts_per_tok of the output, at most as many as now (default: as many)."
+    )
+    mtp: Literal["keep", "drop"] | None = Field(
+        None,
+        description="Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: "
+        "keep where the layout is known).",
+    )
+
+    _check = field_validator("protect")(check_protect)
+
+    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
+        """With the protected experts that a file lists."""
+        from compressor.steps.prune.protecting import with_list
+
+        return self.model_copy(update={"protect": with_list(self.protect)})
+
+    def view(self, model: "OpenModel") -> "OpenModel":
+        """The model whose smaller versions write `top_k`."""
+        from compressor.steps.split.opening import with_top_k
+
+        return with_top_k(model, self.top_k)
+
+    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
+        """What the strategy reads, unless it has decided already."""
+        from compressor.steps.prune.deciding import needs_of
+
+        return needs_of(self, model, steps, planned)
+
+    def plan(self, state: "State") -> Mapping[str, Any]:
+        """What becomes of every expert."""
+        from compressor.steps.prune.deciding import plan_stage
+
+        return plan_stage(self, state)
+
+    @property
+    def central(self) -> int | None:
+        """N, where the N experts of highest centrality are to be protected."""
+        return central_of(self.protect)
+
+    @property
+    def protects_what_data_shows(self) -> bool:
+        """Whether the protected experts are found on the calibration data, as hubs or in the graph."""
+        return self.protect == AUTO or self.central is not None
+
+    def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
+        """How many experts stay untouched."""
+        from compressor.recipe.document import protected_blocks_of
+
+        return protected_blocks_of((entry.get("plan") or {}).get("protected") or {})

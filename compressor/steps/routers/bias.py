@@ -1,0 +1,166 @@
+"""A bias for each expert: where it can go in a stock checkpoint, and the average optimised pathway put there.
+
+The literal reading of C3PO (arXiv:2504.07964) for a stock checkpoint: the mean over items of optimised less own router
+logits, in the layers that C3PO moves. It goes into a bias that the router has, or into its weight. T tokens, E experts
+(and any rows beyond them), H width.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compressor.evaluation.evaluator import Evaluator
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerVisitor, Pass
+from compressor.pathways.router_logits import Product, router_weight, watched
+from compressor.progress import Progress
+from compressor.steps.routers.average import Average
+from compressor.steps.routers.weights import Baked, Step, Weights, evaluate_trials, mean_kl
+
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average, that are tried
+LARGEST = 64.0  # a scale that is the best and the largest of those tried is doubled up to here
+
+Kind = Literal["router bias", "selection bias", "router weight"]
+RIDGE = 0.01  # of the mean square of a router's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class BiasPlace:
+    """The tensor of a layer's router that takes a bias.
+
+    A router bias is added to the logits. A selection bias is added to the scores by which experts are chosen, and
+    their weights stay as they are. A router weight takes b u', where u·x is close to 1 for what the router is given:
+    `mean` and `deviation` say how close, over all tokens.
+    """
+
+    layer: str
+    key: str
+    kind: Kind
+    direction: Tensor | None = None  # u [H]
+    mean: float = 1.0
+    deviation: float = 0.0
+
+    def moved(self, own: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        """The tensor `own` with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
+        if self.direction is not None:
+            change = torch.outer(logits.double(), self.direction.to(logits.device))
+        else:
+            change = (scores if self.kind == "selection bias" else logits).double().reshape(own.shape)
+        return (own.double() + change).to(own.dtype)
+
+
+def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
+    """Where the biases of these MoE layers go, from one streamed pass of some text (token ids [B, L]).
+
+    Layers that text does not reach, as those of images, have none.
+    """
+    seen = _Inputs(layers)
+    Pass(model, batches, wanted={layer.unit for layer in layers}).run(seen)
+    return [_place(model, layer, seen.found[layer.name]) for layer in layers if layer.name in seen.found]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What a layer's router is given: X'X [H, H], X'1 [H], and the bias that its product has."""
+
+    squares: Tensor
+    sums: Tensor
+    tokens: int = 0
+    bias: Tensor | None = None  # [E]
+
+
+@dataclass(slots=True)
+class _Inputs(LayerVisitor):
+    layers: Sequence[MoeLayer]
+    found: dict[str, _Sums] = field(default_factory=dict)
+    _watching: ExitStack = field(default_factory=ExitStack)
+
+    def loaded(self, unit: str) -> None:
+        for layer in self.at.moe_layers:
+            if layer in self.layers:
+                self._watching.enter_context(watched(self.at.model, layer, self._adding(layer.name)))
+
+    def passed(self, unit: str) -> None:
+        self._watching.close()
+
+    def _adding(self, name: str) -> Any:
+        def add(product: Product) -> None:
+            x = product.inputs.detach().double()
+            width = x.shape[1]
+            empty = _Sums(torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
+            sums = self.found.setdefault(name, empty)
+            sums.squares += (x.T @ x).cpu()
+            sums.sums += x.sum(0).cpu()
+            sums.tokens += len(x)
+            sums.bias = None if product.bias is None else product.bias.detach().float().cpu()
+
+        return add
+
+
+def _place(model: OpenModel, layer: MoeLayer, seen: _Sums) -> BiasPlace:
+    if (key := _bias(model, layer)) is not None:
+        return BiasPlace(layer.name, key, "selection bias" if seen.bias is None else "router bias")
+    square = seen.squares.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    ridged = seen.squares + RIDGE * square * torch.eye(len(seen.sums), dtype=torch.float64)
+    direction = torch.linalg.solve(ridged, seen.sums)
+    mean = float(direction @ seen.sums) / seen.tokens
+    spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
+    return BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
+
+
+def _bias(model: OpenModel, layer: MoeLayer) -> str | None:
+    """The state-dict key of the one tensor outside the experts with a bias for each expert, if there is one."""
+    inside = f"{layer.block}."
+    found = [
+        tensor.key
+        for tensor in layer.tensors
+        if tensor.key.startswith(inside)
+        and not tensor.key.startswith(f"{layer.name}.")
+        and tensor.key.rpartition(".")[2].endswith("bias")
+        and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def bake_bias(
+    model: OpenModel,
+    own: Weights,
+    places: Sequence[BiasPlace],
+    average: Average,
+    evaluator: Evaluator,
+    progress: Progress,
+) -> Baked:
+    """The tensors `own` with the average pathway in them, at the scale of least KL, if it is accepted.
+
+    `places` are of late layers, whose tensors `own` holds by state-dict key as they are stored.
+    """
+    progress.start("try the biases", 1)
+    late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
+
+    def moved(scale: float) -> Weights:
+        made = dict(own)
+        for place in places:
+            number = late.index(place.layer)
+            logits, scores = scale * average.logits[number], scale * average.scores[number]
+            made[place.key] = place.moved(own[place.key], logits, scores)
+        return made
+
+    tried = [(scale, moved(scale)) for scale in SCALES]
+    before, *found = evaluate_trials(model, evaluator, [own, *(trial for _, trial in tried)])
+    (scale, weights), after = min(zip(tried, found, strict=True), key=lambda pair: mean_kl(pair[1]))
+    largest = max(SCALES)
+    while scale == largest and 2 * scale <= LARGEST:
+        largest = 2 * scale
+        again = moved(largest)
+        (found_again,) = evaluate_trials(model, evaluator, [again])
+        if mean_kl(found_again) < mean_kl(after):
+            scale, weights, after = largest, again, found_again
+    progress.advance("")
+    step = Step.taken(before, after, 0.0, scale)
+    kept, last = (weights, after) if step.step else (own, before)
+    return Baked(kept, before, last, (step,))

@@ -1,0 +1,44 @@
+"""Router calibration in words and rows, for terminal, report and card; `entry` is the plan's and may be incomplete."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressor.document.blocks import Block, Table, Text
+from compressor.recipe.results import changed, divergence, entries, figure, option, result_of
+
+ROUNDS = ("round", "ridge", "step", "gain", "± standard error")
+FIGURES = ("ridge", "step", "gain", "standard_error")
+PLACES = ("layer", "place", "mean", "deviation")
+
+
+def line(entry: Mapping[str, Any]) -> str:
+    """The method, and the divergence on held-out text before and after."""
+    result = result_of(entry)
+    took = f", took {result['taken']}" if "taken" in result else ""
+    same = "" if changed(entry) else "the routers stay as they are; "
+    return f"router calibration ({option(entry, 'method') or 'router'}{took}): {same}{divergence(result, not same)}"
+
+
+def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
+    """The line, a row for each round, and where a bias was tried; gains are in nats per token of held-out text.
+
+    Of a bias there is one round, whose step is a multiple of the average pathway.
+    """
+    result = result_of(entry)
+    rounds = tuple(
+        (str(number), *(figure(step.get(name)) if step.get("step") else "-" for name in FIGURES))
+        for number, step in enumerate(entries(result.get("steps")), 1)
+    )
+    layers = entries(result.get("layers"))
+    places = tuple(
+        (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(figure(layer.get(name)) for name in PLACES[2:]))
+        for layer in layers
+    )
+    selection = any(layer.get("place") == "selection bias" for layer in layers)
+    said = line(entry)
+    return (
+        Text(f"{said[0].upper()}{said[1:]}."),
+        *([Table("Rounds of the router calibration", ROUNDS, rounds)] if rounds else []),
+        *([Table("Places of the bias", PLACES, places, frozenset(PLACES[:2]))] if places else []),
+        *([Text("A selection bias moves which experts are chosen, not their weights.")] if selection else []),
+    )

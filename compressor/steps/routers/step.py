@@ -1,0 +1,72 @@
+"""The step `routers`: router calibration, which moves router weights or biases toward the base, after C3PO."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from compressor.recipe.step import Needs, Result, Step, TextPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compressor.document.blocks import Block
+    from compressor.model.opened import OpenModel
+    from compressor.steps.state import State
+
+
+PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
+
+
+class Routers(Step):
+    """Move the routers toward the base on text, as far as held-out text is nearer to it."""
+
+    name: ClassVar[str] = "routers"
+    not_after: ClassVar[Mapping[str, str]] = {"constants": "stock transformers cannot load constants"}
+
+    method: Literal["router", "bias", "auto", "none"] = Field(
+        "router", description="What is moved: router (weights), bias (one for each expert) or auto (the better one)."
+    )
+    rounds: int = Field(4, ge=1, le=1000, description="Gradients, each on its share of the text.")
+    sequences: int = Field(400, ge=1, le=10**6, description="Sequences of text.")
+    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each of them.")
+    optimizer: Literal["own", "mode", "kernel", "ngd"] = Field(
+        "own",
+        description="What optimises the pathways that a bias averages: own (each answer), mode, kernel or ngd.",
+    )
+    reference: str | None = Field(
+        None, description="Reference set of the checkpoint, of whose optimised pathways a bias is the average."
+    )
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.sequences < self.rounds:
+            raise ValueError(f"{self.sequences} sequences are fewer than {self.rounds} rounds; give at least as many")
+        return self
+
+    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
+        """None where nothing is moved."""
+        return None if self.method == "none" else self
+
+    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
+        """Text of its own, and held-out text; refuses routers whose logits cannot be moved as they are stored."""
+        from compressor.steps.routers.whole import refuse_model
+
+        refuse_model(self, model)
+        return Needs(part=TextPart(self.sequences, self.sequence_length, min(8, self.sequences // self.rounds)))
+
+    def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        """The batches that gradients are taken on; a bias needs few, by which its places are found."""
+        return batches[:PLACED] if self.method == "bias" else batches
+
+    def whole(self, state: "State") -> Result | None:
+        """Calibrate the routers of the checkpoint as it is now."""
+        from compressor.steps.routers.whole import calibrate_routers
+
+        return calibrate_routers(self, state)
+
+    def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
+        """A row for each round, and what came of it."""
+        from compressor.steps.routers.describe import blocks
+
+        return blocks(entry)

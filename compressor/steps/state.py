@@ -1,0 +1,154 @@
+"""What a run hands from step to step: the model as it is now, its base, the text, the plan so far, the work folder."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from compressor.data.batches import Text
+from compressor.distributed.ranks import here
+from compressor.evaluation.base_answers import Distributions, read_base
+from compressor.evaluation.evaluator import Evaluator
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.mtp.head import known_heads
+from compressor.progress import Progress
+from compressor.recipe.layer import LayerPlan
+from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.registry import Strategy
+from compressor.recipe.step import Step
+from compressor.recipe.steps_plan import Plan
+from compressor.recipe.whole import whole_plan
+from compressor.run_clock import Clock
+from compressor.surgery.cutting import CutFiles
+from compressor.workdir.workdir import Workdir
+
+
+class Observer(Protocol):
+    """Notes what a run computes anyway, for reports."""
+
+    def planning(self, strategy: Strategy) -> Strategy:
+        """The strategy; the statistics that it plans a layer by are noted."""
+
+    def visited(self, layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
+        """Note how many of so many tokens were routed to each expert [N] of a smaller layer."""
+
+    def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
+        """Keep the notes for the output in a folder; `calibration` names their text."""
+
+
+# The run's text, with a part for each step that wants one; and texts of single steps, by their number among the run's.
+Texts = tuple[Text | None, Mapping[int, Text]]
+
+
+@dataclass(slots=True)
+class State:
+    """The run as the step `number` finds it."""
+
+    source: OpenModel  # the run's input, as it is stored
+    base: OpenModel  # what the result is compared with: the source, unless another one is named
+    model: OpenModel  # as the step sees it: split, with another top-k, or what earlier stages have made
+    steps: tuple[Step, ...]
+    plan: Plan
+    progress: Progress
+    clock: Clock
+    texts: Texts
+    work: Workdir | None = None  # None where nothing is written
+    observer: Observer | None = None
+    number: int = 0
+    first: int = 0  # number of the first of these steps in the plan: earlier ones were done by earlier runs
+    parts: int = 1  # sub-experts of each of the source's experts
+    shared: dict[str, Any] = field(default_factory=dict)  # what steps make once for all
+
+    @property
+    def text(self) -> Text | None:
+        """The step's own text, or that of the run."""
+        run, own = self.texts
+        return own.get(self.number - self.first, run)
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything that is drawn."""
+        return self.plan.seed
+
+    @property
+    def stage(self) -> tuple[int, ...]:
+        """Numbers of the steps that are done together with this one."""
+        return next(numbers for numbers in self.plan.stages if self.number in numbers)
+
+    def number_of(self, name: str) -> int | None:
+        """The step of that name in this stage."""
+        return next((number for number in self.stage if self.plan.steps[number].name == name), None)
+
+    def step_of(self, name: str) -> Any:
+        """The step of that name in this stage; None if there is none."""
+        number = self.number_of(name)
+        return None if number is None else self.steps[number - self.first]
+
+    def stage_plan(self) -> CompressionPlan:
+        """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
+        made, model = self.plan.staged(self.stage), self.model
+        if made is not None and self.stage == self.plan.stages[0]:
+            return made
+        if made is not None:  # of what earlier stages have made of the source
+            return replace(made, source=Source(model.source.name, model.source.revision, model.fingerprint))
+        whole = replace(whole_plan(self.model, self.model.architecture), seed=self.seed, split=self.model.split)
+        if self.model.is_split:
+            return whole
+        heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(self.model))
+        return replace(whole, layers=(*whole.layers, *heads))
+
+    def kept(self, name: str) -> Path | None:
+        """Where this step keeps what a run that goes on need not make again; None where nothing is written."""
+        return None if self.work is None else self.work.kept(self.number, name)
+
+    def cut(self) -> CutFiles:
+        """Where refitted layers of this stage wait to be written."""
+        assert self.work is not None
+        return CutFiles(self.work.kept(self.stage[0], "layers"))
+
+    @property
+    def visited(self) -> Callable[[MoeLayer, torch.Tensor, int], None] | None:
+        """Whom to tell of the tokens that are routed to a smaller layer's experts."""
+        return None if self.observer is None else self.observer.visited
+
+    def base_answers(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
+        """Batches of this step's text, the base's answers on them, and an evaluator on held-out text.
+
+        The base is asked once for all steps that share a text: one pass, which processes share.
+        """
+        assert self.text is not None
+        own = self.steps[self.number - self.first].calibration is not None
+        name, sha256 = OWN if own else part_name(self.number - self.first), str(self.text.identity["sha256"])
+        if sha256 not in self.shared:
+            self.shared[sha256] = self._asked(sha256)
+        evaluator, batches, answers = self.shared[sha256]
+        return batches[name], answers[name], evaluator
+
+    def _asked(self, sha256: str) -> Any:
+        assert self.text is not None and self.work is not None
+        evaluator = Evaluator(self.base, self.text.heldout)
+        now = self.number - self.first
+        named = {OWN: now} if OWN in self.text.names else {part_name(n): n for n in range(now, len(self.steps))}
+        wanted = {name: self.steps[n] for name, n in named.items() if name in self.text.names}
+        batches = {name: [*step.asks_base(self.text.part(name))] for name, step in wanted.items()}
+        texts = {f"{name}-{n}": (name, [batch]) for name, each in batches.items() for n, batch in enumerate(each)}
+        hidden = [key for key, (name, _) in texts.items() if wanted[name].asks_hidden]
+        keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
+        own = here().own([each for _, (each,) in texts.values()])
+        mine = {key: each for n, (key, (_, each)) in enumerate(texts.items()) if own is None or n in own}
+        read_base(self.base, mine, evaluator, self.progress, keep, hidden)
+        here().barrier()  # all that processes have asked lies in the work folder now
+        found = read_base(self.base, {key: each for key, (_, each) in texts.items()}, None, self.progress, keep, hidden)
+        answers = {name: [found[f"{name}-{n}"][0] for n in range(len(each))] for name, each in batches.items()}
+        return evaluator, batches, answers
+
+
+OWN = "own"  # the part of a text that one step alone has, wherever it stands
+
+
+def part_name(number: int) -> str:
+    """The name of the text of a step's own, by its number among the run's steps."""
+    return f"step {number}"

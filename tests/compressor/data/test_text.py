@@ -1,0 +1,223 @@
+"""Text with parts: against packing written out again here, short text, several sources, and repetition."""
+
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.data.batches import PartSpec, Text, TextSpec, calibrate, read_text, repeat_text
+from compressor.data.sources import WeightedSource, divide
+from compressor.errors import CompressionError
+from tests.texts import VOCAB, Numbers, count_up
+
+PARTS = {"routers": PartSpec(20, 4, heldout=5, batch_size=3), "distill": PartSpec(31, 6, heldout=3, minimum=2)}
+
+
+def spec(sources: Sequence[WeightedSource], **more: Any) -> TextSpec:
+    wanted = {"samples": 12, "sequence_length": 8, "seed": 3, "heldout": 0.25, "reserve": 3, "parts": PARTS}
+    return TextSpec(tuple(sources), **{**wanted, **more})
+
+
+def read(sources: Sequence[WeightedSource], **more: Any) -> Text:
+    return read_text(spec(sources, **more), Numbers(), VOCAB)
+
+
+def stream_of(source: str, seed: int = 3) -> list[int]:
+    """All tokens of a source in the order of the seed."""
+    parts = Path(source).read_text().split("\n\n")
+    random.Random(seed).shuffle(parts)
+    return [int(word) for part in parts for word in part.split()]
+
+
+def flat(batches: Iterable[Tensor], source: int) -> list[int]:
+    """The tokens of one source, which its numbers tell."""
+    return [token for batch in batches for token in batch.flatten().tolist() if token // 10_000 == source]
+
+
+def heldout_batches(text: Text) -> list[Tensor]:
+    return [batch for each in text.heldout for batch in each.batches]
+
+
+def reserved_batches(text: Text) -> list[Tensor]:
+    return [batch for each in text.fit.reserved for batch in each.batches]
+
+
+sources_of = st.lists(st.sampled_from([0.2, 1.0, 4.0]), min_size=1, max_size=3)
+
+
+@settings(deadline=None)
+@given(
+    weights=sources_of, samples=st.integers(3, 20), share=st.sampled_from([0.0, 0.25, 0.9]),
+    reserve=st.sampled_from([0, 3, 7]), first=st.integers(1, 40), second=st.integers(1, 40), more=st.integers(0, 70),
+)  # fmt: skip
+def test_parts_follow_each_other_where_the_text_suffices(
+    weights: list[float], samples: int, share: float, reserve: int, first: int, second: int, more: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    folder = tmp_path_factory.mktemp("numbers")
+    sources = [WeightedSource(count_up(folder, number, 2000), weight) for number, weight in enumerate(weights)]
+    parts = {"a": PartSpec(first, 4, heldout=more, batch_size=3), "b": PartSpec(second, 6, heldout=10)}
+    made = read(sources, samples=samples, heldout=share, reserve=reserve, parts=parts)
+    held, count = heldout_batches(made), len(sources)
+    for number, entry in enumerate(sources):
+        fit = flat((made.fit.batches[place] for place in made.fit.fit), number)
+        own = flat(made.fit.heldout_batches, number)
+        reserved = flat(reserved_batches(made), number)
+        trained = [flat(made.part(name), number) for name in parts]
+        behind = flat(held, number)[len(own) :]
+        together = fit + own + reserved + trained[0] + trained[1] + behind
+        assert together == stream_of(entry.source)[: len(together)]  # each number is there once: no part overlaps
+        assert flat(held, number)[: len(own)] == own
+        assert len(fit + own) == 8 * divide(samples, weights)[number]
+        assert len(reserved) == (8 * divide(reserve, weights)[number] if reserve else 0)
+        for part, tokens in zip(parts.values(), trained, strict=True):
+            assert len(tokens) == part.length * divide(max(part.sequences, count), weights)[number]
+    wanted = max(48, more)
+    assert wanted <= sum(map(len, held)) < wanted + len(sources) or len(held) == len(made.fit.heldout_batches)
+    assert {batch.shape[1] for batch in held[: len(made.fit.heldout_batches)]} <= {8, 6, 4, 2}
+    for name, length, rows in (("a", 4, 3), ("b", 6, 8)):
+        assert all(batch.shape[1] == length and 1 <= len(batch) <= rows for batch in made.part(name))
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(20, 900), min_size=1, max_size=3), share=st.sampled_from([0.0, 0.25]),
+    samples=st.sampled_from([0, 3, 12]), order=st.permutations(list(PARTS)),
+)  # fmt: skip
+def test_held_out_text_is_never_trained_on(
+    sizes: list[int], share: float, samples: int, order: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("numbers")
+    sources = [WeightedSource(count_up(folder, number, size), 1.0) for number, size in enumerate(sizes)]
+    parts = {name: PARTS[name] for name in order}
+    asked = {"samples": samples, "heldout": share, "reserve": 3 if samples else 0}
+    try:
+        made = read(sources, parts=parts, **asked)
+    except CompressionError as error:
+        if not re.search("too short to hold a part of it out|at least 2 are needed", str(error)):
+            raise
+        return
+    held = {token for batch in heldout_batches(made) for token in batch.flatten().tolist()}
+    kept = {token for batch in reserved_batches(made) for token in batch.flatten().tolist()}
+    fitted = {token for place in made.fit.fit for token in made.fit.batches[place].flatten().tolist()}
+    assert held and len(held) == sum(batch.numel() for batch in heldout_batches(made)) and not held & (kept | fitted)
+    for name in parts:
+        trained = [token for batch in made.part(name) for token in batch.flatten().tolist()]
+        assert trained and len(set(trained)) == len(trained) and not set(trained) & (held | kept)
+    if samples:
+        entries = {"length": 8, "seed": 3, "vocab": VOCAB, **asked}
+        plain = calibrate(sources, Numbers(), **entries)
+        assert plain.identity == made.fit.identity and plain.heldout == made.fit.heldout
+        assert all(torch.equal(one, two) for one, two in zip(plain.batches, made.fit.batches, strict=True))
+    again = repeat_text(json.loads(json.dumps(made.identity)), Numbers(), VOCAB)
+    assert again.identity == made.identity
+    assert all(torch.equal(*pair) for pair in zip(heldout_batches(made), heldout_batches(again), strict=True))
+
+
+def test_short_text_starts_again_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """4 sequences of 8, one of them held out; 20 tokens behind them, where 2 x 6 and 5 x 4 are asked for."""
+    source = WeightedSource(count_up(tmp_path, 0, 52), 1.0)
+    stream = stream_of(source.source)
+    parts = {"a": PartSpec(2, 6), "b": PartSpec(5, 4)}
+    made = read([source], samples=4, reserve=0, parts=parts)
+    assert flat(made.fit.batches, 0) == stream[:32] and flat(made.fit.heldout_batches, 0) == stream[24:32]
+    behind = stream[40:52]  # a fifth of the 44 tokens that are not held out: 1.4, so one sequence of 6
+    assert flat(heldout_batches(made), 0) == stream[24:32] + behind[-6:]
+    assert flat(made.part("a"), 0) == stream[32:44]
+    assert flat(made.part("b"), 0) == stream[44:46] + stream[:18]
+    assert "s0.txt is short: behind its first sequences are 14 of 32 tokens asked for" in caplog.text
+    all_of_it = read([source], samples=4, reserve=0, parts={"a": PartSpec(99, 6)})
+    assert len(flat(all_of_it.part("a"), 0)) == 6 * ((24 + 14) // 6)  # once round, and no further
+
+
+def test_text_for_one_part_alone(tmp_path: Path) -> None:
+    source = WeightedSource(count_up(tmp_path, 0, 900), 1.0)
+    made = read([source], samples=0, reserve=0, heldout=0.0, parts={"a": PartSpec(50, 6)})
+    stream = stream_of(source.source)
+    assert made.fit.batches == () and made.fit.tokens == 0
+    assert flat(made.part("a"), 0) == stream[:300] and flat(heldout_batches(made), 0) == stream[300 : 300 + 48 * 6]
+    entry = made.identity["sources"][0]
+    assert (entry["samples"], entry["tokens"], entry["heldout_samples"]) == (98, 588, 48)
+    assert made.identity["parts"]["a"]["samples"] == 50 and made.identity["heldout_text"]["samples"] == 48
+    assert repeat_text(made.identity, Numbers(), VOCAB).identity == made.identity
+    tiny = read([WeightedSource(count_up(tmp_path, 1, 12), 1.0)], samples=0, reserve=0, parts={"a": PartSpec(50, 20)})
+    assert [batch.shape for batch in (*tiny.part("a"), *heldout_batches(tiny))] == [(1, 9), (1, 3)]
+
+
+def test_each_document_is_tokenised_once(tmp_path: Path) -> None:
+    texts = list[str]()
+
+    class Counting(Numbers):
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            texts.append(text)
+            return super().__call__(text, add_special_tokens)
+
+    sources = [WeightedSource(count_up(tmp_path, number, 600), 1.0) for number in range(2)]
+    made = read_text(spec(sources), Counting(), VOCAB)
+    used = made.identity["tokens"] + sum(batch.numel() for batch in reserved_batches(made))
+    assert len(texts) == len(set(texts)) and used <= 3 * len(texts) < used + 6  # documents of three tokens
+
+
+def test_one_source_of_several(tmp_path: Path) -> None:
+    sources = [WeightedSource(count_up(tmp_path, number, 900), 1.0 + number) for number in range(2)]
+    made = read(sources)
+    alone = made.only(1)
+    assert alone.identity == {**made.identity, "only": "s1"} and [each.name for each in alone.heldout] == ["s1"]
+    assert flat(alone.fit.batches, 1) == flat(made.fit.batches, 1) and not flat(alone.fit.batches, 0)
+    for name in PARTS:
+        assert flat(alone.part(name), 1) == flat(made.part(name), 1) and not flat(alone.part(name), 0)
+    again = repeat_text(alone.identity, Numbers(), VOCAB)
+    assert again.identity == alone.identity and flat(again.part("distill"), 1) == flat(alone.part("distill"), 1)
+
+
+def test_changed_text_and_edited_parts_are_refused(tmp_path: Path) -> None:
+    made = read([WeightedSource(count_up(tmp_path, 0, 900), 1.0)])
+    for change, message in (
+        (lambda c: c["asked"]["parts"]["distill"].update(sequences=30), "s0.txt no longer gives the tokens"),
+        (lambda c: c["asked"]["parts"]["distill"].pop("length"), "has no usable 'length'"),
+        (lambda c: c["asked"].update(parts=[]), "has no usable 'parts'"),
+        (lambda c: c["parts"]["routers"].update(sha256="0"), "calibration says 'parts' is"),
+        (lambda c: c["heldout_text"].update(samples=9), "calibration says 'heldout_text' is"),
+    ):
+        stored = json.loads(json.dumps(made.identity))
+        change(stored)
+        with pytest.raises(CompressionError, match=message):
+            repeat_text(stored, Numbers(), VOCAB)
+    path = Path(made.identity["sources"][0]["source"])
+    number = stream_of(str(path))[150]  # of a part, behind the calibration and the reserve
+    path.write_text(re.sub(rf"\b{number}\b", "9999", path.read_text()))
+    with pytest.raises(CompressionError, match=r"s0.txt no longer gives the tokens"):
+        repeat_text(made.identity, Numbers(), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"samples": 10**9}, "1,000,000,000 samples of 8 tokens are more than 1,000,000,000 tokens; ask for fewer"),
+        ({"parts": {"a": PartSpec(10**9, 2)}}, "1,000,000,048 samples of 2 tokens are more than"),
+        ({"samples": 10**8, "parts": {"a": PartSpec(10**8, 4)}}, "ask for 1,200,000,216 tokens, more than"),
+        ({"samples": 0, "reserve": 0, "parts": {}}, "--samples 0 and --sequence-length 8 leave nothing"),
+        ({"samples": 0}, "3 sequences cannot be reserved"),
+    ],
+)
+def test_impossible_specs_are_refused_before_anything_is_read(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        spec([WeightedSource("gone.txt", 1.0)], **more)
+    with pytest.raises(CompressionError, match="length 1 of a part of the text is too low; give at least 2"):
+        PartSpec(1, 1)
+
+
+def test_too_little_text_for_a_step_is_refused(tmp_path: Path) -> None:
+    source = WeightedSource(count_up(tmp_path, 0, 60), 1.0)
+    with pytest.raises(CompressionError, match="gives 8 sequences of 6 tokens to train on for a, and at least 16"):
+        read([source], samples=0, reserve=0, parts={"a": PartSpec(99, 6, minimum=16)})
+    with pytest.raises(CompressionError, match=r"too short to hold a part of it out; .* or lower --samples"):
+        read([WeightedSource(count_up(tmp_path, 1, 58), 1.0)], samples=99, reserve=0, heldout=0.0)

@@ -1,0 +1,220 @@
+"""Protected experts: how they are read and checked, which hubs fit, and that every strategy leaves them alone."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressor.comparison.measure import random_drop
+from compressor.data.batches import Calibration
+from compressor.errors import CompressionError
+from compressor.grouping import learned
+from compressor.grouping.choose import METHODS, competing
+from compressor.model.architecture import MoeLayer
+from compressor.progress import Silent
+from compressor.recipe.plan import LayerPlan, touched
+from compressor.recipe.registry import STRATEGIES, Strategy, load_strategy, names
+from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import ALL
+from compressor.steps.prune.attributed import fit_batches
+from compressor.steps.prune.planning import make_plan
+from compressor.steps.prune.protecting import check_protected, given_protected, read_protected, strongest_that_fit
+from tests.opened import batches, calibration, opened
+
+MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")
+
+
+def moe_layer(index: int, groups: int = 1, part: str = "mlp", experts: int = 8) -> MoeLayer:
+    unit = f"model.layers.{index}"
+    return MoeLayer(
+        f"{unit}.{part}.experts", f"{unit}.{part}", f"{unit}.{part}.gate", unit, index, experts, 2, groups, groups
+    )
+
+
+LAYERS = (moe_layer(1), moe_layer(2), moe_layer(4), moe_layer(6, part="text"), moe_layer(6, part="vision"))
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "hubs.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_entries_are_read_by_the_number_of_the_decoder_layer(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        [
+            {"layer": 6, "expert": 0, "module": "model.layers.6.vision.experts"},
+            {"layer": 4, "expert": 7, "influence": 3.5, "aarv": None, "module": "model.layers.4.mlp.experts"},
+            {"layer": 1, "expert": 2},
+            {"layer": 1, "expert": 0, "module": None},
+            {"layer": 1, "expert": 2},
+        ],
+    )
+    found = read_protected(path, LAYERS)
+    assert found == {LAYERS[0].name: {0, 2}, LAYERS[2].name: {7}, LAYERS[4].name: {0}}
+    assert list(found) == [LAYERS[0].name, LAYERS[2].name, LAYERS[4].name]  # in the order of the layers
+    assert read_protected(write(tmp_path, []), LAYERS) == {}
+    assert given_protected(None, LAYERS, 2) == given_protected("auto", LAYERS, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[{", "hubs.json is not valid JSON .*; mend it"),
+        ("[" * 100_000, "is not valid JSON"),
+        ({"layer": 1, "expert": 2}, "should hold a JSON list of experts, such as"),
+        ([[1, 2]], r"entry 1: \[1, 2\] stands where an object with layer and expert should"),
+        ([{"layer": 1, "expert": 1}, {"layer": 1}], "entry 2 has no 'expert'; give both"),
+        ([{"expert": 1}], "entry 1 has no 'layer'"),
+        ([{"layer": True, "expert": 1}], "entry 1: layer should be a whole number, it is True"),
+        ([{"layer": 1, "expert": False}], "expert should be a whole number, it is False"),
+        ([{"layer": 1, "expert": 2.0}], r"expert should be a whole number, it is 2\.0"),
+        ([{"layer": "1", "expert": 2}], "layer should be a whole number, it is '1'"),
+        ([{"layer": 0, "expert": 2}], "layer 0 has no experts; layers with experts are 1 to 2, 4, 6"),
+        ([{"layer": 1, "expert": 8}], r"model\.layers\.1\.mlp\.experts has no expert 8; .* numbered 0 to 7"),
+        ([{"layer": 1, "expert": -1}], "has no expert -1"),
+        ([{"layer": 1, "expert": 1, "module": "mlp"}], "no experts module 'mlp'; they are called like model.layers.1"),
+        ([{"layer": 1, "expert": 1, "module": 3}], "no experts module 3"),
+        ([{"layer": 1, "expert": 1, "module": LAYERS[1].name}], "is in layer 2, not 1; correct one of the two"),
+        ([{"layer": 6, "expert": 1}], "6 has several experts modules, .*6.text.experts and .*vision.* as 'module'"),
+    ],
+)
+def test_a_faulty_list_is_refused_in_one_sentence(content: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CompressionError, match=message):
+        read_protected(write(tmp_path, content), LAYERS)
+
+
+def test_a_word_that_names_nothing_is_refused_with_both_possibilities(tmp_path: Path) -> None:
+    for name in ("Auto", str(tmp_path), str(tmp_path / "hubs.json")):
+        with pytest.raises(CompressionError, match=f"--protect {name} is neither 'auto' nor a file; write auto or"):
+            given_protected(name, LAYERS, 4)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hubs.json"
+    path.write_bytes(b"\xff\xfe[")
+    with pytest.raises(CompressionError, match="is not valid JSON"):
+        read_protected(path, LAYERS)
+
+
+def test_more_protected_experts_than_stay_are_refused() -> None:
+    name = LAYERS[1].name
+    check_protected({name: frozenset({1, 2, 3})}, LAYERS, 3)
+    with pytest.raises(
+        CompressionError, match=rf"3 experts are protected in layer 2 \({name}\), but only 2 stay there when 2 are kept"
+    ):
+        check_protected({name: frozenset({1, 2, 3})}, LAYERS, 2)
+    grouped = moe_layer(3, groups=2)
+    check_protected({grouped.name: frozenset({2, 3, 4, 7})}, [grouped], 4)
+    with pytest.raises(CompressionError, match=r"3 experts are protected in routing group 1 of layer 3 .* only 2 stay"):
+        check_protected({grouped.name: frozenset({4, 5, 6})}, [grouped], 4)
+
+
+@given(
+    groups=st.sampled_from([1, 2, 4]),
+    places=st.integers(1, 2),
+    strength=st.permutations([(index, expert) for index in range(2) for expert in range(8)]),
+    count=st.integers(0, 16),
+)
+def test_the_strongest_hubs_that_fit_are_protected(
+    groups: int, places: int, strength: list[tuple[int, int]], count: int
+) -> None:
+    """Against taking one after another wherever there is still a place."""
+    layers, taken = [moe_layer(index, groups) for index in range(2)], list[tuple[int, int]]()
+    hubs = [(layers[index].name, expert) for index, expert in strength[:count]]
+    for index, expert in strength[:count]:
+        here = [one for one in taken if (one[0], one[1] * groups // 8) == (index, expert * groups // 8)]
+        taken += [(index, expert)] if len(here) < places else []
+    found = strongest_that_fit(hubs, layers, places * groups)
+    assert sorted((index, e) for index in range(2) for e in found.get(layers[index].name, ())) == sorted(taken)
+    check_protected(found, layers, places * groups)
+
+
+def test_hubs_that_are_let_go_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    hubs = [(LAYERS[0].name, expert) for expert in range(5)]
+    with caplog.at_level(logging.WARNING):
+        assert strongest_that_fit(hubs, LAYERS, 3) == {LAYERS[0].name: {0, 1, 2}}
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 5 hubs do not fit where 3 experts are kept in every layer, so the weakest are not protected"
+    ]
+
+
+def test_what_is_held_out_is_not_attributed() -> None:
+    parts = tuple(torch.full((1, 4), number) for number in range(6))
+    whole = Calibration(parts, {"source": "x"}, (0, 0, 0, 1, 1, 1), (0.25, 0.75), frozenset({2, 3}))
+    seen = fit_batches(whole)
+    assert [int(batch[0, 0]) for batch in seen.batches] == [0, 1, 4, 5]
+    assert seen.sources == (0, 0, 1, 1) and seen.weights == whole.weights and not seen.heldout
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+def variations() -> list[Strategy]:
+    """Every installed strategy, with every way to merge and align, to search and to rank."""
+    wishes: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names(STRATEGIES)]
+    for name in MERGING:
+        for merge in METHODS:
+            wishes += [(name, {"merge": merge, "align": align, "merge_routers": not align}) for align in (False, True)]
+    wishes += [("enumerate", {"search": "greedy", "beam": beam}) for beam in (1, 2)]
+    wishes += [("reap", {"saliency": "ean"}), ("auto", {"candidates": "hc-smoe,data-centric"})]
+    wishes += [("model-centric", {"representation": "vectorized"}), ("hc-smoe", {"linkage": "single"})]
+    return [*(load_strategy(*wish) for wish in wishes), random_drop(0)]
+
+
+def least_liked(free: LayerPlan, layer: MoeLayer, places: int) -> list[int]:
+    """So many experts of each routing group, those first that a plan drops or merges with the most others."""
+    size = {expert: len(group.members) for group in free.groups for expert in group.members}
+    ranked = [sorted(block, key=lambda e: (-size.get(e, 99), -e)) for block in competing(layer)]
+    return [expert for block in ranked for expert in block[:places]]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned.learn_coefficients, "__defaults__", (True, 1))  # steps
+    stock, model = opened(name, tmp_path)
+    data = calibration(batches(stock, (2, 2, 1), 16))
+    data = Calibration(data.batches, data.identity, heldout=frozenset({2}))
+    strategies, keep = variations(), 4
+    passing = collect(model, ALL, data, Silent())
+    stats = next(passing).adding(rank_change=torch.rand(8, dtype=torch.float64))
+    for strategy in strategies:
+        layer = stats.layer
+        wished = least_liked(strategy.plan_layer(stats, keep), layer, keep // layer.routing_groups)
+        for count in (keep, keep - 1):
+            protected = frozenset(wished[:count])
+            made = strategy.plan_layer(stats, keep, protected)
+            assert touched(made, protected) == [], (strategy.name, strategy.options)
+            assert len(made.groups) == keep
+            if count == keep:
+                assert made.is_drop and {group.members[0] for group in made.groups} == protected
+            elif strategy.name in (*MERGING, "ream"):  # the last group takes what competes with it
+                assert set(made.dropped) == (set() if layer.routing_groups == 1 else {0, 1, 2, 3} - protected)
+    passing.close()
+
+
+def test_a_strategy_that_does_not_heed_protection_is_refused(tmp_path: Path) -> None:
+    _, model = opened("mixtral", tmp_path)
+    layers = model.architecture.layers
+    deaf = Strategy("deaf", lambda stats, keep, protected: LayerPlan.keep(stats.layer, range(keep)), frozenset())
+    made = make_plan(model, deaf, 4, {}, None, Silent(), protected={layers[0].name: frozenset({0, 3})})
+    assert made.protected == {layers[0].name: (0, 3)}
+    with pytest.raises(CompressionError, match=f"{layers[1].name}: strategy 'deaf' does not keep protected expert 6"):
+        make_plan(model, deaf, 4, {}, None, Silent(), protected={layers[1].name: frozenset({1, 6})})
+
+
+def test_layers_are_numbered_as_the_model_numbers_them(tmp_path: Path) -> None:
+    """Two experts modules in each decoder layer."""
+    _, model = opened("ernie4_5_vl_moe", tmp_path / "two")
+    layers = model.architecture.layers
+    index = layers[0].index
+    with pytest.raises(CompressionError, match=f"layer {index} has several experts modules, {layers[0].name} and "):
+        read_protected(write(tmp_path, [{"layer": index, "expert": 1}]), layers)
+    entry = {"layer": index, "expert": 1, "module": layers[1].name}
+    assert read_protected(write(tmp_path, [entry]), layers) == {layers[1].name: {1}}

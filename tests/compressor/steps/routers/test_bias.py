@@ -1,0 +1,177 @@
+"""A bias for each expert: where it can go, and a known one that is found again."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+import compressor
+from compressor.checkpoint.source import locate
+from compressor.data.batches import calibrate, load_tokenizer
+from compressor.data.sources import parse_sources
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import Evaluator
+from compressor.model.opened import open_model
+from compressor.progress import Silent
+from compressor.steps.routers.average import Average
+from compressor.steps.routers.bias import RIDGE, bake_bias, bias_places
+from compressor.steps.routers.calibrating import stored_names
+from compressor.steps.routers.step import Routers
+from tests import small, zoo
+from tests.command_line import Run, names, refused
+from tests.opened import opened
+from tests.small import tree
+
+pytestmark = pytest.mark.usefixtures("offline")
+DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
+
+
+def router_logits(stock: Any, tokens: Tensor, router: str) -> tuple[Tensor, Tensor]:
+    """What a stock model's router is given [T, H], and the logits [T, E] that its linear map makes of it."""
+    seen: list[Tensor] = []
+    module = stock.get_submodule(router)
+    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].reshape(-1, args[0].shape[-1])))
+    with torch.no_grad():
+        stock(input_ids=tokens)
+    handle.remove()
+    return seen[0], torch.nn.functional.linear(seen[0], module.weight, getattr(module, "bias", None))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt_oss", "router bias"), ("deepseek_v3", "selection bias"), ("mixtral", "router weight")]
+)
+def test_a_bias_goes_where_the_router_takes_one(name: str, kind: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    tokens = zoo.tokens(stock, 6, 16, seed=1)
+    layer = model.architecture.layers[0]
+    (place,) = bias_places(model, [layer], [tokens[:4], tokens[4:]])
+    assert place.kind == kind
+    own = stock.state_dict()[place.key]
+    change = torch.linspace(-1, 1, layer.experts, dtype=torch.float64)
+    moved = place.moved(own, change, change / 2)
+    if kind == "selection bias":  # which is added to scores
+        torch.testing.assert_close(moved.double() - own.double(), change / 2, atol=1e-6, rtol=0)
+        return
+    x, before = router_logits(stock, tokens, layer.router)
+    stock.load_state_dict({**stock.state_dict(), place.key: moved})
+    _, after = router_logits(stock, tokens, layer.router)
+    if place.direction is None:
+        torch.testing.assert_close(after - before, change.float().expand_as(before), atol=1e-5, rtol=0)
+        return
+    data = x.double().numpy()  # ridge regression of one, as least squares with rows for the penalty
+    penalty = numpy.sqrt(RIDGE * (data**2).sum(0).mean()) * numpy.eye(data.shape[1])
+    target = numpy.concatenate([numpy.ones(len(data)), numpy.zeros(data.shape[1])])
+    expected = numpy.linalg.lstsq(numpy.concatenate([data, penalty]), target, rcond=None)[0]
+    numpy.testing.assert_allclose(place.direction.numpy(), expected, rtol=1e-4, atol=1e-5)
+    along = data @ expected
+    assert (place.mean, place.deviation) == pytest.approx((along.mean(), along.std()), rel=1e-3)
+    torch.testing.assert_close(
+        (after - before).double(), torch.outer(torch.from_numpy(along), change), atol=1e-4, rtol=0
+    )
+
+
+def test_the_scale_that_undoes_a_known_bias_is_found_and_a_wrong_direction_is_left(tmp_path: Path) -> None:
+    stock, model = opened("gpt_oss", tmp_path)
+    batches = tuple(zoo.tokens(stock, 24, 16, seed=1).split(8))
+    evaluator = Evaluator.of(model, batches)
+    layers = model.architecture.layers
+    places = bias_places(model, layers, batches)
+    known = torch.randn(len(layers), layers[0].experts, generator=torch.Generator().manual_seed(0)).double()
+    own = {key: model.checkpoint.read(name) for key, name in stored_names(model, [p.key for p in places]).items()}
+    spoilt = {place.key: (own[place.key] + 2 * known[n]).float() for n, place in enumerate(places)}
+    made = bake_bias(model, spoilt, places, Average(-known, -known, 9, 1.0), evaluator, Silent())
+    assert made.after.means["kl"] < 1e-5 < made.before.means["kl"] and made.steps[0].step == 2
+    for key, value in own.items():
+        torch.testing.assert_close(made.weights[key], value, atol=1e-6, rtol=0)
+    left = bake_bias(model, spoilt, places, Average(50 * known, 50 * known, 9, 1.0), evaluator, Silent())
+    assert left.after is left.before and left.steps[0].step == 0
+    assert all(torch.equal(left.weights[key], spoilt[key]) for key in spoilt)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model; in every layer the logits of one expert are 4 too high, as far as a weight can say that."""
+    folder = tmp_path_factory.mktemp("disturbed") / "demo"
+    shutil.copytree(DEMO, folder)
+    model = open_model(locate(str(DEMO)), "float32", "cpu")
+    tokenizer, generator = load_tokenizer(DEMO), torch.Generator().manual_seed(0)
+    text = calibrate(parse_sources(["demo"]), tokenizer, samples=16, length=128, seed=0, vocab=model.vocabulary)
+    places = bias_places(model, model.architecture.layers, text.batches)
+    experts = torch.randint(0, 16, (len(places),), generator=generator).tolist()
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for place, expert in zip(places, experts, strict=True):
+            change = 4 * torch.nn.functional.one_hot(torch.tensor(expert), 16).double()
+            tensors[place.key] = place.moved(tensors[place.key], change, change)
+
+    small.edit_tensors(folder, edit)
+    return folder
+
+
+def test_both_ways_win_back_most_of_what_a_known_bias_cost(run: Run, disturbed: Path, tmp_path: Path) -> None:
+    data = ("--calibration", "demo", "--sequences", 48, "--sequence-length", 64, "--rounds", 3)
+    out = tmp_path / "out"
+    result = run("calibrate-router", disturbed, "--base", DEMO, *data, "--method", "auto", "-o", out, "--json")
+    assert result.status == 0, result
+    (step,) = json.loads(result.out)["steps"]
+    told = step["result"]
+    tried = told["tried"]
+    assert max(tried.values()) < 0.4 * told["before"] and told["after"] == min(tried.values())
+    assert told["taken"] == min(tried, key=lambda name: tried[name]) and step["options"]["optimizer"] == "own"
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a smaller one, text, and a reference set of the smaller one."""
+    folder = tmp_path_factory.mktemp("models")
+    small.save(folder / "model")
+    small.text_file(folder, "\n\n".join(f"Sentence {n} says {'so ' * (n % 7)}and {n**2}." for n in range(200)))
+    plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none"}
+    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    items = [
+        {"prompt": f"{n} is", "answer": answer, "choices": [" a", " b"]} for n in "12345" for answer in (" a", " b")
+    ]
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    compressor.reference(str(folder / "smaller"), folder / "reference", data=folder / "items.jsonl", device="cpu")
+    return folder
+
+
+def bias(run: Run, folder: Path, out: Path, *more: Any) -> Any:
+    data = ("--calibration", folder / "calibration.txt", "--base", folder / "model")
+    given = ("--method", "bias", "--reference", folder / "reference", "--rounds", 1)
+    sizes = ("--sequences", 8, "--sequence-length", 32)
+    return run("calibrate-router", folder / "smaller", "-o", out, *data, *sizes, *given, *more)
+
+
+def test_a_bias_of_a_reference_set_is_recorded_and_repeats(run: Run, models: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert (result := bias(run, models, tmp_path / name, "--optimizer", "kernel", "--json")).status == 0, result
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    entry = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]["steps"][-1]
+    assert (entry["options"]["method"], entry["options"]["optimizer"]) == ("bias", "kernel")
+    assert entry["result"]["items"] == 5 and entry["result"]["after"] <= entry["result"]["before"]
+    assert names(tmp_path) == ["one", "two"]
+
+
+def test_what_does_not_belong_to_a_bias_is_refused(run: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused(bias(run, models, out, "--method", "router"), "reference is for the methods bias and auto; name one of")
+    refused(bias(run, models, out, "--optimizer", "oracle"), "optimizer is 'oracle'; input should be 'own', 'mode'")
+    refused(bias(run, models, out, "--reference", tmp_path / "none"), "holds no reference.json")
+    shutil.copytree(models / "reference", tmp_path / "foreign")
+    small.edit_json(tmp_path / "foreign" / "reference.json", lambda content: content.update(embedding="some/model"))
+    refused(bias(run, models, out, "--reference", tmp_path / "foreign"), "are embedded by 'some/model', not 'own'")
+    with pytest.raises(CompressionError, match="make one with `moe-compress reference"):
+        compressor.compress(
+            str(models / "model"), out, [Routers("bias", reference=str(models / "reference"), rounds=1, sequences=8)],
+            calibration=str(models / "calibration.txt"),
+        )  # fmt: skip
+    assert names(tmp_path) == ["foreign"]

@@ -1,0 +1,214 @@
+"""Router calibration: a planted fault is won back, what is right stays, and the command keeps its promises."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+import compressor
+from compressor.errors import CompressionError
+from compressor.evaluation.base_answers import distributions
+from compressor.evaluation.evaluator import Evaluator
+from compressor.model.opened import OpenModel
+from compressor.progress import Silent
+from compressor.recipe.steps_plan import Plan
+from compressor.steps.routers import whole
+from compressor.steps.routers.calibrating import CalibratedRouters, keep, kept, stored_routers
+from compressor.steps.routers.weights import Text, Weights, bake_weights, evaluate_trials
+from compressor.workdir.layer_files import LayerWriter
+from tests import small, zoo
+from tests.command_line import Run, names, refused
+from tests.opened import opened
+from tests.plans import plan_of
+from tests.small import tree
+
+pytestmark = pytest.mark.usefixtures("offline")
+SIZES = ("--sequences", 8, "--sequence-length", 32, "--rounds", 2)
+
+
+def weights(model: OpenModel) -> Weights:
+    return {key: model.checkpoint.read(name).clone() for key, name in stored_routers(model).items()}
+
+
+def disturbed(own: Weights, seed: int, size: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: value + size * torch.randn(value.shape, generator=generator) for key, value in own.items()}
+
+
+def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Text]:
+    return [Text((part,), (made,)) for part, made in zip(parts, distributions(model, parts, Silent()), strict=True)]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "gpt_oss"])
+def test_routers_that_were_disturbed_come_back_toward_the_base(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    *fit, heldout, test = zoo.tokens(stock, 72, 24, seed=1).split(12)
+    spoilt = disturbed(weights(model), 0, 0.15)
+    made = bake_weights(model, spoilt, texts(model, fit), Evaluator.of(model, [heldout]), Silent())
+    trials = [spoilt, made.weights, weights(model)]
+    figures = evaluate_trials(model, Evaluator.of(model, [test]), trials)
+    before, after, right = (each.means["kl"] for each in figures)
+    assert right == 0 and after < 0.6 * before
+    first, last = made.before.means["kl"], made.after.means["kl"]
+    assert last < 0.6 * first and made.steps[0].gain > made.steps[0].standard_error > 0
+    assert first - last == pytest.approx(sum(step.gain for step in made.steps), rel=1e-6)
+
+
+def test_nothing_changes_where_nothing_is_wrong(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    fit, heldout = zoo.tokens(stock, 16, 16, seed=1).split(8)
+    own = weights(model)
+    made = bake_weights(model, own, texts(model, fit.split(4)), Evaluator.of(model, [heldout]), Silent())
+    assert all(torch.equal(made.weights[key], own[key]) for key in own)
+    assert made.before is made.after and made.before.means["kl"] == 0
+    assert not any(step.step for step in made.steps)
+
+
+def test_trials_in_one_pass_have_the_figures_of_each_alone(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    tokens = zoo.tokens(stock, 3, 16, seed=1)
+    trials = [disturbed(weights(model), seed, 0.1) for seed in range(3)]
+    for trial, found in zip(trials, evaluate_trials(model, Evaluator.of(model, [tokens]), trials), strict=True):
+        whole = zoo.build("mixtral")
+        whole.load_state_dict({**whole.state_dict(), **trial})
+        logs = stock(input_ids=tokens).logits[:, :-1].double().log_softmax(-1)
+        ours = whole(input_ids=tokens).logits[:, :-1].double().log_softmax(-1)
+        torch.testing.assert_close(found.kl, (logs.exp() * (logs - ours)).sum(-1).mean(1), rtol=1e-4, atol=1e-6)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its copy of four experts with spoilt routers, and text."""
+    folder = tmp_path_factory.mktemp("models")
+    small.save(folder / "model")
+    text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(200))
+    small.text_file(folder, text)
+    plain = {"strategy": "model-centric", "correct": "none", "calibration": str(folder / "calibration.txt")}
+    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    generator = torch.Generator().manual_seed(0)
+    small.edit_tensors(folder / "smaller", lambda tensors: [
+        tensors.update({key: value + 0.2 * torch.randn(value.shape, generator=generator)})
+        for key, value in list(tensors.items()) if key.endswith("gate.weight")
+    ])  # fmt: skip
+    return folder
+
+
+def calibrate(run: Run, folder: Path, out: Path, *more: Any) -> Any:
+    data = ("--calibration", folder / "calibration.txt", "--base", folder / "model")
+    return run("calibrate-router", folder / "smaller", "-o", out, *data, *SIZES, *more)
+
+
+def test_the_command_moves_routers_alone_and_says_what_it_took(run: Run, models: Path, tmp_path: Path) -> None:
+    outs = [tmp_path / name for name in ("one", "two")]
+    for out in outs:
+        result = calibrate(run, models, out, "--json")
+        assert result.status == 0, result
+    (told,) = [step["result"] for step in json.loads(result.out)["steps"]]
+    assert told["after"] < told["before"] and len(told["steps"]) == 2
+    assert tree(outs[0]) == tree(outs[1]) and names(tmp_path) == ["one", "two"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (models / "smaller", outs[0]))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert before.keys() == after.keys() and changed and all(key.endswith("gate.weight") for key in changed)
+    assert transformers.AutoModelForCausalLM.from_pretrained(outs[0]).config.num_local_experts == 4
+    record, own = (json.loads((folder / "compression.json").read_text()) for folder in (outs[0], models / "smaller"))
+    entry = record["plan"]["steps"].pop()
+    assert record["plan"] == own["plan"] and record["bytes"] == own["bytes"]
+    assert (entry["name"], entry["options"]["method"], entry["options"]["rounds"]) == ("routers", "router", 2)
+    assert entry["result"] == told and entry["text"]["source"] == "calibration.txt"
+    again = calibrate(run, models, outs[1])
+    assert again.status == 0 and "is in place already" in again.err and tree(outs[0]) == tree(outs[1])
+    refused(calibrate(run, models, outs[0], "--seed", 1), "exists already")
+
+
+def test_compress_calibrates_and_apply_repeats_it(run: Run, models: Path, tmp_path: Path) -> None:
+    data = ("--calibration", models / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+    own = [f"--set=routers.{option}" for option in ("sequences=8", "sequence_length=32", "rounds=2")]
+    ask = (models / "model", "--experts", 4, "--strategy", "count-guided", *data, "--routers", "router", *own)
+    made = run("compress", *ask, "--correct", "ridge", "-o", tmp_path / "one", "--json")
+    assert made.status == 0, made
+    assert run("plan", *ask, "--correct", "ridge", "-o", tmp_path / "plan.json").status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    *_, entry = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]["steps"]
+    assert entry["result"]["after"] <= entry["result"]["before"]
+    assert json.loads(made.out)["steps"][-1]["result"] == entry["result"]
+    recipe = yaml.safe_load((tmp_path / "one" / "recipe.yaml").read_text())
+    assert recipe["steps"][-1] == {"routers": {"sequences": 8, "sequence_length": 32, "rounds": 2}}
+
+
+def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_bytes(
+    run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calibrate(run, models, tmp_path / "whole").status == 0
+    write = LayerWriter.write
+
+    def stop(writer: LayerWriter, path: Path, outputs: Any, tensors: Any, steps: Sequence[str]) -> None:
+        write(writer, path, outputs, tensors, steps)
+        if any("routers" in step for step in steps):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerWriter, "write", stop)
+        assert calibrate(run, models, tmp_path / "out").status == 130
+    monkeypatch.setattr(whole, "calibrate_tensors", None)  # which is not asked again
+    assert calibrate(run, models, tmp_path / "out").status == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
+
+
+def test_refusals(run: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused(calibrate(run, models, out, "--method", "biases"), "routers: method is 'biases'; input should be 'router'")
+    refused(calibrate(run, models, out, "--rounds", 9), "8 sequences are fewer than 9 rounds; give at least as many")
+    refused(calibrate(run, models, models / "smaller"), "lies in the source checkpoint itself; name another output")
+    zoo.save("mixtral", tmp_path / "other")
+    small.tokenizer().save_pretrained(tmp_path / "other")
+    refused(calibrate(run, models, out, "--base", tmp_path / "other"), "other knows 96 tokens, smaller 259")
+    shutil.copytree(models / "model", tmp_path / "renamed")
+    small.edit_json(tmp_path / "renamed" / "tokenizer.json", lambda content: _swap(content["model"]["vocab"]))
+    refused(calibrate(run, models, out, "--base", tmp_path / "renamed"), "have different tokenizers")
+    refused(run("compress", models / "model", "-o", out, "--experts", 4, "--routers", "x"), "routers: method is 'x'")
+    small.save(tmp_path / "zaya", "zaya")
+    zaya = ("--base", tmp_path / "zaya", "--calibration", models / "calibration.txt", *SIZES)
+    refused(run("calibrate-router", tmp_path / "zaya", "-o", out, *zaya), "gradients cannot be taken layer by layer")
+    assert not out.exists() and names(tmp_path) == ["other", "renamed", "zaya"]
+
+
+def _swap(vocabulary: dict[str, int]) -> None:
+    one, two, *_ = [token for token in vocabulary if len(token) == 1]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+
+
+def test_the_plan_says_what_decides_a_calibration_and_its_text_is_bounded(models: Path, tmp_path: Path) -> None:
+    data: dict[str, Any] = {"calibration": str(models / "calibration.txt"), "samples": 2, "sequence_length": 64}
+    plain, moved, other = (
+        plan_of(models / "model", experts=4, strategy="count-guided", **data, **more)
+        for more in ({}, {"routers": "router"}, {"routers": "router", "seed": 1})
+    )
+    assert not plain.of("routers") and moved.calibration is not None and moved.calibration["sha256"]
+    assert len({plan.digest() for plan in (plain, moved, other)}) == 3
+    content = json.loads(moved.to_json())
+    assert Plan.from_dict(content) == moved
+    content["calibration"]["asked"]["samples"] = 10**9
+    with pytest.raises(CompressionError, match="samples of 64 tokens are more than"):
+        compressor.apply(Plan.from_dict(content), tmp_path / "out")
+
+
+def test_kept_routers_that_cannot_be_read_count_as_none(tmp_path: Path) -> None:
+    place = tmp_path / "routers"
+    keep(place, CalibratedRouters({"gate": torch.ones(2, 3)}, {"after": 0.5}))
+    whole, found = place.read_bytes(), kept(place)
+    assert found is not None and found.result == {"after": 0.5} and torch.equal(found.tensors["gate"], torch.ones(2, 3))
+    for damaged in (b"", whole[:-1], whole[:20]):
+        place.write_bytes(damaged)
+        assert kept(place) is None

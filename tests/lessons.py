@@ -1,0 +1,108 @@
+"""Small models in training: a model, its base, and text; test support."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.source import locate
+from compressor.evaluation.base_answers import read_base
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Silent
+from compressor.steps.distill import memory, streamed
+from compressor.steps.distill.memory import InMemory
+from compressor.steps.distill.objective import Objective
+from compressor.steps.distill.step import Distill
+from compressor.steps.distill.stored import stored_dtypes
+from compressor.steps.distill.streamed import Streamed
+from compressor.steps.distill.text import Text, training_text
+from compressor.steps.distill.trained import trained_layers
+from compressor.steps.distill.training import Engine
+from tests import zoo
+
+LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Stock models in memory, the same ones on disk, and text."""
+
+    stock: Any
+    stock_base: Any
+    model: OpenModel
+    base: OpenModel
+    tokens: tuple[Tensor, ...]
+    folder: Path
+
+    def text(self, options: Distill) -> Text:
+        hidden = ["text"] if options.hidden_states else []
+        answers = read_base(self.base, {"text": self.tokens}, None, Silent(), hidden=hidden)["text"]
+        return training_text(self.tokens, answers, options, self.base)
+
+    def engine(self, options: Distill, seed: int = 0) -> Engine:
+        layers = trained_layers(self.model, options)
+        stored = stored_dtypes(self.model, layers)
+        if options.stream:
+            return Streamed(self.model, layers, stored, options, seed, self.folder / "now")
+        return InMemory(self.model, layers, stored, options, seed)
+
+    def trained(self, options: Distill, steps: int, where: str = "state") -> dict[str, Tensor]:
+        """The trained tensors after so many steps, by state-dict key."""
+        engine, text = self.engine(options), self.text(options)
+        for step in range(steps):
+            take_step(engine, text, options, step, self.model)
+        engine.save(self.folder / where)
+        found = dict[str, Tensor]()
+        for layer in trained_layers(self.model, options):
+            values = engine.values(self.folder / where, layer.unit)
+            found.update({key: value.clone() for key, value in values.items()})
+        engine.close()
+        return found
+
+
+def take_step(engine: Engine, text: Text, options: Distill, step: int, model: OpenModel) -> Objective:
+    batches = text.of_step(step, options.sequences, seed=0)
+    objective = Objective(options, batches, model, 0, step)
+    engine.step(objective, options.rate_at(step))
+    return objective
+
+
+def lesson(name: str, folder: Path, sequences: int = 12) -> Lesson:
+    """Two models of a family with other weights, so that there is much to learn."""
+    stock_base, stock = zoo.save(name, folder / "base"), zoo.save(name, folder / "model", seed=1)
+    model, base = (open_model(locate(str(folder / part)), "float32", "cpu") for part in ("model", "base"))
+    parts = zoo.tokens(stock, sequences, LENGTH, seed=5).split(4)
+    return Lesson(stock, stock_base, model, base, parts, folder)
+
+
+def options(**more: Any) -> Distill:
+    return Distill(**{"steps": 4, "tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "rank": 2, **more})
+
+
+def note_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """A mapping that is filled with every master's gradient, while nothing is updated any more."""
+    found: dict[str, Tensor] = {}
+
+    def note(state: Any, gradients: dict[str, Tensor], *others: Any) -> None:
+        found.update({name: value.clone() for name, value in gradients.items()})
+
+    for module in (memory, streamed):
+        monkeypatch.setattr(module, "update", note)
+    return found
+
+
+def close(found: Any, expected: Any, share: float = 1e-4) -> None:
+    """Every tensor is as expected, to a share of its largest entry."""
+    assert found.keys() == expected.keys() and found
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=share * float(value.abs().max()) + 1e-9, msg=name
+        )
+
+
+def joined(batches: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(batches))

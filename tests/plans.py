@@ -1,0 +1,59 @@
+"""Plans as the tests make them: by options, by hand, edited as somebody might edit the file. Test support."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compressor
+from compressor.api.compressing import default_steps, make_recipe
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.recipe import Recipe
+from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
+
+OF_RECIPE = ("calibration", "samples", "sequence_length", "seed", "revision", "dtype")
+
+
+def recipe_of(model: str | Path, **options: Any) -> Recipe:
+    """The recipe of `compress` with these options."""
+    more = {name: options.pop(name) for name in OF_RECIPE if name in options}
+    return make_recipe(str(model), default_steps(**options), **more)
+
+
+def plan_of(model: str | Path, device: str = "cpu", **options: Any) -> Plan:
+    """What `plan` makes of these options."""
+    return compressor.plan(recipe_of(model, **options), device=device)
+
+
+def by_hand(made: CompressionPlan) -> Plan:
+    """A plan of a stage that was put together by hand."""
+    correction = {name: value for name, value in (made.correction or {}).items() if name != "dtype"}
+    options = {"strategy": made.strategy, "experts": made.experts, "options": dict(made.options)}
+    if made.split is not None:
+        options["experts"] //= made.split["parts"]
+    steps = [
+        *([] if made.split is None else [PlannedStep("split", {"parts": made.split["parts"]}, dict(made.split))]),
+        PlannedStep("prune", options, decisions(made)),
+        *([PlannedStep("correct", correction)] if made.correction is not None else []),
+    ]
+    dtype = str((made.correction or {}).get("dtype", "auto"))
+    return Plan(made.source, tuple(steps), made.calibration, made.seed, dtype, made.versions)
+
+
+def pruned(content: dict[str, Any]) -> dict[str, Any]:
+    """What `prune` decided, in the JSON of a plan: experts, layers and so on; changing it changes the plan."""
+    found: dict[str, Any] = next(step["plan"] for step in content["steps"] if step["name"] == "prune")
+    return found
+
+
+def disposition(plan: Plan) -> dict[str, Any]:
+    """What a plan's stages do to every expert, as JSON: experts, layers and so on."""
+    found: dict[str, Any] = json.loads(json.dumps(decisions(plan.stage)))
+    return found
+
+
+def edited(plan: Plan, change: Callable[[dict[str, Any]], object]) -> Plan:
+    """The plan with its pruning changed as JSON and read back."""
+    content = json.loads(plan.to_json())
+    change(pruned(content))
+    return Plan.from_dict(content)

@@ -1,0 +1,44 @@
+"""What the record of outputs notices."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import golden
+from tests import small
+
+
+def test_a_drop_is_recorded_alike_twice_and_a_changed_tensor_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
+    options = ["--only", "drop", "--model", str(model), "--calibration", str(text), "--keep", str(tmp_path / "kept")]
+    record = tmp_path / "record.json"
+    assert golden.main(["record", str(record), *options]) == 0
+    assert golden.main(["compare", str(record), *options]) == 0
+    assert capsys.readouterr().out.splitlines() == ["drop: status 0", "drop: same"]
+    old = json.loads(record.read_text())["drop"]
+    assert old == {"status": 0, **golden.facts(tmp_path / "kept" / "drop")}
+    assert {len(groups) for groups in old["groups"].values()} == {4} and old["figures"]["parameters.after"] > 0
+
+    changed = tmp_path / "changed"
+    (tmp_path / "kept" / "drop").rename(changed)
+    small.edit_tensors(changed / "out", lambda tensors: tensors["model.norm.weight"].add_(0.5))
+    new = {"status": 0, **golden.facts(changed)}
+    assert golden.differences(old, new, tmp_path / "gone", changed) == ["weights differ"]
+    new["figures"]["parameters.after"] = 2 * old["figures"]["parameters.after"]
+    assert golden.differences(old, new, tmp_path / "gone", changed)[1].endswith("(+1.00e+00)")
+
+
+def test_the_distance_of_weights_is_the_largest_difference(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        small.save(tmp_path / name / "out")
+    old, new = ({"status": 0, "weights": golden.digest(golden.tensors(tmp_path / name / "out"))}
+                for name in ("one", "two"))  # fmt: skip
+    assert golden.differences(old, new, tmp_path / "one", tmp_path / "two") == []
+    small.edit_tensors(tmp_path / "two" / "out", lambda tensors: tensors["model.norm.weight"].add_(torch.tensor(0.5)))
+    new["weights"] = golden.digest(golden.tensors(tmp_path / "two" / "out"))
+    (line,) = golden.differences(old, new, tmp_path / "one", tmp_path / "two")
+    assert line == "weights differ, at most by 0.5 (model.norm.weight), in 1 tensors"

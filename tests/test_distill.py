@@ -1,0 +1,354 @@
+"""`distill` from the command line: what it changes, what it keeps, where it goes on, and what it refuses."""
+
+import json
+import math
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import compressor
+from compressor.evaluation import base_answers
+from compressor.evaluation.evaluator import Figures
+from compressor.publishing.card.build import card_text
+from compressor.recipe.steps_plan import Plan
+from compressor.steps.distill import distilling, objective, training
+from compressor.steps.distill.memory import InMemory
+from compressor.words import short
+from tests import small, zoo
+from tests.command_line import Run, captured, ended, names, refused, run_killed, start
+from tests.small import tree
+
+pytestmark = pytest.mark.usefixtures("offline")
+SIZES = ("--sequence-length", 32, "--tokens-per-step", 128, "--steps", 8, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its copy of four experts, and text."""
+    folder = tmp_path_factory.mktemp("originals")
+    small.save(folder / "model")
+    text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(400))
+    data = str(small.text_file(folder, text))
+    plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none", "calibration": data}
+    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    return folder
+
+
+def asked(folder: Path, out: Path, *more: Any) -> list[str]:
+    data = ("--calibration", folder / "calibration.txt", "--base", folder / "model")
+    return [str(part) for part in ("distill", folder / "smaller", "-o", out, *data, *SIZES, *more)]
+
+
+@pytest.fixture(scope="module")
+def whole(originals: Path) -> Callable[..., dict[str, str]]:
+    """What a run that nothing stops writes, made once for the same arguments."""
+
+    @cache
+    def made(*more: str) -> dict[str, str]:
+        out = originals / "-".join(("whole", *more))
+        result = captured(*asked(originals, out, *more))
+        assert result.status == 0, result
+        return tree(out)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [("experts", ()), ("router", ("--learning-rate", 0.1)), ("lora", ("--stream",))]
+)
+def test_the_output_is_stock_and_nearer_to_the_base(
+    method: str, more: tuple[Any, ...], run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[dict[str, Tensor]] = []
+    real = InMemory.values
+
+    def noting(engine: InMemory, folder: Path, unit: str) -> Any:
+        trained.append(dict(found := real(engine, folder, unit)))
+        return found
+
+    monkeypatch.setattr(InMemory, "values", noting)
+    result = run(*asked(originals, tmp_path / "out", "--train", method, "--json", *more))
+    assert result.status == 0, result
+    (told,) = (step["result"] for step in json.loads(result.out)["steps"])
+    assert told["changed"] and told["after"] < told["before"] == told["curve"][0]["kl"]
+    assert told["after"] == min(entry["kl"] for entry in told["curve"]) and told["curve"][-1]["step"] == 8
+    before, after = (load_file(folder / "model.safetensors") for folder in (originals / "smaller", tmp_path / "out"))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert before.keys() == after.keys() and changed
+    wanted = {"router": ("gate.weight",), "experts": ("gate.weight", "block_sparse_moe.experts")}
+    kinds = {
+        kind for kind in ("self_attn", "experts", "gate.weight", "norm", "embed") if any(kind in key for key in changed)
+    }
+    assert kinds == {"router": {"gate.weight"}, "experts": {"gate.weight", "experts"},
+                     "lora": {"gate.weight", "experts", "self_attn"}}[method], wanted  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.num_local_experts == 4
+    if trained:  # the model as it was in memory, loaded by other means
+        own = transformers.AutoModelForCausalLM.from_pretrained(originals / "smaller")
+        own.load_state_dict({**own.state_dict(), **{key: value for layer in trained for key, value in layer.items()}})
+        tokens = zoo.tokens(model, 2, 16)
+        assert torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
+
+
+def test_the_record_says_how_and_the_same_command_writes_nothing(
+    run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    expected, out = whole(), tmp_path / "out"
+    result = run(*asked(originals, out))
+    assert result.status == 0 and "istillation (experts, at most 8 steps of 128 tokens)" in result.out, result
+    assert tree(out) == expected and names(tmp_path) == ["out"]
+    again = run(*asked(originals, out))
+    assert again.status == 0 and "is in place already" in again.err and tree(out) == expected
+    refused(run(*asked(originals, out, "--seed", 1)), "exists already")
+    record, own = (json.loads((folder / "compression.json").read_text()) for folder in (out, originals / "smaller"))
+    plan = Plan.from_dict(record["plan"])
+    done = record["plan"]["steps"].pop()
+    assert record["plan"] == own["plan"] and record["bytes"] == own["bytes"]
+    assert (done["options"]["train"], done["options"]["steps"], done["name"]) == ("experts", 8, "distill")
+    assert done["text"]["source"] == "calibration.txt" and len(done["text"]["sha256"]) == 64
+    assert [entry["step"] for entry in done["result"]["curve"]] == list(range(9))
+    assert plan.digest() == record["plan_digest"] != own["plan_digest"]
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+    told = f"KL {short(done['result']['before'])} to {short(done['result']['after'])} nats per token from the base"
+    card = " ".join(card_text(out, "me/small").text.split())
+    assert "No text was read to choose experts" in card and "images/distillation.png" in card
+    assert told in card and "trained the model end to end" in card and "No weight was refitted" not in card
+    before = card_text(originals / "smaller", "me/small").text
+    assert "nats per token" not in before and "No weight was refitted" in before
+    assert run("report", out, "-o", tmp_path / "report.html").status == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Distillation (experts, at most 8 steps of 128 tokens): KL" in page
+
+
+MOMENTS = [  # of a run of 8 evaluations
+    ("compressor.steps.distill.updating", "keep_tensors", 9, ("--stream",)),
+    ("compressor.steps.distill.training", "write_whole", 4, ()),
+    ("compressor.steps.distill.training", "write_whole", 4, ("--stream", "--train", "lora")),
+    ("compressor.steps.distill.distilling", "keep_tensors", 2, ()),
+    ("compressor.workdir.workdir", "put_tensors", 2, ("--stream",)),
+]
+
+
+@pytest.mark.parametrize(("module", "function", "nth", "more"), MOMENTS)
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    module: str, function: str, nth: int, more: tuple[str, ...], run: Run, originals: Path,
+    whole: Callable[..., dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    expected = whole(*more)
+    command = asked(originals, tmp_path / "out", *more)
+    assert run_killed(command, module, function, nth) == -signal.SIGKILL and not (tmp_path / "out").exists()
+    steps: list[int] = []
+    monkeypatch.setattr(base_answers, "_Asking", lambda *_: pytest.fail("the base was asked again"))
+    real = training.Objective
+
+    def noting(*given: Any) -> Any:
+        steps.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(training, "Objective", noting)
+    assert run(*command).status == 0
+    assert tree(tmp_path / "out") == expected and names(tmp_path) == ["out"]
+    assert len(steps) < 8
+
+
+def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(
+    run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    command = asked(originals, tmp_path / "out")
+    assert run_killed(command, "compressor.steps.distill.training", "write_whole", 4) == -signal.SIGKILL
+    work = tmp_path / ".out.moe-compressor"
+    states, answers = [*work.rglob("step-*/*.safetensors")], [*work.rglob("base-*/*.safetensors")]
+    assert states and answers
+    for path in (*states, *answers[-1:]):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert run(*command).status == 0 and tree(tmp_path / "out") == whole()
+
+
+def unchanged(run: Run, originals: Path, out: Path, *more: Any) -> dict[str, Any]:
+    """What is told of a run that must leave all tensors as they are."""
+    result = run(*asked(originals, out, "--json", *more))
+    assert result.status == 0, result
+    told: dict[str, Any] = json.loads(result.out)["steps"][-1]["result"]
+    assert not told["changed"] and told["after"] == told["before"]
+    smaller = load_file(originals / "smaller" / "model.safetensors")
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(value, written[key]) for key, value in smaller.items())
+    return told
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_a_rate_that_diverges_changes_nothing(
+    stream: tuple[str, ...], run: Run, originals: Path, tmp_path: Path
+) -> None:
+    told = unchanged(run, originals, tmp_path / "far", "--learning-rate", 1000, *stream)
+    assert told["ended"] == training.APART and len(told["curve"]) == 2
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+@pytest.mark.parametrize("good", [0, 4])
+def test_a_loss_that_is_no_number_ends_it_with_the_best_state_kept(
+    good: int, stream: tuple[str, ...], run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = [0], objective.top_divergence
+
+    def divergence(*given: Any) -> Tensor:
+        calls[0] += 1
+        return real(*given) if calls[0] <= good else real(*given) * math.nan
+
+    monkeypatch.setattr(objective, "top_divergence", divergence)
+    if not good:
+        told = unchanged(run, originals, tmp_path / "out", *stream)
+    else:
+        result = run(*asked(originals, tmp_path / "out", "--json", *stream))
+        told = json.loads(result.out)["steps"][-1]["result"]
+        assert result.status == 0 and told["changed"] and 0 < told["best"] <= good
+    assert told["ended"] == training.NOT_A_NUMBER and len(told["curve"]) == good + 1
+
+
+def test_it_ends_where_nothing_better_comes_and_takes_the_best(
+    run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = iter([1.0, 0.9, 0.8, 0.85, 0.81, 0.9, 0.7])
+
+    def evaluated(engine: InMemory, evaluator: Any) -> Figures:
+        kl = next(curve) + 0.01 * torch.arange(8).double()
+        return Figures(kl, kl, kl / 9, torch.full((8,), 31), torch.zeros(8, dtype=torch.int64))
+
+    monkeypatch.setattr(InMemory, "evaluated", evaluated)
+    result = run(*asked(originals, tmp_path / "out", "--patience", 3, "--json"))
+    told = json.loads(result.out)["steps"][-1]["result"]
+    assert told["changed"] and told["best"] == 2 and told["ended"] == training.NO_BETTER and len(told["curve"]) == 6
+
+
+def test_refusals(run: Run, originals: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for more, message in (
+        (("--train", "biases"), "distill: train is 'biases'; input should be 'experts', 'router', 'lora', 'all'"),
+        (("--optimizer", "sgd"), "distill: optimizer is 'sgd'; input should be 'adam' or 'adafactor'"),
+        (("--steps", 0), "distill: steps is 0; input should be greater than or equal to 1"),
+        (("--kl", "nan"), "distill: kl is nan; input should be"),
+        (("--kl", 0), "nothing is learnt of no loss"),
+        (("--steps", 10**6, "--tokens-per-step", 10**6), "are more than 1,000,000,000 tokens; ask for fewer"),
+        (("--tokens-per-step", 16), "less than one sequence of 32"),
+    ):
+        refused(run(*asked(originals, out, *more)), message)
+    short = run(*asked(originals, out, "--tokens-per-step", 10**6))
+    assert short.status == 2 and "31250" in short.err
+    refused(
+        run(*asked(originals, originals / "smaller")),
+        "lies in the source checkpoint itself; name another output folder",
+    )
+    zoo.save("mixtral", tmp_path / "other")
+    small.tokenizer().save_pretrained(tmp_path / "other")
+    refused(run(*asked(originals, out, "--base", tmp_path / "other")), "knows 96 tokens, smaller 259")
+    small.save(tmp_path / "zaya", "zaya")
+    data = ("--base", tmp_path / "zaya", "--calibration", originals / "calibration.txt", *SIZES, "--stream")
+    zaya = run("distill", tmp_path / "zaya", "-o", out, *data)
+    assert zaya.status == 2 and re.search("Error: Zaya.* layer by layer; use what needs none, or takes them", zaya.err)
+    assert not out.exists() and names(tmp_path) == ["other", "zaya"]
+
+
+def test_another_base_than_the_source_is_told(run: Run, originals: Path, tmp_path: Path) -> None:
+    shutil.copytree(originals / "model", tmp_path / "other")
+    small.edit_tensors(tmp_path / "other", lambda tensors: [
+        tensors.update({key: value + 0.1}) for key, value in list(tensors.items()) if key.endswith("gate.weight")
+    ])  # fmt: skip
+    warned = run(*asked(originals, tmp_path / "out", "--base", tmp_path / "other", "--steps", 1))
+    assert warned.status == 0 and "whose fingerprint is not that of other" in warned.err
+    fine = run(*asked(originals, tmp_path / "fine", "--steps", 1))
+    assert fine.status == 0 and "fingerprint" not in fine.err
+
+
+def test_compress_distils_layer_by_layer(
+    run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no model whole in memory; recipe and plan ask for the same again."""
+    data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+    ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--dtype", "float32")
+    wish = ("--distill", "experts", "--set", "distill.steps=2")
+    stream = ("--set", "distill.stream=true")
+    monkeypatch.setattr(distilling, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
+    made = run("compress", *ask, *wish, *stream, "-o", tmp_path / "one")
+    assert made.status == 0 and "training layer by layer reads the model's" in made.err
+    record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
+    (done,) = (step for step in record["steps"] if step["name"] == "distill")
+    assert done["options"]["stream"] is True and done["result"]["changed"]
+    assert run("plan", *ask, *wish, *stream, "-o", tmp_path / "plan.json").status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    recipe = tmp_path / "one" / "recipe.yaml"
+    assert "stream: true" in recipe.read_text()
+    assert run("compress", recipe, "-o", tmp_path / "three").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "three")
+    card = card_text(tmp_path / "one", "me/small").text
+    assert "- distill:\n    steps: 2\n    stream: true" in card
+    refused(run("compress", *ask, *wish, "-o", tmp_path / "one"), "exists already")  # another request
+
+
+def test_compress_distils_after_calibrating_routers_and_apply_repeats_it(
+    run: Run, originals: Path, tmp_path: Path
+) -> None:
+    data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
+    ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--correct", "ridge")
+    routers = ("--routers", "router", "--set", "routers.rounds=2", "--set", "routers.sequences=40")
+    wish = (*routers, "--distill", "experts", "--set", "distill.steps=2")
+    assert run("compress", *ask, *wish, "-o", tmp_path / "one").status == 0
+    assert run("plan", *ask, *wish, "-o", tmp_path / "plan.json").status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
+    done = {step["name"]: step for step in record["steps"]}
+    assert [*done] == ["prune", "correct", "routers", "distill"] and done["distill"]["options"]["steps"] == 2
+    assert done["distill"]["result"]["before"] == done["routers"]["result"]["after"]  # of the same held-out text
+    assert done["distill"]["result"]["after"] <= done["distill"]["result"]["before"]
+    recipe = (tmp_path / "one" / "recipe.yaml").read_text()
+    assert "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2\n" in recipe
+    assert (
+        "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2"
+        in card_text(tmp_path / "one", "me/small").text
+    )
+    refused(run("compress", *ask, "--distill", "x", "-o", tmp_path / "four"), "distill: train is 'x'; input should be")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_processes_that_train_together_come_to_what_one_does(
+    run: Run, originals: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    more = ("--contrastive", 0.0, "--cross-entropy", 0.5, "--steps", 3, "--evaluate-every", 1)
+    assert run(*asked(originals, tmp_path / "one", *more)).status == 0
+    port, started = str(free_port()), []
+    streams = tmp_path_factory.mktemp("streams")
+    for number in ("0", "1"):
+        place = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+        own = {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        started.append(start(asked(originals, tmp_path / "two", *more), streams / number, own))
+    first, second = (ended(process, streams / number) for process, number in zip(started, ("0", "1"), strict=True))
+    assert [first.status, second.status] == [0, 0], first.err + second.err
+    assert "istillation (experts" in first.out and second.out == ""
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-5, msg=key)
+    curves = [
+        json.loads((tmp_path / name / "compression.json").read_text())["plan"]["steps"][-1]["result"]["curve"]
+        for name in ("one", "two")
+    ]
+    for alone, together in zip(*curves, strict=True):
+        assert together["kl"] == pytest.approx(alone["kl"], rel=1e-4)
+        assert together["training"] == pytest.approx(alone["training"], rel=1e-4)
+    assert names(tmp_path) == ["one", "two"]
