@@ -7,8 +7,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/moe-compress demo
 
 # What computes plans is tested once more as a processor without vector instructions would; reading them differs nowhere.
-DECIDING = tests/strategies tests/compressor/test_ties.py tests/compressor/grouping \
-	tests/compressor/planning/test_make.py tests/compressor/planning/test_protecting.py
+DECIDING = tests/strategies tests/compressor/test_ties.py tests/compressor/grouping tests/compressor/steps/prune
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .

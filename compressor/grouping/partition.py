@@ -26,7 +26,8 @@ class Grouping:
     groups: every expert once, members ascending, groups ordered by their smallest member; without those of a block
         in which protected experts take all the groups.
     objective: sum of distances over unordered pairs within a group.
-    exact: whether no partition under the same constraints is cheaper; False means unproved, not worse.
+    exact: whether no partition under the same constraints is cheaper by more than rounding (`ties`); False means
+        unproved, not worse.
     """
 
     groups: tuple[tuple[int, ...], ...]
