@@ -48,7 +48,7 @@ class OutputOptions(Options):
     """What is written."""
 
     formats: tuple[str, ...] = Field(("safetensors",), min_length=1, description="safetensors, onnx or others.")
-    max_shard_bytes: int | None = Field(None, ge=1, description="Largest weight file, in bytes.")
+    max_shard_bytes: int | None = Field(None, ge=1, description="Largest weight file, in bytes; a tensor is never cut.")
 
 
 class Recipe(Options):

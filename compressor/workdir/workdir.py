@@ -11,6 +11,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -231,27 +232,39 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     found = [*dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values())]
-    headers = [[*read_header(stage / name).values()] for name in found]
-    groups = shards([sum(info.nbytes for info in each) for each in headers], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
+    parts = [part for name in found for part in _cut([*read_header(stage / name).values()], max_shard_bytes)]
+    groups = shards([sum(info.nbytes for info in part) for part in parts], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
+    whole = Counter(part[0].file for part in parts)
     places = dict[str, str]()
     with LayerWriter() as writer:
         for number, group in enumerate(groups, start=1):
             shard = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            infos = [info for file in group for info in headers[file]]
+            infos = [info for part in group for info in parts[part]]
             places |= {info.name: shard for info in infos}
-            if len(group) == 1:
-                _link(stage / found[group[0]], output / shard)
+            if len(group) == 1 and whole[infos[0].file] == 1:
+                _link(stage / infos[0].file, output / shard)
             else:
-                steps = dict.fromkeys(step for file in group for step in made_by(stage / found[file]) or ())
+                sources = dict.fromkeys(info.file for info in infos)
+                steps = dict.fromkeys(step for file in sources for step in made_by(stage / file) or ())
                 writer.write(output / shard, [_output(info) for info in infos], _changed(stage, infos, {}), [*steps])
     if len(groups) > 1:
-        write_file(output / INDEX_NAME, index_json(places, [_output(info) for each in headers for info in each]))
+        write_file(output / INDEX_NAME, index_json(places, [_output(info) for part in parts for info in part]))
     others = [path for path in stage.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     for path in others:
         if path.name != INDEX_NAME:
             write_file(output / path.relative_to(stage), path.read_bytes())
     for name, content in files.items():
         write_file(output / name, content)
+
+
+def _cut(infos: list[TensorInfo], most: int | None) -> list[list[TensorInfo]]:
+    """A layer's tensors in files of at most `most` bytes, or of one tensor that is larger; one file without a limit."""
+    parts: list[list[TensorInfo]] = [[]]
+    for info in infos:
+        if most is not None and parts[-1] and sum(each.nbytes for each in parts[-1]) + info.nbytes > most:
+            parts.append([])
+        parts[-1].append(info)
+    return parts
 
 
 def _link(path: Path, target: Path) -> None:
