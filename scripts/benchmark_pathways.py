@@ -24,11 +24,10 @@ from compressor.evaluation.answers import is_greedy, likelihoods, positions
 from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways.answering import open_answering
-from compressor.pathways.building import build_reference
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import oracle
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
-from compressor.pathways.reference import write_reference
+from compressor.pathways.reference import build_reference, write_reference
 from compressor.progress import Silent
 
 PROMPT = 64  # tokens

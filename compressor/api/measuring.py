@@ -16,9 +16,8 @@ from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.inspection import Inspection, inspect_model
 from compressor.model.opened import OpenModel, resolve_count, shared_experts
-from compressor.pathways.answering import trusted_reference
+from compressor.pathways.answering import refuse_other_tasks, routed_answerer, trusted_reference
 from compressor.pathways.options import Routing
-from compressor.pathways.routing import refuse_other_tasks, routed_answerer
 from compressor.pipeline.run_context import find_model, open_run
 from compressor.pipeline.task import HELDOUT, sources_of
 from compressor.progress import Progress, Silent

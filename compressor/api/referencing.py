@@ -9,9 +9,8 @@ from compressor.evaluation.task_items import item_options, items_of
 from compressor.files import check_folder
 from compressor.locking import alone
 from compressor.model.opened import open_model
-from compressor.pathways.building import Asked, build_reference
 from compressor.pathways.options import OWN
-from compressor.pathways.reference import NAMES, ReferenceFacts, write_reference
+from compressor.pathways.reference import NAMES, Asked, ReferenceFacts, build_reference, write_reference
 from compressor.progress import Progress, Silent
 
 

@@ -1,6 +1,11 @@
-"""C3PO at test time: each question is answered once more on an optimised pathway, found by its neighbours."""
+"""C3PO at test time: each question is answered once more on an optimised pathway, found by its neighbours.
 
-from collections.abc import Sequence
+And a gate's compressed model that answers so: what can be refused before a weight is read, and who answers.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +16,19 @@ from torch import Tensor
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import is_greedy, likelihoods, positions
+from compressor.evaluation.evaluate import Answerer
 from compressor.evaluation.items import Item, rows_of
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.embedding import Embedder, embedder
 from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.optimisers import Neighbour, needs_runs, optimised
-from compressor.pathways.options import OWN, PathwayOptions, Routing
-from compressor.pathways.reference import ReferenceSet, read_reference
+from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
+from compressor.pathways.reference import Embedder, ReferenceSet, embedder, read_reference, reference_digest
 from compressor.progress import Progress
+from compressor.records import plain_json
+
+OTHER_ANSWERS = {"generate_until": "writes its answers", "loglikelihood_rolling": "rates whole texts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +90,12 @@ class Answering:
         places, query, points = self.reference.neighbours(
             embedding, options.neighbours, options.radius, but=item.prompt
         )
-        near = [Neighbour(self.reference.pathways[at, -late:], self._neighbour(at)) for at in places]
+        runs, items = needs_runs(options), self.reference.items
+        near = [
+            Neighbour(self.reference.pathways[at, -late:], self.answered(items[at]) if runs else None) for at in places
+        ]
         with torch.enable_grad():
             return optimised(self.model, plain.pathway[-late:], near, query, points, options)
-
-    def _neighbour(self, place: int) -> Plain | None:
-        if not needs_runs(self.options):
-            return None
-        return self.answered(self.reference.items[place])
 
     def answered(self, item: Item) -> Plain:
         """A plain forward of an item's prompt with its right answer alone."""
@@ -112,8 +119,7 @@ def open_answering(
     Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
     another model than `embedding`: a file shall not choose what is downloaded.
     """
-    routing = Routing(reference, options, embedding)
-    found = trusted_reference(routing)
+    found = trusted_reference(Routing(reference, options, embedding))
     return load_answering(*opened_with(found, locate(model, revision, progress), dtype, device), found, options)
 
 
@@ -142,3 +148,44 @@ def load_answering(opened: OpenModel, tokenizer: Any, reference: ReferenceSet, o
     loaded = PathwayModel(opened, late, options.tokens, reference.facts.scores)
     loaded.load()
     return Answering(loaded, tokenizer, reference, options, embedder(reference.facts.embedding, loaded))
+
+
+def refuse_other_tasks(tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse tasks that give no answers to choose from after a prompt."""
+    for task in tasks:
+        for name, part in task.parts.items():
+            if (what := OTHER_ANSWERS.get(str(getattr(part, "OUTPUT_TYPE", None)))) is not None:
+                raise CompressionError(
+                    f"task {name!r} {what}, so it has no prompt to optimise a pathway for; name tasks of multiple "
+                    "choice, or leave --routing out"
+                )
+
+
+def routed_answerer(
+    routing: Routing, reference: ReferenceSet, source: ModelSource, options: EvaluationOptions
+) -> Answerer:
+    """Who answers for a model that is routed by its reference set.
+
+    Raises `CompressionError` for the set of another model or tokenizer.
+    """
+    opened_with(reference, source, options.dtype, options.device)  # the base answers first, and that may take hours
+    facts = {
+        "method": METHOD,
+        "reference": reference_digest(Path(routing.reference)),
+        "options": plain_json(routing.options),
+    }
+
+    @contextmanager
+    def load(source: ModelSource, options: EvaluationOptions) -> Iterator[Any]:
+        from compressor.pathways.lm_eval_model import RoutedModel
+
+        opened, tokenizer = opened_with(reference, source, options.dtype, options.device)
+        try:
+            yield RoutedModel(load_answering(opened, tokenizer, reference, routing.options))
+        finally:
+            opened.partial.release("")
+            gc.collect()
+            if opened.partial.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    return Answerer(facts, load)

@@ -19,8 +19,7 @@ from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.opened import OpenModel
 from compressor.model.watch import Watch
 from compressor.pathways.options import Tokens
-from compressor.pathways.router_logits import Product, watched
-from compressor.pathways.scores import Score, find_score, weights_of
+from compressor.pathways.router_logits import Product, Score, find_score, watched, weights_of
 
 AGREE = 0.02  # of the largest logit, by which recomputed logits may differ on a machine that adds in any order
 REMEDIES = ("take shorter items, or --device cpu", "see whether stock transformers alone can run it")
@@ -97,35 +96,53 @@ class PathwayModel:
         tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows) - 1, dtype=torch.long)
         for place, row in enumerate(rows):
             tokens[place, : len(row.tokens) - 1] = torch.tensor(row.tokens[:-1])
-        seen, kept = _Seen(tokens.numel()), dict[str, Any]()
+        units, kept = self.opened.architecture.units, dict[str, Any]()
+        seen = {layer.name: list[Tensor]() for layer in self.layers}  # logits [T, E] of each call of the router
+        choices: dict[str, tuple[Tensor, Tensor]] = {}  # chosen experts and their weights, [T, k] each
+
+        def keep(layer: str, product: Product) -> None:
+            seen[layer].append(product.logits.detach().reshape(-1, product.logits.shape[-1]).clone())
+
+        def keep_choice(layer: str, hidden: Tensor, chosen: Tensor, given: Tensor) -> None:
+            choices[layer] = chosen.detach().clone(), given.detach().clone()
+
+        def keep_output(unit: str, module: nn.Module, args: Any, output: Any) -> None:
+            kept[unit] = tree_map(_copy, output)  # which a later layer may write into
+
         with ExitStack() as stack:
             for layer in self.layers:
-                stack.enter_context(watched(self.model, layer, partial(seen.keep, layer.name)))
+                stack.enter_context(watched(self.model, layer, partial(keep, layer.name)))
                 if not self.scores:
-                    stack.enter_context(Watch(self.model, layer, on_experts=partial(seen.keep_choice, layer.name)))
+                    stack.enter_context(Watch(self.model, layer, on_experts=partial(keep_choice, layer.name)))
             for unit in self.early_units:
-                handle = self.model.get_submodule(unit).register_forward_hook(partial(_keep_output, kept, unit))
+                handle = self.model.get_submodule(unit).register_forward_hook(partial(keep_output, unit))
                 stack.callback(handle.remove)
             logits = self._forward(tokens).detach()
-        self.work += len(self.opened.architecture.units) * tokens.numel()
+        self.work += len(units) * tokens.numel()
         if not bool(logits.isfinite().all()):
             raise CompressionError(
                 f"{self.opened.source.label} gives logits that are not finite, so its answers mean nothing; check its "
                 "weights, or pass --dtype float32 if they are sound"
             )
-        seen.refuse_other_calls(self.layers)
+        for layer in self.layers:
+            if [len(call) for call in seen[layer.name]] != [tokens.numel()]:
+                raise CompressionError(
+                    f"{layer.router} does not see every token once, so its tokens have no pathway; pathways of this "
+                    "architecture cannot be optimised"
+                )
+        own = {name: calls[0] for name, calls in seen.items()}
         if not self.scores:
-            self.scores = tuple(find_score(seen.logits[x.name], *seen.choices[x.name]) for x in self.layers)
-        moved = self._positions(rows, tokens.shape[1])
-        last = rows[0].start - 1
-        own = tuple(seen.logits[layer.name][moved] for layer in self.late_layers)
-        pathway = torch.stack(
-            [
-                weights_of(seen.logits[layer.name][last], score).cpu()
-                for layer, score in zip(self.layers, self.scores, strict=True)
-            ]
-        )
-        plain = Plain(tuple(rows), tokens, kept, moved, own, pathway, logits)
+            self.scores = tuple(find_score(own[layer.name], *choices[layer.name]) for layer in self.layers)
+        positions = [
+            place * tokens.shape[1] + position
+            for place, row in enumerate(rows)
+            for position in range(row.start - 1, row.start if self.moves == "last" else len(row.tokens) - 1)
+        ]
+        moved = torch.tensor(positions, device=self.opened.partial.device)
+        late = tuple(own[layer.name][moved] for layer in self.late_layers)
+        last, scored = rows[0].start - 1, zip(self.layers, self.scores, strict=True)
+        pathway = torch.stack([weights_of(own[layer.name][last], score).cpu() for layer, score in scored])
+        plain = Plain(tuple(rows), tokens, kept, moved, late, pathway, logits)
         self._check(plain)
         return plain
 
@@ -151,14 +168,6 @@ class PathwayModel:
         logits: Tensor = output.logits
         return logits
 
-    def _positions(self, rows: Sequence[Row], length: int) -> Tensor:
-        found = [
-            place * length + position
-            for place, row in enumerate(rows)
-            for position in range(row.start - 1, row.start if self.moves == "last" else len(row.tokens) - 1)
-        ]
-        return torch.tensor(found, device=self.opened.partial.device)
-
     @torch.no_grad()
     def _check(self, plain: Plain) -> None:
         """Once, on the first rows: the late layers give what they gave, or the architecture is refused."""
@@ -175,38 +184,8 @@ class PathwayModel:
         self._checked, self.work = True, work
 
 
-class _Seen:
-    """What routers and experts were given, by layer."""
-
-    def __init__(self, positions: int) -> None:
-        self.positions = positions
-        self.logits: dict[str, Tensor] = {}  # [T, E]
-        self.choices: dict[str, tuple[Tensor, Tensor]] = {}  # chosen experts and their weights, [T, k] each
-        self.calls: dict[str, int] = {}
-
-    def keep(self, layer: str, product: Product) -> None:
-        self.logits[layer] = product.logits.detach().reshape(-1, product.logits.shape[-1]).clone()
-        self.calls[layer] = self.calls.get(layer, 0) + 1
-
-    def keep_choice(self, layer: str, hidden: Tensor, chosen: Tensor, given: Tensor) -> None:
-        self.choices[layer] = (chosen.detach().clone(), given.detach().clone())
-
-    def refuse_other_calls(self, layers: Sequence[MoeLayer]) -> None:
-        """Refuse a router that does not see every token just once."""
-        for layer in layers:
-            if self.calls.get(layer.name) != 1 or len(self.logits[layer.name]) != self.positions:
-                raise CompressionError(
-                    f"{layer.router} does not see every token once, so its tokens have no pathway; pathways of this "
-                    "architecture cannot be optimised"
-                )
-
-
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _keep_output(kept: dict[str, Any], unit: str, module: nn.Module, args: Any, output: Any) -> None:
-    kept[unit] = tree_map(_copy, output)  # which a later layer may write into
 
 
 def _set_rows(moved: Tensor, target: Tensor, product: Product) -> Tensor:
@@ -219,13 +198,9 @@ def _handing_on(model: nn.Module, kept: Mapping[str, Any]) -> Iterator[None]:
     """Decoder layers that put out what was kept of them, instead of what they are given."""
     modules = {unit: model.get_submodule(unit) for unit in kept}
     for unit, module in modules.items():
-        module.forward = partial(_handed, kept[unit])
+        module.forward = lambda *args, kept=kept[unit], **kwargs: tree_map(_copy, kept)
     try:
         yield
     finally:
         for module in modules.values():
             module.__dict__.pop("forward", None)
-
-
-def _handed(kept: Any, *args: Any, **kwargs: Any) -> Any:
-    return tree_map(_copy, kept)

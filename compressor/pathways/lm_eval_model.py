@@ -1,4 +1,4 @@
-"""The model `moe-c3po` of lm-eval: multiple choice on optimised pathways.
+"""What lm-eval asks instead of a model: multiple choice on optimised pathways, also by the name `moe-c3po`.
 
     python -m compressor.pathways.lm_eval_model --model moe-c3po \
         --model_args pretrained=FOLDER,reference=reference,optimizer=ngd --tasks boolq
@@ -7,19 +7,71 @@ lm-eval finds models by no entry point, so this registers the model and goes on 
 Importing this module imports lm-eval.
 """
 
+import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
+from itertools import groupby
 from typing import Any
 
+from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from compressor.errors import CompressionError
-from compressor.pathways.answering import open_answering
+from compressor.evaluation.model import AnswerWatch
+from compressor.evaluation.scores import Spent
+from compressor.pathways.answering import Answering, open_answering
 from compressor.pathways.options import PathwayOptions
-from compressor.pathways.routed_model import RoutedModel
 from compressor.records import read_as
 
+logger = logging.getLogger(__name__)
+
 IGNORED = ("batch_size", "max_batch_size")  # which lm-eval passes to every model
+ONLY = "moe-c3po answers multiple choice alone, items of another kind have no prompt to optimise; ask the plain model"
+
+
+class RoutedModel(LM):
+    """Answers requests of one prompt together; a prompt of its own for each choice is a pathway for each choice."""
+
+    def __init__(self, answering: Answering) -> None:
+        super().__init__()
+        self.answering = answering
+        self.watcher: AnswerWatch | None = None
+        self._before = self._counted()
+
+    def watch(self, watch: AnswerWatch) -> None:
+        """Who sees the next answers; what they take is counted from here."""
+        self.watcher, self._before = watch, self._counted()
+        self.set_cache_hook(watch)
+
+    @property
+    def spent(self) -> Spent:
+        """What the answers took since `watch`."""
+        return Spent(*(now - before for now, before in zip(self._counted(), self._before, strict=True)))
+
+    def _counted(self) -> tuple[int, int, int]:
+        return self.answering.model.work, self.answering.plain_work, self.answering.left_plain
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log likelihood in nats, whether it is greedy) of each continuation."""
+        if self.watcher is not None:
+            self.watcher.start(len(requests))
+        found = list[tuple[float, bool]]()
+        for prompt, asked in groupby((request.args for request in requests), key=lambda pair: pair[0]):
+            pairs = list(asked)
+            answers = self.answering.answer(prompt, [continuation for _, continuation in pairs])
+            for pair, answer in zip(pairs, answers, strict=True):
+                found.append((answer.likelihood, answer.greedy))
+                self.cache_hook.add_partial("loglikelihood", pair, found[-1])
+        if self.watcher is None:
+            logger.warning("moe-c3po has cost %.2f plain forwards of these items", self.answering.cost)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        raise CompressionError(ONLY)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        raise CompressionError(ONLY)
 
 
 @register_model("moe-c3po")

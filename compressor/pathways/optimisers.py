@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError
 from compressor.evaluation.answers import likelihoods
 from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.options import Kernel, PathwayOptions
-from compressor.pathways.scores import logits_of
+from compressor.pathways.router_logits import logits_of
 
 DEGREE = 2  # of the polynomial kernel, (1 + x.y)^2
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the line search tries
 
 
 def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | None = None) -> Tensor:
@@ -67,25 +67,12 @@ def core(pathway: Tensor, count: int) -> Tensor:
     return torch.zeros_like(pathway, dtype=torch.bool).scatter(-1, largest, True)
 
 
-def cosine(rate: float, step: int, steps: int) -> float:
-    """The rate of a step that falls from `rate` to nothing along half a cosine."""
-    return rate * (1 + math.cos(math.pi * step / steps)) / 2
-
-
 def descend(gradient: Callable[[Tensor], Tensor], start: Tensor, steps: int, rate: float) -> Tensor:
-    """Where steps against the gradient lead from `start`."""
+    """Where steps against the gradient lead from `start`; the rate falls to nothing along half a cosine."""
     place = start
     for step in range(steps):
-        place = place - cosine(rate, step, steps) * gradient(place)
+        place = place - rate * (1 + math.cos(math.pi * step / steps)) / 2 * gradient(place)
     return place
-
-
-def best_share(loss: Callable[[float], float], shares: Sequence[float]) -> float:
-    """Of these shares the one of the least loss, the earliest among equals."""
-    return min(shares, key=loss)
-
-
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the line search tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +101,31 @@ def optimised(
     `query` [D] is the item's embedding, `points` [n, D] are those of its neighbours. Without neighbours, or with ones
     whose pathways are its own (ngd excepted, which looks at their loss), that is nothing.
     """
-    if options.optimizer == "oracle":
-        raise CompressionError("the oracle needs the item's own answer; call `oracle`")
+    assert options.optimizer != "oracle"  # which is told the item's own answer
     if not neighbours:
         return torch.zeros_like(own)
     weights = kernel_weights(options.kernel, query, points, options.bandwidth)
     pathways = torch.stack([each.pathway for each in neighbours])
     movable = core(own, options.experts)
     if options.optimizer == "ngd":
-        return _descended(model, own, neighbours, weights, movable, options)
+        return descend(
+            lambda place: neighbours_gradient(model, own, place, neighbours, weights) * movable,
+            torch.zeros_like(own),
+            options.steps,
+            options.rate,
+        )
+
+    def shift(target: Tensor) -> Tensor:
+        """What moves the movable experts' logits to another pathway; nothing, bit for bit, where both agree."""
+        return (_logits(model, target) - _logits(model, own)) * movable
+
     if options.optimizer == "mode":
         share = 0.5 if options.share is None else options.share
-        target = mean_shift(own, pathways, options.kernel, options.bandwidth, share, options.steps)
-        return _shift(model, own, target, movable)
-    share = (
-        options.share
-        if options.share is not None
-        else best_share(
-            lambda share: neighbours_loss(
-                model, own, _shift(model, own, towards(own, pathways, weights, share), movable), neighbours, weights
-            ),
-            SHARES,
-        )
-    )
-    return _shift(model, own, towards(own, pathways, weights, share), movable)
+        return shift(mean_shift(own, pathways, options.kernel, options.bandwidth, share, options.steps))
+    if options.share is not None:
+        return shift(towards(own, pathways, weights, options.share))
+    tried = [shift(towards(own, pathways, weights, share)) for share in SHARES]
+    return min(tried, key=lambda place: neighbours_loss(model, own, place, neighbours, weights))
 
 
 def oracle(model: PathwayModel, plain: Plain, right: int, own: Tensor, options: PathwayOptions) -> Tensor:
@@ -150,23 +138,7 @@ def oracle(model: PathwayModel, plain: Plain, right: int, own: Tensor, options: 
     def gradient(place: Tensor) -> Tensor:
         moved = place.requires_grad_()
         loss = -likelihoods(model.again(plain, moved), plain.rows)[right]
-        return _gradient(loss, moved) * movable
-
-    return descend(gradient, torch.zeros_like(own), options.steps, options.rate)
-
-
-def _descended(
-    model: PathwayModel,
-    own: Tensor,
-    neighbours: Sequence[Neighbour],
-    weights: Tensor,
-    movable: Tensor,
-    options: PathwayOptions,
-) -> Tensor:
-    """Neighbourhood gradient descent: what lowers the neighbours' loss if all of them take the item's pathway."""
-
-    def gradient(place: Tensor) -> Tensor:
-        return neighbours_gradient(model, own, place, neighbours, weights) * movable
+        return torch.autograd.grad(loss, moved)[0] * movable
 
     return descend(gradient, torch.zeros_like(own), options.steps, options.rate)
 
@@ -178,7 +150,7 @@ def neighbours_gradient(
     total = torch.zeros_like(own)
     for neighbour, weight in zip(neighbours, weights.tolist(), strict=True):  # one graph in memory at a time
         moved = place.detach().clone().requires_grad_()
-        total += weight * _gradient(_neighbour_loss(model, own, moved, neighbour), moved)
+        total += weight * torch.autograd.grad(_neighbour_loss(model, own, moved, neighbour), moved)[0]
     return total
 
 
@@ -198,15 +170,5 @@ def _neighbour_loss(model: PathwayModel, own: Tensor, place: Tensor, neighbour: 
     return -likelihoods(model.again(neighbour.plain, shared), neighbour.plain.rows)[0]
 
 
-def _gradient(loss: Tensor, place: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(loss, place)
-    return found.detach()
-
-
 def _logits(model: PathwayModel, pathway: Tensor) -> Tensor:
     return torch.stack([logits_of(weights, score) for weights, score in zip(pathway, model.late_scores, strict=True)])
-
-
-def _shift(model: PathwayModel, own: Tensor, target: Tensor, movable: Tensor) -> Tensor:
-    """What takes the movable experts' logits from one pathway to the other; nothing, bit for bit, where both agree."""
-    return (_logits(model, target) - _logits(model, own)) * movable

@@ -1,27 +1,38 @@
-"""A reference set: items that a model answers right, each with its embedding and its pathway, as a folder on disk.
+"""A reference set: items that a model answers right, each with its embedding and its pathway; made, and as a folder.
 
 n items, D numbers of an embedding, L MoE layers, E experts (and any rows beyond them that a router scores).
 """
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from compressor.checkpoint.headers import read_header
-from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, item_lines, read_items
+from compressor.document.blocks import Block, Table, Text
+from compressor.errors import CompressionError, reason_of
+from compressor.evaluation.answers import is_greedy, likelihoods, positions
+from compressor.evaluation.items import Item, Row, item_lines, read_items, rows_of
 from compressor.files import file_digest, whole_folder
 from compressor.model.opened import OpenModel
-from compressor.pathways.scores import Score
+from compressor.model.tokenizer import load_tokenizer
+from compressor.pathways.engine import PathwayModel, Plain
+from compressor.pathways.options import OWN
+from compressor.pathways.router_logits import Score
+from compressor.progress import Progress
 from compressor.records import RESTORE, plain_json, read_as, read_json
+from compressor.words import counted, share
 
 NAMES = ("reference.json", "reference.safetensors", "items.jsonl")
+COLUMNS = ("task", "items", "right", "share")
 PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tÉß 漢字 {}"  # tokenised, it tells tokenizers apart
 
 
@@ -51,7 +62,7 @@ class ReferenceSet:
 
     @cached_property
     def _unit(self) -> Tensor:
-        return _unit(self.embeddings)
+        return normalize(self.embeddings)
 
     @cached_property
     def _nearest(self) -> Any:
@@ -72,7 +83,7 @@ class ReferenceSet:
                 f"the item's embedding has {len(embedding)} numbers, those of the reference set {len(self._unit[0])}; "
                 f"embed with {self.facts.embedding}"
             )
-        query = _unit(embedding[None])
+        query = normalize(embedding[None])
         same = sum(item.prompt == but for item in self.items)
         if radius is not None:
             places = self._nearest.radius_neighbors(query.numpy(), radius, sort_results=True)[1]
@@ -97,12 +108,6 @@ class ReferenceSet:
             raise CompressionError(
                 f"the reference set was made with another tokenizer than that of {model.source.label}; {remedy}"
             )
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    """[n, D] of length one each; one of no length stays."""
-    found: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
-    return found
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -134,8 +139,18 @@ def read_reference(folder: Path) -> ReferenceSet:
         if not (folder / name).is_file():
             raise CompressionError(f"{folder} holds no {name}; make the reference set again")
     items = tuple(read_items(folder / NAMES[2]))
-    embeddings, pathways = _tensors(folder / NAMES[1], len(items), len(facts.layers), facts.experts)
-    return ReferenceSet(facts, items, embeddings, pathways)
+    path, layers = folder / NAMES[1], len(facts.layers)
+    header = read_header(path)
+    shapes = {name: info.shape for name, info in header.items() if info.dtype == "F32"}
+    embeddings, pathways = shapes.get("embeddings", ()), shapes.get("pathways", ())
+    fits = len(embeddings) == 2 and embeddings[0] == len(items) and embeddings[1] > 0
+    fits &= len(pathways) == 3 and pathways[:2] == (len(items), layers) and pathways[2] >= facts.experts
+    if not fits or len(header) != 2:
+        raise CompressionError(f"{path} does not fit the files beside it; make the reference set again")
+    found = load_file(path)
+    if not all(bool(value.isfinite().all()) for value in found.values()) or bool((found["pathways"] < 0).any()):
+        raise CompressionError(f"{path} holds numbers that are no embeddings or weights; make the reference set again")
+    return ReferenceSet(facts, items, found["embeddings"], found["pathways"])
 
 
 def reference_digest(folder: Path) -> str:
@@ -143,16 +158,114 @@ def reference_digest(folder: Path) -> str:
     return hashlib.sha256("".join(file_digest(folder / name) for name in NAMES).encode()).hexdigest()
 
 
-def _tensors(path: Path, items: int, layers: int, experts: int) -> tuple[Tensor, Tensor]:
-    header = read_header(path)
-    shapes = {name: info.shape for name, info in header.items() if info.dtype == "F32"}
-    embeddings, pathways = shapes.get("embeddings", ()), shapes.get("pathways", ())
-    fits = len(embeddings) == 2 and embeddings[0] == items and embeddings[1] > 0
-    fits &= len(pathways) == 3 and pathways[:2] == (items, layers) and pathways[2] >= experts
-    if not fits or len(header) != 2:
-        raise CompressionError(f"{path} does not fit the files beside it; make the reference set again")
-    found = load_file(path)
-    weights = found["pathways"]
-    if not all(bool(value.isfinite().all()) for value in found.values()) or bool((weights < 0).any()):
-        raise CompressionError(f"{path} holds numbers that are no embeddings or weights; make the reference set again")
-    return found["embeddings"], weights
+Embedder = Callable[[Item, Row], Tensor]  # an item and its tokens -> [D], float32 on the CPU
+
+
+def embedder(name: str, model: PathwayModel) -> Embedder:
+    """What embeds prompts: the loaded model's own embeddings (their mean [H]), or a model of sentence-transformers.
+
+    Raises `CompressionError` where that is not installed or knows no such model.
+    """
+    if name == OWN:
+
+        @torch.no_grad()
+        def mean(item: Item, row: Row) -> Tensor:
+            table = model.model.get_input_embeddings()
+            tokens = torch.tensor(row.tokens[: row.start], device=table.weight.device)
+            found: Tensor = table.weight[tokens].float().mean(0).cpu()
+            return found
+
+        return mean
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise CompressionError(
+            f"--embedding {name} takes sentence-transformers, which cannot be imported ({error}); install it with "
+            f"`pip install sentence-transformers`, or leave --embedding out"
+        ) from error
+    try:
+        sentences: Any = SentenceTransformer(name, trust_remote_code=False)
+    except Exception as error:  # its loaders raise what they like
+        raise CompressionError(
+            f"sentence-transformers cannot load {name!r} ({reason_of(error)}); name another --embedding"
+        ) from error
+    return lambda item, row: torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How many items of a task a model was asked, and how many it answered right."""
+
+    task: str
+    items: int
+    right: int
+
+
+def answers_right(item: Item, plain: Plain) -> bool:
+    """Whether the model, run on an item's rows, finds the answer likeliest; without choices, goes on with it."""
+    if not item.choices:
+        return is_greedy(plain.logits, plain.rows[0])
+    return int(likelihoods(plain.logits, plain.rows).argmax()) == item.right
+
+
+def build_reference(
+    opened: OpenModel,
+    items: Sequence[Item],
+    embedding: str,
+    progress: Progress,
+    keep: Callable[[Item, Plain], bool] = answers_right,
+) -> tuple[ReferenceSet, tuple[Asked, ...]]:
+    """The items that the model answers right, or those to `keep`, and a count for each task.
+
+    Raises `CompressionError` where no item is kept.
+    """
+    tokenizer, most = load_tokenizer(opened.source.folder), positions(opened.config)
+    rows = [rows_of(item, tokenizer, opened.vocabulary, most) for item in items]
+    model = PathwayModel(opened, late=1)
+    progress.start(f"Loading {opened.source.label}", 1)
+    model.load()
+    embed = embedder(embedding, model)
+    progress.advance("")
+    progress.start("Asking", len(items))
+    kept = list[tuple[Item, Tensor, Tensor]]()
+    marks: dict[str, list[bool]] = {}  # by task
+    for item, own in zip(items, rows, strict=True):
+        plain = model.run(own)
+        right = keep(item, plain)
+        marks.setdefault(item.task, []).append(right)
+        if right:
+            kept.append((item, embed(item, own[0]), plain.pathway))
+        progress.advance(item.task)
+    if not kept:
+        raise CompressionError(
+            f"{opened.source.label} answers none of {len(items)} items right, so there is nothing to learn from; give "
+            "it easier items, or more of them"
+        )
+    learnt, embeddings, pathways = zip(*kept, strict=True)
+    facts = ReferenceFacts(
+        opened.source.label,
+        opened.fingerprint,
+        tokenizer_digest(tokenizer),
+        opened.architecture.experts,
+        tuple(layer.name for layer in opened.architecture.layers),
+        model.scores,
+        embedding,
+        len(items),
+    )
+    made = ReferenceSet(facts, learnt, torch.stack(embeddings), torch.stack(pathways))
+    return made, tuple(Asked(task, len(found), sum(found)) for task, found in marks.items())
+
+
+def reference_blocks(facts: ReferenceFacts, asked: Sequence[Asked]) -> tuple[Block, ...]:
+    """What the model was asked and answered right, by task, and what is kept of it."""
+    rows = tuple(
+        (each.task or "-", f"{each.items:,}", f"{each.right:,}", share(each.right, each.items)) for each in asked
+    )
+    how = "the mean of the model's own token embeddings" if facts.embedding == OWN else facts.embedding
+    return (
+        Table(f"Items that {facts.model} answers right", COLUMNS, rows),
+        Text(
+            f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of {facts.experts} "
+            f"experts, and embedded by {how}."
+        ),
+    )

@@ -27,7 +27,7 @@ def reference(
 ) -> None:
     """Ask a model items and keep those that it answers right, each with the experts that it visits."""
     from compressor.cli.results import written_line
-    from compressor.pathways.document import reference_blocks
+    from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
 
     with progress_bars(running.as_json) as progress:

@@ -18,12 +18,11 @@ from compressor.evaluation.items import Item, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import load_answering
-from compressor.pathways.building import build_reference
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import oracle
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
-from compressor.pathways.reference import ReferenceSet
-from compressor.pathways.scores import logits_of, weights_of
+from compressor.pathways.reference import ReferenceSet, build_reference
+from compressor.pathways.router_logits import logits_of, weights_of
 from compressor.progress import Progress
 
 OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours

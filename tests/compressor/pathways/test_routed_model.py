@@ -17,11 +17,9 @@ from compressor.evaluation.model import AnswerWatch, loaded_model
 from compressor.evaluation.scores import ItemScores, Spent
 from compressor.evaluation.task_items import task_items
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
-from compressor.pathways.answering import open_answering, trusted_reference
+from compressor.pathways.answering import open_answering, refuse_other_tasks, routed_answerer, trusted_reference
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.options import PathwayOptions, Routing
-from compressor.pathways.routed_model import routed_model
-from compressor.pathways.routing import refuse_other_tasks, routed_answerer
 from compressor.progress import Progress, Silent
 from tests import small
 from tests.evaluations import CHOICE, Steps, own_tasks
@@ -60,7 +58,8 @@ def routed(
     place: Path, how: PathwayOptions, pairs: tuple[tuple[str, str], ...] = ASKED
 ) -> tuple[list[tuple[float, bool]], Spent]:
     routing = Routing(place / "reference", how)
-    with routed_model(locate(str(place / "model")), options(), routing, trusted_reference(routing)) as model:
+    source = locate(str(place / "model"))
+    with routed_answerer(routing, trusted_reference(routing), source, options()).load(source, options()) as model:
         model.watch(AnswerWatch("model", "sums", Silent()))
         return model.loglikelihood(asked(pairs)), model.spent
 

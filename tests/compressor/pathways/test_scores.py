@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.pathways.scores import SCORES, Score, find_score, logits_of, weights_of
+from compressor.pathways.router_logits import SCORES, Score, find_score, logits_of, weights_of
 
 PLAIN = {
     "softmax": lambda logits: torch.softmax(logits, -1),
