@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compressor.comoe.document import ComoeEvaluation, write_evaluation
 from compressor.comoe.evaluating import TaskResult, ask
 from compressor.comoe.layer import comoe_layers
 from compressor.comoe.options import ComoeConfig, TuningOptions
-from compressor.comoe.pictures import mean_cosine
+from compressor.comoe.report import ComoeEvaluation, mean_cosine, write_evaluation
 from compressor.comoe.training import train
 from compressor.demo.evaluation import load_items
 from compressor.evaluation.items import Item

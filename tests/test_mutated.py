@@ -23,7 +23,7 @@ from torch import nn
 from compressor.checkpoint.headers import read_header
 from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
 from compressor.comoe.adapters import FACTS, TENSORS, load_adapters, save_adapters
-from compressor.comoe.injection import inject
+from compressor.comoe.layer import inject
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError

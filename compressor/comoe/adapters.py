@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.checkpoint.headers import read_header
-from compressor.comoe.injection import Model, inject_config, refuse_injected
-from compressor.comoe.layer import comoe_layers
+from compressor.comoe.layer import Model, comoe_layers, inject_config, refuse_injected
 from compressor.comoe.options import ComoeConfig
 from compressor.errors import CompressionError
 from compressor.files import whole_folder

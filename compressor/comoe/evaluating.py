@@ -3,12 +3,14 @@
 Letters: T tokens, E experts, K of them activated, L layers with experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compressor.comoe.layer import LoraExperts, comoe_layers, watching
 from compressor.evaluation.answers import is_greedy, likelihoods, positions
@@ -32,23 +34,15 @@ def examples(items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int |
 
 def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
     """Examples as a batch, padded on the right: tokens, mask and labels, [B, S] each."""
-    longest = max(len(example["input_ids"]) for example in batch)
 
-    def padded(name: str, filler: int) -> Tensor:
-        return torch.tensor([[*each[name], *[filler] * (longest - len(each[name]))] for each in batch])
+    def padded(rows: Iterable[Sequence[int]], filler: int) -> Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=filler)
 
-    mask = [[1] * len(each["input_ids"]) + [0] * (longest - len(each["input_ids"])) for each in batch]
     return {
-        "input_ids": padded("input_ids", pad),
-        "attention_mask": torch.tensor(mask),
-        "labels": padded("labels", IGNORED),
+        "input_ids": padded((each["input_ids"] for each in batch), pad),
+        "attention_mask": padded(([1] * len(each["input_ids"]) for each in batch), 0),
+        "labels": padded((each["labels"] for each in batch), IGNORED),
     }
-
-
-def batch_of(rows: Sequence[Row], pad: int = 0) -> dict[str, Tensor]:
-    """Rows as a batch without labels."""
-    made = collate([{"input_ids": list(row.tokens), "labels": list(row.tokens)} for row in rows], pad)
-    return {name: made[name] for name in ("input_ids", "attention_mask")}
 
 
 def pad_token(tokenizer: Any) -> int:
@@ -114,13 +108,14 @@ def _task(
     for start in range(0, len(asked), batch_size):
         part = asked[start : start + batch_size]
         rows = [row for _, own in part for row in own]
-        batch = {name: value.to(model.device) for name, value in batch_of(rows, pad).items()}
+        firsts = list(accumulate((len(own) for _, own in part), initial=0))[:-1]  # each item's first row
+        batch = collate([{"input_ids": list(row.tokens), "labels": list(row.tokens)} for row in rows], pad)
+        tokens_of, padding = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
         with watching(layers):
-            logits = model(**batch, use_cache=False).logits
-            firsts = _firsts(part)
-            mask = torch.zeros_like(batch["attention_mask"])
+            logits = model(input_ids=tokens_of, attention_mask=padding, use_cache=False).logits
+            mask = torch.zeros_like(padding)
             for (item, _), first in zip(part, firsts, strict=True):
-                mask[first + item.right] = batch["attention_mask"][first + item.right]
+                mask[first + item.right] = padding[first + item.right]
             for each in counted.values():
                 each.count(mask)
         found = likelihoods(logits, rows)
@@ -136,12 +131,6 @@ def _task(
     return TaskResult(task, len(asked), int(right), nats / tokens, workload, tuple(map(tuple, similarity)))
 
 
-def _firsts(part: Sequence[tuple[Item, tuple[Row, ...]]]) -> list[int]:
-    """The number of each item's first row in the batch."""
-    lengths = [len(own) for _, own in part]
-    return [sum(lengths[:place]) for place in range(len(lengths))]
-
-
 class _Counted:
     """Activations and cosines of one layer's experts, summed over tokens."""
 
@@ -154,9 +143,7 @@ class _Counted:
     def count(self, mask: Tensor) -> None:
         """Add what the layer has just seen, of the tokens that count; [B, S]."""
         for seen in self.layer.watched or ():
-            whole = mask.numel() != len(seen.inner)  # a layer that sees other tokens than the batch's
-            places = torch.arange(len(seen.inner)) if whole else mask.reshape(-1).cpu().nonzero().squeeze(1)
-            places = places.to(seen.inner.device)
+            places = seen.places(mask).to(seen.inner.device)
             outputs = unit(self.layer.outputs(seen.inner[places]))
             self.cosines += torch.einsum("tid,tjd->ij", outputs, outputs).double().cpu()
             self.activations += seen.chosen[places].flatten().bincount(minlength=len(self.activations)).cpu()

@@ -1,4 +1,4 @@
-"""One linear layer with LoRA experts and a router beside it (CoMoE, equations 1 to 3).
+"""Linear layers with LoRA experts and a router beside them (CoMoE, equations 1 to 3), and how they get there.
 
 Letters: T tokens, E experts, K of them activated, r rank, D_in and D_out features of the linear layer.
 
@@ -6,15 +6,19 @@ The contrastive loss of a whole model is the mean over its layers (equations 12 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compressor.comoe.options import ComoeConfig
-from compressor.steps.distill.contrastive import EPSILON, contrastive_loss
+from compressor.comoe.options import TARGETS, ComoeConfig
+from compressor.errors import CompressionError
+from compressor.steps.distill.contrastive import contrastive_loss
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,12 @@ class Seen:
 
     inner: Tensor  # [T, E, r], A_i x of every expert
     chosen: Tensor  # [T, K], the activated ones, the most important first
+
+    def places(self, mask: Tensor | None) -> Tensor:
+        """The tokens that count by a batch's mask [B, S]; all of a layer that sees other tokens than the batch's."""
+        if mask is None or mask.numel() != len(self.inner):
+            return torch.arange(len(self.inner))
+        return mask.reshape(-1).cpu().nonzero().squeeze(1)
 
 
 class LoraExperts(nn.Module):
@@ -102,42 +112,29 @@ def watching(layers: Mapping[str, LoraExperts]) -> Iterator[None]:
             layer.watched = None
 
 
-@dataclass(frozen=True, slots=True)
-class Contrast:
-    """How the contrastive loss is computed."""
-
-    temperature: float = 0.07
-    tokens: int | None = 512  # of a batch that each layer's loss is computed on, drawn anew each time; None: all
-    epsilon: float = EPSILON
-
-
 def model_contrast(
-    layers: Iterable[LoraExperts], mask: Tensor | None, settings: Contrast, generator: torch.Generator
+    layers: Iterable[LoraExperts],
+    mask: Tensor | None,
+    temperature: float,
+    tokens: int | None,
+    generator: torch.Generator,
 ) -> Tensor:
     """The loss of what watched layers have just seen: the mean over layers, and over the tokens of each.
 
     `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens than the batch's
-    (an expert's own layer) uses all of its own. For each token one of its activated experts is drawn as the anchor.
+    (an expert's own layer) uses all of its own. Of more than `tokens` as many are drawn in each layer. For each token
+    one of its activated experts is drawn as the anchor.
     """
-    seen = [(layer, call) for layer in layers for call in layer.watched or () if len(call.inner)]
-    losses = [_layer(layer, call, mask, settings, generator) for layer, call in seen]
+    losses = []
+    for layer, seen in ((each, call) for each in layers for call in each.watched or () if len(call.inner)):
+        places, chosen = seen.places(mask), seen.chosen
+        if tokens is not None and len(places) > tokens:
+            places = places[torch.randperm(len(places), generator=generator)[:tokens].sort().values]
+        anchors = torch.randint(chosen.shape[1], (len(places),), generator=generator).to(chosen.device)
+        places = places.to(chosen.device)
+        outputs = layer.outputs(seen.inner[places])  # [T, E, D_out]
+        losses.append(contrastive_loss(*apart(outputs, chosen[places], anchors), temperature))
     return torch.stack(losses).mean()
-
-
-def _layer(
-    layer: LoraExperts, seen: Seen, mask: Tensor | None, settings: Contrast, generator: torch.Generator
-) -> Tensor:
-    inner, chosen = seen.inner, seen.chosen
-    places = torch.arange(len(inner))
-    if mask is not None and mask.numel() == len(inner):
-        places = mask.reshape(-1).cpu().nonzero().squeeze(1)
-    if settings.tokens is not None and len(places) > settings.tokens:
-        drawn = torch.randperm(len(places), generator=generator)[: settings.tokens]
-        places = places[drawn.sort().values]
-    anchors = torch.randint(chosen.shape[1], (len(places),), generator=generator).to(chosen.device)
-    places = places.to(chosen.device)
-    outputs = layer.outputs(inner[places])  # [T, E, D_out]
-    return contrastive_loss(*apart(outputs, chosen[places], anchors), settings.temperature, settings.epsilon)
 
 
 def apart(outputs: Tensor, chosen: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,3 +149,54 @@ def apart(outputs: Tensor, chosen: Tensor, anchors: Tensor) -> tuple[Tensor, Ten
     order = rank.argsort(dim=1, stable=True)
     sorted_outputs = outputs.gather(1, order.unsqueeze(-1).expand_as(outputs))
     return sorted_outputs[:, 0], sorted_outputs[:, 1:top_k], sorted_outputs[:, top_k:]
+
+
+def inject(
+    model: Model,
+    r: int = 16,
+    experts: int = 4,
+    top_k: int = 2,
+    targets: Sequence[str] = TARGETS,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.05,
+    seed: int = 0,
+) -> Model:
+    """Put LoRA experts with a router beside every `nn.Linear` whose name ends with a target; all else is frozen.
+
+    The model is changed in place and returned; what it computes is the same until it is trained. `alpha` is 2 r by
+    default. Raises `CompressionError` where a target names no layer, or the model has experts of this kind already.
+    """
+    return inject_config(model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed))
+
+
+def inject_config(model: Model, config: ComoeConfig) -> Model:
+    """The same, from a config."""
+    refuse_injected(model)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in config.targets:
+        if not any(_ends_with(name, target) for name in linear):
+            ends = sorted({name.rpartition(".")[2] for name in linear})
+            known = f"they end with {', '.join(ends)}" if ends else "it has none"
+            raise CompressionError(f"no linear layer of the model has a name that ends with {target!r}; {known}")
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(config.seed)
+    for name in linear:
+        if any(_ends_with(name, target) for target in config.targets):
+            parent, _, last = name.rpartition(".")
+            base = model.get_submodule(name)
+            assert isinstance(base, nn.Linear)
+            made = LoraExperts(base, config, generator)
+            setattr(model.get_submodule(parent), last, made.train(base.training))
+    return model
+
+
+def refuse_injected(model: nn.Module) -> None:
+    """Refuse a model that has LoRA experts."""
+    if comoe_layers(model):
+        raise CompressionError("the model has LoRA experts already; load it anew before putting others in")
+
+
+def _ends_with(name: str, target: str) -> bool:
+    """Whether the last parts of a module's name are the target's."""
+    return f".{name}".endswith(f".{target}")

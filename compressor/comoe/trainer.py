@@ -13,7 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from compressor.comoe.adapters import TENSORS, adapter_tensors, put_tensors
-from compressor.comoe.layer import Contrast, comoe_layers, model_contrast, watching
+from compressor.comoe.layer import comoe_layers, model_contrast, watching
+from compressor.comoe.options import TuningOptions
 from compressor.errors import CompressionError
 from compressor.progress import Progress
 from compressor.steps.distill.contrastive import information_gap
@@ -24,14 +25,14 @@ PRIME = 1_000_003  # spreads the seeds of a run's batches
 class ComoeTrainer(Trainer):
     """Cross entropy + weight * contrastive loss; both, and the gap's lower bound log N - L, are logged.
 
-    With a `weight` of 0 the contrastive loss is measured without a gradient, and the training is plain tuning. Anchors
-    are drawn from (seed, step, batch within it), so that a resumed run draws them again. Checkpoints hold the adapters
-    alone. Raises `CompressionError` at the first loss that is no number.
+    With `options.contrastive`, the weight, at 0 the contrastive loss is measured without a gradient, and the training is
+    plain tuning. Anchors are drawn from (seed, step, batch within it), so that a resumed run draws them again.
+    Checkpoints hold the adapters alone. Raises `CompressionError` at the first loss that is no number.
     """
 
-    def __init__(self, model: Any, args: Any, *, weight: float, contrast: Contrast, **more: Any) -> None:
+    def __init__(self, model: Any, args: Any, *, options: TuningOptions, **more: Any) -> None:
         super().__init__(model, args, **more)
-        self.weight, self.contrast = weight, contrast
+        self.options, self.weight = options, options.contrastive
         self.experts_beside = comoe_layers(model)
         first = next(iter(self.experts_beside.values()))
         self.negatives = first.router.shape[0] - first.top_k
@@ -47,10 +48,20 @@ class ComoeTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """What a batch adds to its step's loss, as the stock method gives it, and the weighted contrastive loss."""
-        self._count()
+        if self.state.global_step != self._step:
+            self._step, self._batch = self.state.global_step, -1
+            self._steps_since += 1
+        self._batch += 1
+        term: Tensor | None = None
         with watching(self.experts_beside if self.measures else {}):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            term = self._contrast(inputs.get("attention_mask")) if self.measures else None
+            if self.measures:
+                seed = (self.args.seed * PRIME + self.state.global_step) * PRIME + self._batch
+                generator = torch.Generator().manual_seed(seed % 2**63)
+                layers, mask = self.experts_beside.values(), inputs.get("attention_mask")
+                temperature, tokens = self.options.temperature, self.options.contrastive_tokens
+                with torch.set_grad_enabled(self.weight > 0 and torch.is_grad_enabled()):
+                    term = model_contrast(layers, mask, temperature, tokens, generator)
         # a model that is told the step's number of answer tokens divides by it; else the Trainer divides by the batches
         batches = int(self.current_gradient_accumulation_steps)
         divided = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -65,18 +76,6 @@ class ComoeTrainer(Trainer):
                 "model with --dtype float32"
             )
         return (loss, outputs) if return_outputs else loss
-
-    def _contrast(self, mask: Tensor | None) -> Tensor:
-        seed = (self.args.seed * PRIME + self.state.global_step) * PRIME + self._batch
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        with torch.set_grad_enabled(self.weight > 0 and torch.is_grad_enabled()):
-            return model_contrast(self.experts_beside.values(), mask, self.contrast, generator)
-
-    def _count(self) -> None:
-        if self.state.global_step != self._step:
-            self._step, self._batch = self.state.global_step, -1
-            self._steps_since += 1
-        self._batch += 1
 
     def _add(self, name: str, value: Tensor) -> None:
         self._parts[name] = self._parts.get(name, 0) + value.detach()

@@ -14,8 +14,7 @@ from torch import nn
 
 from compressor.comoe.adapters import FACTS, TENSORS, adapter_facts, write_adapters
 from compressor.comoe.evaluating import collate, examples, pad_token
-from compressor.comoe.injection import inject_config
-from compressor.comoe.layer import Contrast
+from compressor.comoe.layer import inject_config
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import faults_told
 from compressor.evaluation.answers import positions
@@ -78,7 +77,12 @@ def train(
         trainer = _trainer(model, made, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
         with quiet_transformers(), faults_told("the model could not be trained", *remedies):
-            _run(trainer, last)
+            if last is None:
+                trainer.train()
+            elif json_object(last / STATE)["global_step"] < trainer.args.max_steps:
+                trainer.train(resume_from_checkpoint=str(last))
+            else:  # what had only to be written; the stock loop might take one step more
+                trainer.finish_from(last)
         log = tuple(
             {name: value for name, value in line.items() if name not in TIMES}
             for line in trainer.state.log_history
@@ -113,16 +117,6 @@ def _prepared(run: Path, settings: str) -> Path | None:
             return path
         shutil.rmtree(path)  # a kill came while it was written
     return None
-
-
-def _run(trainer: Any, last: Path | None) -> None:
-    """Train from a checkpoint or from the start; what had only to be written is not trained any further."""
-    if last is None:
-        trainer.train()
-    elif json_object(last / STATE)["global_step"] < trainer.args.max_steps:
-        trainer.train(resume_from_checkpoint=str(last))
-    else:  # the stock loop might take one step more
-        trainer.finish_from(last)
 
 
 def _trainer(
@@ -162,12 +156,10 @@ def _trainer(
         logging_nan_inf_filter=False,
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
-    contrast = Contrast(options.temperature, options.contrastive_tokens)
     trainer = ComoeTrainer(
         model,
         arguments,
-        weight=options.contrastive,
-        contrast=contrast,
+        options=options,
         train_dataset=made,
         data_collator=partial(collate, pad=pad),
         callbacks=[Told(progress)],

@@ -78,8 +78,8 @@ def train(
     The adapters are written as safetensors with a config and a log. The same command goes on where a killed one was.
     """
     from compressor.cli.results import written_line
-    from compressor.comoe.document import training_blocks
     from compressor.comoe.options import ComoeConfig, TuningOptions
+    from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
     config = ComoeConfig(rank, experts, top_k, tuple(listed(targets, "--targets") or ()), alpha, dropout, seed)
@@ -136,7 +136,7 @@ def evaluate(
     Of choices the likeliest counts; without choices, what the model writes by itself.
     """
     from compressor.cli.results import written_line
-    from compressor.comoe.document import NAMES, evaluation_blocks
+    from compressor.comoe.report import NAMES, evaluation_blocks
     from compressor.records import plain_json
 
     with progress_bars(running.as_json) as progress:

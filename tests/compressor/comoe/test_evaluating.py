@@ -9,10 +9,16 @@ import torch
 from torch.nn import functional
 
 from compressor.comoe import comoe_layers
-from compressor.comoe.document import NAMES, ComoeEvaluation, write_evaluation
 from compressor.comoe.evaluating import TaskResult, ask
-from compressor.comoe.injection import inject_config
-from compressor.comoe.pictures import mean_cosine, pictures
+from compressor.comoe.layer import inject_config
+from compressor.comoe.report import (
+    NAMES,
+    ComoeEvaluation,
+    mean_cosine,
+    similarity_figure,
+    workload_figure,
+    write_evaluation,
+)
 from compressor.evaluation.items import Item, rows_of
 from tests import small
 from tests.command_line import names
@@ -101,7 +107,7 @@ def result(task: str) -> TaskResult:
 
 
 def test_pictures_say_their_figures() -> None:
-    workload, similarity = pictures((result("one"), result("two")))
+    workload, similarity = (draw((result("one"), result("two"))) for draw in (workload_figure, similarity_figure))
     assert "40.0%, 40.0%, 20.0%" in workload.alt and workload.alt.count("Experts from 1 on") == 2
     assert "Mean cosine of different experts 0.000: 2 and 1 0.50, 3 and 1 0.00, 3 and 2 -0.50." in similarity.alt
     assert mean_cosine(result("one")) == 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject
-from compressor.comoe.layer import Contrast, apart, model_contrast, watching
+from compressor.comoe.layer import apart, model_contrast, watching
 from compressor.errors import CompressionError
 from tests import zoo
 
@@ -99,7 +99,7 @@ def test_anchor_positives_and_negatives_are_algorithm_1s() -> None:
 def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int | None, seed: int) -> Tensor:
     with watching({"": made}):
         made(hidden)
-        return model_contrast([made], mask, Contrast(tokens=count), torch.Generator().manual_seed(seed))
+        return model_contrast([made], mask, 0.07, count, torch.Generator().manual_seed(seed))
 
 
 def test_the_models_loss_is_algorithm_1_over_tokens_that_count() -> None:

@@ -1,0 +1,211 @@
+"""An evaluation of LoRA experts as blocks and pictures (CoMoE, figures 4 and 5), and as a folder of reports."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from compressor.comoe.evaluating import TaskResult
+from compressor.comoe.training import Trained
+from compressor.document import html
+from compressor.document.blocks import Block, Facts, Figure, Heading, Strong, Table, Text, Words
+from compressor.document.markdown import markdown
+from compressor.drawing.bars import draw_bars
+from compressor.drawing.heatmaps import draw_heat
+from compressor.drawing.palette import FONT, ink_on
+from compressor.drawing.picture import Drawing, png
+from compressor.files import whole_folder
+from compressor.records import plain_json
+from compressor.words import counted, human_count, share
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
+
+NAMES = ("evaluation.json", "evaluation.md", "evaluation.html", "workload.png", "similarity.png")
+BAR, CELL = 0.3, 0.42  # inches
+MOST_NUMBERED = 12  # experts whose cosines are written into their cells
+DIVERGING = "RdBu_r"  # white at 0
+
+
+@dataclass(frozen=True, slots=True)
+class ComoeEvaluation:
+    """What a model with adapters answers, by task; `base` is the same of the model alone, if it was asked."""
+
+    model: str
+    adapters: str
+    experts: int
+    top_k: int
+    layers: tuple[str, ...]  # with experts beside them
+    tasks: tuple[TaskResult, ...]
+    base: tuple[TaskResult, ...] = ()
+    format: Literal["moe-compressor-comoe-evaluation/1"] = "moe-compressor-comoe-evaluation/1"
+
+
+def training_blocks(made: Trained) -> tuple[Block, ...]:
+    """What a terminal shows of a training: the last figures of the log."""
+    last = made.log[-1] if made.log else {}
+    parts = ("cross_entropy", "contrastive", "information_gap")
+    figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
+    return (
+        Text(
+            f"{human_count(made.parameters)} parameters of {counted(made.config.experts, 'LoRA expert')} a layer were "
+            f"trained on {counted(made.items, 'item')} for {counted(made.steps, 'step')}."
+        ),
+        *([Facts(figures)] if figures else []),
+    )
+
+
+def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
+    """What a terminal shows: the scores, and the workload of the experts in numbers."""
+    return _scores(evaluation), _workload(evaluation), Text(_said(evaluation))
+
+
+def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, Markdown, a page and both pictures into a new folder, all of it or, when anything fails, nothing."""
+    tasks = evaluation.tasks
+    workload, similarity = workload_figure(tasks), similarity_figure(tasks)
+    title, said = f"{evaluation.model} with {evaluation.adapters}", _said(evaluation)
+    cosines = tuple((each.task or "-", f"{mean_cosine(each):.3f}") for each in tasks)
+    blocks: tuple[Block, ...] = (
+        Heading("Scores", 2, "scores"),
+        _scores(evaluation),
+        Text(said),
+        Heading("Workload", 2, "workload"),
+        workload,
+        _workload(evaluation),
+        Heading("Similarity", 2, "similarity"),
+        similarity,
+        Table("Mean cosine of the outputs of different experts", ("task", "mean cosine"), cosines),
+    )
+    tiles = (
+        ("Answered right", share(sum(each.right for each in tasks), sum(each.items for each in tasks))),
+        ("Items", f"{sum(each.items for each in tasks):,}"),
+        ("Experts", f"{evaluation.experts}, top {evaluation.top_k}"),
+        ("Layers with experts", str(len(evaluation.layers))),
+    )
+    footer = "Made by moe-compress comoe evaluate."
+    images = {figure.name: name for name, figure in zip(NAMES[3:], (workload, similarity), strict=True)}
+    texts = (
+        json.dumps(plain_json(evaluation), indent=2) + "\n",
+        markdown((Heading(title, 1), *blocks), images),
+        html.page(title, "CoMoE evaluation", said, Facts(tiles), blocks, footer),
+    )
+    with whole_folder(folder, NAMES, overwrite) as made:
+        for name, text in zip(NAMES, texts, strict=False):
+            (made / name).write_text(text, encoding="utf-8")
+        for figure in (workload, similarity):
+            (made / images[figure.name]).write_bytes(png(figure.title, figure.drawings))
+    return [folder / name for name in NAMES]
+
+
+def _said(evaluation: ComoeEvaluation) -> str:
+    return (
+        f"{counted(len(evaluation.layers), 'linear layer')} with {counted(evaluation.experts, 'LoRA expert')} each, "
+        f"of which {evaluation.top_k} are activated. Loss is in nats per token of the right answers."
+    )
+
+
+def _scores(evaluation: ComoeEvaluation) -> Table:
+    before = {each.task: each for each in evaluation.base}
+    rows = list[tuple[Words, ...]]()
+    for each in (*evaluation.tasks, *_total(evaluation.tasks)):
+        base = before.get(each.task) or next(iter(_total(evaluation.base)), None)
+        cells = (each.task or "-", f"{each.items:,}", share(each.right, each.items), f"{each.loss:.4f}")
+        more = (share(base.right, base.items), f"{base.loss:.4f}") if base else ()
+        rows.append((*cells, *more))
+    if len(evaluation.tasks) > 1:
+        rows[-1] = tuple(map(Strong, rows[-1]))
+    columns = ("task", "items", "right", "loss", *(("right before", "loss before") if before else ()))
+    return Table(f"{evaluation.model} with {evaluation.adapters}", columns, tuple(rows))
+
+
+def _total(tasks: Sequence[TaskResult]) -> tuple[TaskResult, ...]:
+    """All tasks in one, where there are several; its loss is the mean of theirs."""
+    if len(tasks) < 2:
+        return ()
+    loss = sum(each.loss for each in tasks) / len(tasks)
+    return (TaskResult("all", sum(each.items for each in tasks), sum(each.right for each in tasks), loss),)
+
+
+def _workload(evaluation: ComoeEvaluation) -> Table:
+    columns = ("task", *(str(number + 1) for number in range(evaluation.experts)))
+    rows = tuple((each.task or "-", *(f"{100 * part:.1f}%" for part in each.shares)) for each in evaluation.tasks)
+    return Table("Share of activations by expert, mean over layers", columns, rows)
+
+
+def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
+    """Share of a task's activations that each expert has, as a mean over layers; a drawing for each task."""
+    top, drawings = max(max(each.shares) for each in tasks), list[Drawing]()
+    for each in tasks:
+        name, size = each.task or "all items", (max(2.2, 0.8 + BAR * len(each.shares)), 1.9)
+        alt = f"Experts from 1 on: {', '.join(f'{100 * share:.1f}%' for share in each.shares)}."
+        drawings.append(Drawing(name, alt, size, partial(_draw_workload, title=name, shares=each.shares, top=top)))
+    caption = (
+        "Share of the activations of a task's tokens that each expert has, as a mean over the layers with experts; "
+        "dashed: the same for all."
+    )
+    return Figure("workload", "Workload of the experts by task", caption, tuple(drawings))
+
+
+def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
+    """Mean cosine of the outputs of two experts for the same token; a drawing for each task."""
+    drawings = list[Drawing]()
+    for each in tasks:
+        name, cosines = each.task or "all items", each.similarity
+        pairs = [
+            f"{one + 1} and {other + 1} {cosines[one][other]:.2f}"
+            for one in range(min(len(cosines), MOST_NUMBERED))
+            for other in range(one)
+        ]
+        alt = f"Mean cosine of different experts {mean_cosine(each):.3f}: {', '.join(pairs)}."
+        side = max(1.5, min(5.0, CELL * len(cosines)))
+        drawings.append(
+            Drawing(name, alt, (side + 1.3, side + 0.8), partial(_draw_similarity, title=name, cosines=cosines))
+        )
+    caption = (
+        "Mean cosine of what two experts answer to the same token, over a task's tokens and the layers with experts: "
+        "1 where both always answer the same, 0 where they have nothing in common."
+    )
+    return Figure("similarity", "Similarity of the experts by task", caption, tuple(drawings))
+
+
+def mean_cosine(result: TaskResult) -> float:
+    """The mean of the cosines between different experts; 0 of a single one."""
+    count = len(result.similarity)
+    off = sum(sum(row) - row[place] for place, row in enumerate(result.similarity))
+    return off / (count * (count - 1)) if count > 1 else 0.0
+
+
+def _draw_workload(canvas: "FigureBase", title: str, shares: Sequence[float], top: float) -> None:
+    axes = canvas.add_subplot()
+    draw_bars(axes, shares, ["after"] * len(shares), even=1 / len(shares))
+    step = max(1, len(shares) // 8)
+    axes.set_xticks(range(0, len(shares), step), labels=[str(number + 1) for number in range(0, len(shares), step)])
+    axes.set_ylim(0, 1.05 * top)
+    axes.set_title(title, loc="left", fontsize=FONT)
+    axes.set_xlabel("expert")
+    axes.set_ylabel("share of activations")
+
+
+def _draw_similarity(canvas: "FigureBase", title: str, cosines: Sequence[Sequence[float]]) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize, to_hex
+
+    axes, count = canvas.add_subplot(), len(cosines)
+    image = draw_heat(axes, cosines, -1.0, 1.0, cmap=DIVERGING, aspect="equal")
+    numbers = [str(number + 1) for number in range(count)]
+    step = max(1, count // 12)
+    axes.set_xticks(range(0, count, step), labels=numbers[::step])
+    axes.set_yticks(range(0, count, step), labels=numbers[::step])
+    if count <= MOST_NUMBERED:
+        colours, scale = colormaps[DIVERGING], Normalize(-1, 1)
+        for row, line in enumerate(cosines):
+            for column, value in enumerate(line):
+                shade = ink_on(to_hex(colours(scale(value))))
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=FONT - 2)
+    axes.set_title(title, loc="left", fontsize=FONT)
+    axes.set_xlabel("expert")
+    axes.set_ylabel("expert")
+    canvas.colorbar(image, ax=axes, shrink=0.8)
