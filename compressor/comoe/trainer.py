@@ -25,7 +25,7 @@ PRIME = 1_000_003  # spreads the seeds of a run's batches
 class ComoeTrainer(Trainer):
     """Cross entropy + weight * contrastive loss; both, and the gap's lower bound log N - L, are logged.
 
-    With `options.contrastive`, the weight, at 0 the contrastive loss is measured without a gradient, and the training is
+    With a weight (`options.contrastive`) of 0 the contrastive loss is measured without a gradient, and the training is
     plain tuning. Anchors are drawn from (seed, step, batch within it), so that a resumed run draws them again.
     Checkpoints hold the adapters alone. Raises `CompressionError` at the first loss that is no number.
     """
