@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -83,43 +84,52 @@ def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def read_as(kind: type[Record], content: Any, where: str = "") -> Record:
-    """A dataclass from a JSON object with its fields; those with a default may be missing, further ones are left aside.
+def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
+    """A dataclass from a JSON object with its fields; those with a default may be missing.
 
-    Raises `CompressionError` naming the first field that is missing or of another type; true is no whole number.
+    Further fields are left aside, or refused where the object is `closed`. Raises `CompressionError` naming the first
+    field that is missing, unknown or of another type; true is no whole number.
     """
+    hints, found = _hints(kind), {}  # type: ignore[arg-type]
     if not isinstance(content, dict):
-        raise _odd(content, "an object", where)
-    hints, found = get_type_hints(kind), {}
+        raise _odd(content, f"an object with {', '.join(sorted(hints))}" if closed else "an object", where)
+    if closed and (unknown := sorted(set(content) - set(hints))):
+        known = ", ".join(sorted(hints))
+        raise CompressionError(f"{f'{where} has an ' if where else ''}unknown field {unknown[0]!r}; known are {known}")
     for entry in fields(kind):  # type: ignore[arg-type]
         place = f"{where}.{entry.name}" if where else entry.name
         if entry.name in content:
-            found[entry.name] = _value(content[entry.name], hints[entry.name], place)
+            found[entry.name] = value_as(content[entry.name], hints[entry.name], place, closed)
         elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise CompressionError(f"{place} is missing")
+            raise CompressionError(f"{place} is missing{'; restore it' if closed else ''}")
     return kind(**found)
 
 
-def _value(value: Any, hint: Any, where: str) -> Any:
-    """A JSON value as the type that its field has."""
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
+    """A JSON value as the type that its field has; `where` names it in a `CompressionError`."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
     if is_dataclass(hint):
-        return read_as(hint, value, where)  # type: ignore[arg-type]
+        return read_as(hint, value, where, closed)  # type: ignore[arg-type]
     if origin in (Union, UnionType):
         (kind,) = (each for each in inner if each is not NoneType)
-        return None if value is None else _value(value, kind, where)
+        return None if value is None else value_as(value, kind, where, closed)
     if origin is Literal:
         if value not in inner:
             raise _odd(value, f"one of {', '.join(inner)}", where)
         return value
     if origin is tuple:
-        return _tuple(value, inner, where)
+        return _tuple(value, inner, where, closed)
     if origin is Mapping:
         if not isinstance(value, dict):
             raise _odd(value, "an object", where)
-        return {name: _value(entry, inner[1], f"{where}.{name}") for name, entry in value.items()}
+        return {name: value_as(entry, inner[1], f"{where}.{name}", closed) for name, entry in value.items()}
     if hint is float and (value in NOT_FINITE or type(value) is int):
         try:
             return float(value)
@@ -130,16 +140,39 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-def _tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+def _tuple(value: Any, kinds: tuple[Any, ...], where: str, closed: bool) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _odd(value, "a list", where)
     if kinds[-1] is Ellipsis:
         kinds = kinds[:1] * len(value)
     if len(kinds) != len(value):
         raise _odd(value, f"a list of {len(kinds)}", where)
-    return tuple(_value(entry, kind, f"{where}[{n}]") for n, (entry, kind) in enumerate(zip(value, kinds, strict=True)))
+    pairs = enumerate(zip(value, kinds, strict=True))
+    return tuple(value_as(entry, kind, f"{where}[{n}]", closed) for n, (entry, kind) in pairs)
 
 
 def _odd(value: Any, wanted: str, where: str) -> CompressionError:
     shown = repr(value)
     return CompressionError(f"{where} should be {wanted}, it is {shown if len(shown) < 80 else shown[:80] + ' ...'}")
+
+
+def readable_json(content: Mapping[str, Any]) -> str:
+    """Indented JSON in which lists of plain values stand on one line, so that a person can read it."""
+    return _lines(json.loads(json.dumps(content)), "") + "\n"  # as JSON has it: lists for tuples, text for keys
+
+
+def _lines(content: Any, margin: str) -> str:
+    """JSON of plain JSON types, of which all lines but the first begin with `margin`."""
+    if isinstance(content, dict) and content:
+        inner = [f"{_plain(name)}: {_lines(value, margin + '  ')}" for name, value in content.items()]
+    elif isinstance(content, list) and any(isinstance(value, dict | list) for value in content):
+        inner = [_lines(value, margin + "  ") for value in content]
+    else:
+        return _plain(content)
+    first, last = "{}" if isinstance(content, dict) else "[]"
+    return f"{first}\n" + ",\n".join(f"{margin}  {entry}" for entry in inner) + f"\n{margin}{last}"
+
+
+def _plain(content: Any) -> str:
+    """JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as their escapes."""
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

@@ -34,7 +34,7 @@ from compressor.pipeline.task import HELDOUT
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Wish, make_plans

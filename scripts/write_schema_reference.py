@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor import Constants, Correct, Distill, Prune, Routers, Split
-from compressor.recipe.plan_json import readable_json
+from compressor.records import readable_json
 
 STEPS = (Split, Prune, Correct, Constants, Routers, Distill)
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"

@@ -20,8 +20,7 @@ from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.choosing import fit_plan
 from compressor.gguf_files.parts import open_gguf, part_names
 from compressor.model.opened import open_model
-from compressor.recipe.layer import Group, LayerPlan
-from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from tests import gguf_models, small
 from tests.command_line import Run, names, refused

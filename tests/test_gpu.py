@@ -15,7 +15,7 @@ from compressor.model.opened import open_model
 from compressor.model.reverse import ReversePass
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Silent
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED
 from tests import small, zoo

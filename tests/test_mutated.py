@@ -38,8 +38,7 @@ from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference
 from compressor.publishing.card.recipe import again
 from compressor.recipe.document import plan_blocks
-from compressor.recipe.layer import Group, LayerPlan
-from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import report_data

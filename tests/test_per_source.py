@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressor.recipe.files import source_files
+from compressor.recipe.steps_plan import source_files
 from compressor.steps.correct import in_order as sequence
 from tests import small
 from tests.command_line import Run, names, refused

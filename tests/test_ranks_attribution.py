@@ -20,7 +20,7 @@ from compressor.attribution.stream_maps import LeafMap
 from compressor.distributed.process_group import process_group
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 from compressor.records import plain_json
 from tests import small
 from tests.command_line import Run

@@ -20,7 +20,7 @@ from compressor.progress import Silent
 from compressor.publishing.card.facts import read_facts
 from compressor.publishing.card.recipe import again as asked_again
 from compressor.publishing.card.sections import introduction
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 from compressor.steps.split.default import resolved_parts
 from tests import quantized, small, zoo
 from tests.command_line import Run

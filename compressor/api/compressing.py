@@ -12,9 +12,8 @@ from compressor.pipeline.run_context import open_run
 from compressor.pipeline.task import first_plan, prepare, read_texts
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan
-from compressor.recipe.step import Step
+from compressor.recipe.step import Step, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.recipe.text_options import TextOptions
 from compressor.report.measuring_run import Noted
 from compressor.steps.prune.deciding import plan_sources, refuse_per_source
 from compressor.steps.state import State

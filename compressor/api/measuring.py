@@ -22,7 +22,7 @@ from compressor.pipeline.run_context import find_model, open_run
 from compressor.pipeline.task import HELDOUT, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import working_strategies
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 from compressor.statistics.statistics import needs_attribution
 from compressor.steps.constants.planning import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct

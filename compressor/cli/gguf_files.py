@@ -50,7 +50,7 @@ def plan_of_file(
     """`plan` on a GGUF file."""
     import compressor
     from compressor.recipe.document import plan_blocks
-    from compressor.recipe.files import check_files, write_plans
+    from compressor.recipe.steps_plan import check_files, write_plans
 
     check_files([output], overwrite)
     made = compressor.plan_gguf(model, **_asked(step_flags, imatrix))

@@ -11,7 +11,7 @@ import typer
 from compressor.cli.parameters import CALIBRATION, GATE, PUBLISHING, RUNNING, STRATEGY, described
 from compressor.errors import CompressionError
 from compressor.gates.verdict import Verdict
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 
 if TYPE_CHECKING:
     from compressor.gates.run import GateRequest

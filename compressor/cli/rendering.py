@@ -12,10 +12,11 @@ from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.publishing.document import push_blocks
 from compressor.recipe.document import constants_line, first_of, plan_blocks
-from compressor.recipe.options import helps
+from compressor.recipe.plan import KEPT_WHOLE
+from compressor.recipe.plan import told_split as split_line
+from compressor.recipe.plugins import helps
 from compressor.recipe.recipe import make_step
-from compressor.recipe.split import told_split as split_line
-from compressor.recipe.steps_plan import KEPT_WHOLE, Plan
+from compressor.recipe.steps_plan import Plan
 from compressor.serving.advice import Advice, Breach
 from compressor.words import human_bytes, human_count, share
 

@@ -10,7 +10,7 @@ from compressor.gguf_files.header import Tensor
 from compressor.gguf_files.parts import Gguf
 from compressor.model.architecture import MoeLayer
 from compressor.model.routers import check_count
-from compressor.recipe.plan_json import MOST_EXPERTS, MOST_IN_ALL, MOST_LAYERS
+from compressor.recipe.steps_plan import MOST_EXPERTS, MOST_IN_ALL, MOST_LAYERS
 from compressor.words import counted
 
 EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?")

@@ -14,8 +14,7 @@ from compressor.gguf_files.scores import ENERGY, SCORES, weight_scores
 from compressor.grouping.choose import keep_best, kept_share
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import resolve_count
-from compressor.recipe.layer import LayerPlan
-from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.records import read_json
 from compressor.run_record import PACKAGES, versions

@@ -14,6 +14,7 @@ from compressor.mtp.head import Head
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.step import LayerAt, Step, Tensors
 from compressor.recipe.steps_plan import PlannedStep
+from compressor.records import read_as
 from compressor.steps.state import State
 from compressor.surgery.conversion import LayerChange
 from compressor.surgery.heads import check_plan
@@ -62,7 +63,7 @@ def make_all(state: State) -> Stage:
 def _take_recorded(state: State, work: Workdir, number: int) -> None:
     """What a run that was killed has noted of a step."""
     if (noted := work.steps.get(number)) is not None:
-        entry = PlannedStep.from_dict(noted, "journal.json")
+        entry = read_as(PlannedStep, noted, "journal.json")
         state.plan = state.plan.with_entry(number, plan=entry.plan, result=entry.result, text=entry.text)
 
 

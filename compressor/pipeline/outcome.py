@@ -9,8 +9,8 @@ from compressor.checkpoint.headers import Size
 from compressor.data.sources import without_folders
 from compressor.model.opened import OpenModel
 from compressor.model.served import advice_on, served_model
-from compressor.recipe.plan_json import readable_json
 from compressor.recipe.steps_plan import Plan
+from compressor.records import readable_json
 from compressor.replaceable import TOOL
 from compressor.run_record import versions
 from compressor.serving.advice import Advice

@@ -17,9 +17,8 @@ from compressor.model.opened import OpenModel
 from compressor.pipeline.stages import check_order, stage_numbers
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe, make_step, text_options
-from compressor.recipe.step import Needs, Step
+from compressor.recipe.step import Needs, Step, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.recipe.text_options import TextOptions
 from compressor.run_record import versions
 from compressor.steps.state import OWN, Texts, part_name
 

@@ -33,8 +33,8 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
 from compressor.model.routers import check_count
 from compressor.progress import Progress
-from compressor.recipe.layer import Group, LayerPlan
-from compressor.recipe.options import option
+from compressor.recipe.plan import Group, LayerPlan
+from compressor.recipe.plugins import option
 from compressor.recipe.registry import Exporter, Strategy, load_strategy
 from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
 from compressor.statistics.statistics import (

@@ -1,14 +1,23 @@
-"""A plan as blocks: what becomes of each layer's experts."""
+"""Plans and results in words: what becomes of each layer's experts, and what came of steps on the whole model.
 
+Entries of results may come from a record that anybody may have edited.
+"""
+
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeGuard
 
-from compressor.document.blocks import Block, Table, Text
+from compressor.document.blocks import Block, Table, Text, plain_words
 from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
-from compressor.words import counted
+from compressor.words import counted, one_line, short
+
+logger = logging.getLogger(__name__)
 
 MOST = 12  # numbers in a cell
+MOST_ENTRIES = 1_000  # rounds or evaluations, each with a row
 COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 
@@ -53,3 +62,72 @@ def first_of(items: Sequence[object], most: int = MOST) -> str:
     """The first of them with spaces between, and how many more there are; '-' for none."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return " ".join(map(str, items[:most])) + more or "-"
+
+
+def result_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The result in a step's entry; empty where there is none."""
+    result = entry.get("result")
+    return result if isinstance(result, Mapping) else {}
+
+
+def option(entry: Mapping[str, Any], name: str) -> Any:
+    """An option in a step's entry; None where there is none."""
+    options = entry.get("options")
+    return options.get(name) if isinstance(options, Mapping) else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return True if a value can be shown and drawn; JSON has whole numbers beyond all floats."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e308
+
+
+def figure(value: Any) -> str:
+    """A number with three digits; a dash for anything else."""
+    return short(value) if is_number(value) else "-"
+
+
+def entries(value: Any) -> list[Mapping[str, Any]]:
+    """The mappings of a list."""
+    listed = value[:MOST_ENTRIES] if isinstance(value, list | tuple) else []
+    return [entry for entry in listed if isinstance(entry, Mapping)]
+
+
+def divergence(result: Mapping[str, Any], changed: bool) -> str:
+    """KL from the base, loss and flips (another greedy token than the base's) on held-out text, before and after."""
+    pairs = {"KL": ("before", "after"), "loss": ("loss_before", "loss_after"), "flips": ("flips_before", "flips_after")}
+    found = []
+    for what, names in pairs.items():
+        before, after = (_share(result.get(name)) if what == "flips" else figure(result.get(name)) for name in names)
+        if what == "KL" or before != "-":
+            found.append(f"{what} {f'{before} to {after}' if changed else before}")
+    kl, *others = found
+    return ", ".join([f"{kl} nats per token from the base on held-out text", *others])
+
+
+def _share(value: Any) -> str:
+    return f"{100 * value:.3g}%" if is_number(value) else "-"
+
+
+def changed(entry: Mapping[str, Any]) -> bool:
+    """Return True if a step changed the model: as it says itself, or else if it brought held-out text nearer."""
+    result = result_of(entry)
+    before, after, said = (result.get(name) for name in ("before", "after", "changed"))
+    if isinstance(said, bool):
+        return said
+    return after < before if is_number(before) and is_number(after) else "before" not in result
+
+
+def step_blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
+    """What a step says of what came of it, a sentence first; its name alone where it says nothing or is not there."""
+    name = one_line(str(entry.get("name")))
+    try:
+        found = tuple(make_step(name, entry.get("options") or {}).describe(entry))
+    except Exception as error:  # of a plugin, or of options that were edited
+        logger.debug("the step %s cannot describe its result: %s", name, error)
+        found = ()
+    return found if any(isinstance(block, Text) for block in found) else (Text(f"{name}."), *found)
+
+
+def step_line(entry: Mapping[str, Any]) -> str:
+    """The sentence of `step_blocks`, without its full stop."""
+    return next(plain_words(block.words) for block in step_blocks(entry) if isinstance(block, Text)).removesuffix(".")

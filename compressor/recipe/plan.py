@@ -1,22 +1,189 @@
 """What the layerwise steps of a stage do to every expert: which stay, merge or go.
 
-It checks itself on creation, before any weight is read.
+Plans check themselves on creation, before any weight is read.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from compressor.errors import CompressionError
-from compressor.recipe.constants import fault_of_constants
-from compressor.recipe.layer import LAYER_FACTS
-from compressor.recipe.layer import Group as Group
-from compressor.recipe.layer import LayerPlan as LayerPlan
-from compressor.recipe.split import check_split
+from compressor.records import value_as
+from compressor.run_record import versions
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.architecture import MoeLayer
+    from compressor.model.opened import OpenModel
+
+SUM_TOLERANCE = 1e-6
+LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # that float32 holds in full, in which experts are mixed
+LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
+MOST_PARTS = 64  # of an expert
+ENERGY, CLUSTERS, WEIGHTS = "energy", "clusters", "weights"  # how neurons are dealt out; the last without text
+KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Experts that become one: the merged expert is scale * sum(coefficients * members).
+
+    Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without
+    the scale. With a `head`, one of the members, the others' neurons are first put in its order
+    (`compressor.surgery.alignment`).
+    """
+
+    members: tuple[int, ...]
+    coefficients: tuple[float, ...]
+    router_coefficients: tuple[float, ...]
+    scale: float = 1.0
+    head: int | None = None
+
+    def __post_init__(self) -> None:
+        where, count = f"group {list(self.members)} has", len(self.members)
+        for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
+            if len(values) != count:
+                raise CompressionError(f"{where} {len(values)} {label} for {count} members; give one each")
+            if not all(abs(value) <= LARGEST for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
+                raise CompressionError(f"{where} {label} that sum to {sum(values):.6g}; they must sum to 1")
+        if not SMALLEST <= self.scale <= LARGEST:
+            raise CompressionError(f"{where} scale {self.scale}; it must be a positive number that float32 holds")
+        if not all(abs(value * self.scale) <= LARGEST for value in self.coefficients):
+            raise CompressionError(f"{where} scale {self.scale}; times its coefficients it is more than float32 holds")
+        if self.head is not None and self.head not in self.members:
+            raise CompressionError(f"{where} head {self.head}, which is none of its members; name one of them")
+
+    @classmethod
+    def single(cls, expert: int) -> Self:
+        """A group of one expert, kept as it is."""
+        return cls((expert,), (1.0,), (1.0,))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the merged expert is bit for bit one member."""
+        return (
+            len(self.members) == 1
+            and self.coefficients == (1.0,)
+            and self.router_coefficients == (1.0,)
+            and self.scale == 1.0
+        )
+
+    @property
+    def aligned(self) -> bool:
+        """Whether neurons change their order: there is a head, and more than one member counts."""
+        return self.head is not None and sum(coefficient != 0 for coefficient in self.coefficients) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What happens to one MoE layer; experts in no group are dropped. Slot n of the output holds group n."""
+
+    module: str  # the experts module's full name
+    layer: int  # the decoder layer's number
+    experts: int
+    top_k: int
+    groups: tuple[Group, ...]
+    routing_groups: int = 1
+    chosen_groups: int = 1
+    experts_per_group: int = 1
+    upstream: str = "original"  # what the earlier layers were while this one was planned
+    decided_by: str = ""  # the statistic that decided
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
+
+    def __post_init__(self) -> None:
+        if fault := self._fault_of_members() or self._fault_of_constants():
+            raise CompressionError(f"{self.module}: {fault}")
+        if self.constants:
+            return  # the router stays as it is
+        from compressor.model.routers import check_count
+
+        check_count(self, len(self.groups), self.module)
+        if self.routing_groups > 1 and (fault := self._fault_of_routing_groups()):
+            raise CompressionError(f"{self.module}: {fault}")
+
+    def _fault_of_members(self) -> str:
+        seen = set[int]()
+        for group in self.groups:
+            if not group.members:
+                return "a group has no members; remove it"
+            for expert in group.members:
+                if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.experts:
+                    return f"expert {expert!r} does not exist; experts are numbered 0 to {self.experts - 1}"
+                if expert in seen:
+                    return f"expert {expert} is in two groups; an expert may be in one at most"
+                seen.add(expert)
+        return ""
+
+    def _fault_of_constants(self) -> str:
+        if not self.constants:
+            return ""
+        if self.constants != self.dropped:
+            gone = list(self.dropped)
+            return f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
+        if not self.is_drop:
+            return "constants stand beside merged experts; give every expert that is kept an untouched group of its own"
+        if len(self.groups) < self.top_k:
+            return f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
+        return ""
+
+    def _fault_of_routing_groups(self) -> str:
+        size, homes = self.experts // self.routing_groups, list[int]()
+        for group in self.groups:
+            inside = {expert // size for expert in group.members}
+            if len(inside) > 1:
+                return f"group {list(group.members)} mixes experts of different routing groups; keep it within one"
+            homes.extend(inside)
+        found = Counter(homes)
+        counts = [found[home] for home in range(self.routing_groups)]
+        if len(set(counts)) > 1:
+            return f"its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
+        in_order = homes == sorted(homes)
+        return "" if in_order else "its groups are not in the order of the routing groups; order them by their members"
+
+    @classmethod
+    def keep(cls, layer: "MoeLayer", experts: Sequence[int], **details: Any) -> Self:
+        """Keep these experts as they are and drop the others."""
+        return cls.of(layer, [Group.single(expert) for expert in sorted(experts)], **details)
+
+    @classmethod
+    def of(cls, layer: "MoeLayer", groups: Sequence[Group], **details: Any) -> Self:
+        """A plan with these groups, put in the order of their smallest members."""
+        ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
+        facts = {name: getattr(layer, name) for name in LAYER_FACTS}
+        return cls(module=layer.name, layer=layer.index, groups=ordered, **facts, **details)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Experts in no group."""
+        grouped = {expert for group in self.groups for expert in group.members}
+        return tuple(expert for expert in range(self.experts) if expert not in grouped)
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether no weight changes: every group is one untouched expert."""
+        return all(group.untouched for group in self.groups)
+
+    def slots(self) -> dict[int, int]:
+        """Slot of the output by expert of the source, for experts that are in a group."""
+        return {expert: slot for slot, group in enumerate(self.groups) for expert in group.members}
+
+    def remap(self) -> tuple[int, ...]:
+        """Slot of the output by expert of the source, -1 for a dropped one."""
+        slots = self.slots()
+        return tuple(slots.get(expert, -1) for expert in range(self.experts))
+
+
+def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
+    """A layer's figures of its correction; empty if there are none."""
+    figures = layer.figures.get("correction")
+    return figures if isinstance(figures, Mapping) else {}
+
+
+def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
+    """The protected experts that a layer's plan merges, changes or drops."""
+    untouched = {group.members[0] for group in layer.groups if group.untouched}
+    return sorted(set(protected) - untouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +193,6 @@ class Source:
     model: str  # local folder or Hub id
     revision: str | None
     fingerprint: str  # over all tensor names, dtypes and shapes and the routers' bytes
-
-
-def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
-    """The protected experts that a layer's plan merges, changes or drops."""
-    untouched = {group.members[0] for group in layer.groups if group.untouched}
-    return sorted(set(protected) - untouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +237,7 @@ class CompressionPlan:
                     f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
                     "every layer; make them equal"
                 )
-        if fault := fault_of_constants(self):
+        if fault := _fault_of_constants(self):
             raise CompressionError(fault)
         known = {layer.module: layer for layer in self.layers}
         for module, experts in self.protected.items():
@@ -105,6 +266,48 @@ class CompressionPlan:
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
 
 
+def _fault_of_constants(plan: CompressionPlan) -> str:
+    """What is wrong with the constants of a plan, in one sentence with the remedy; empty if nothing is."""
+    if plan.constants is None:
+        found = next((layer.module for layer in plan.layers if layer.constants), None)
+        return f"{found} has constants, but the plan is not of that format; restore 'constants'" if found else ""
+    if plan.constants.get("format") != "mone":
+        return f"the plan's constants are of format {plan.constants.get('format')!r}; known is 'mone'"
+    if plan.calibration is None:
+        return "constants are measured on calibration data; restore calibration or plan again"
+    if plan.split is not None:
+        return "a plan with constants can have no split; take it out"
+    kept, said = sum(len(layer.groups) for layer in plan.layers), plan.constants.get("experts_total")
+    if kept != said or (plan.layers and kept // len(plan.layers) != plan.experts):
+        told = f"{said!r} in all and {plan.experts} in each"
+        return f"its layers keep {kept} experts, but the plan says {told}; make them equal"
+    bare = next((layer.module for layer in plan.layers if layer.dropped and not layer.constants), None)
+    return f"{bare} drops experts without constants, which this format cannot; name them in 'constants'" if bare else ""
+
+
+def check_split(split: Mapping[str, Any]) -> None:
+    """Raise `CompressionError` for an entry that cannot be of any model."""
+    if not 2 <= value_as(split.get("parts"), int, "the split's parts") <= MOST_PARTS:
+        raise CompressionError(f"the split's parts are {split['parts']}, not 2 to {MOST_PARTS}; restore it")
+    if not isinstance(split.get("calibration"), Mapping | None):
+        raise CompressionError("the split's calibration should be an object or null; restore it")
+    told = split.get("neurons")
+    if not isinstance(told, Mapping) or not all(isinstance(text, str) for text in told.values()):
+        raise CompressionError("the split should say for each module where its neurons go; split or plan again")
+
+
+def told_split(split: Mapping[str, Any]) -> str:
+    """What was done to every expert, in words."""
+    ways = {ENERGY: "by what they do on text", CLUSTERS: "in clusters that fire together"}
+    how = ways.get(str(split.get("by")), "by the norms of their weights")
+    return f"each of {split.get('experts')} experts into {split.get('parts')} parts, neurons dealt out {how}"
+
+
+def parts_of(split: Mapping[str, Any] | None) -> int:
+    """Parts that each expert became; 1 without a split."""
+    return 1 if split is None else int(split["parts"])
+
+
 def check_source(source: Source, fingerprint: str) -> None:
     """Refuse a plan that was made for another model."""
     if source.fingerprint != fingerprint:
@@ -131,3 +334,10 @@ def check_against(plan: CompressionPlan, layers: "Sequence[MoeLayer]", fingerpri
                 )
     if missing := sorted(set(known) - {layer_plan.module for layer_plan in plan.layers}):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")
+
+
+def whole_plan(model: "OpenModel") -> CompressionPlan:
+    """The plan that keeps every expert of a model as it is."""
+    source = Source(model.source.name, model.source.revision, model.fingerprint)
+    layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
+    return CompressionPlan(source, model.architecture.experts, KEPT_WHOLE, {}, None, layers, versions=versions())

@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.recipe.plugins import STEPS, load, names
-from compressor.recipe.step import Step
+from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.recipe.text_options import Options, TextOptions
 from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
 from compressor.words import did_you_mean

@@ -11,9 +11,8 @@ import torch
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe import plugins
-from compressor.recipe.options import defaults, make_options, read_option
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.plugins import EXPORTERS, STRATEGIES, names
+from compressor.recipe.plugins import EXPORTERS, STRATEGIES, defaults, make_options, names, read_option
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
 
 __all__ = [

@@ -6,11 +6,9 @@ reference page are made of them. Third parties announce theirs through the entry
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import Field
-
-from compressor.recipe.text_options import Options, TextOptions
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
@@ -22,6 +20,41 @@ if TYPE_CHECKING:  # a step's options are read without torch
     from compressor.surgery.tensors import OutputJob
 
 Tensors = Mapping[str, "Tensor"]
+DEFAULT_LENGTH = 512
+MOST_SOURCES = 100  # as many as a plan may have
+
+
+class Options(BaseModel):
+    """Options of which none is unknown, and none is changed; a switch is no number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = {*(get_args(annotation) or (annotation,))}
+        if isinstance(value, bool) and {int, float} & kinds and bool not in kinds:
+            raise ValueError(f"{info.field_name} is {value}, it should be a number")
+        return value
+
+
+class TextOptions(Options):
+    """Which text is read, and how much of it."""
+
+    data: tuple[str, ...] | None = Field(
+        None,
+        max_length=MOST_SOURCES,
+        description="A text or JSONL file, a data set id (default: C4), or 'demo'; repeat it for several sources, each "
+        "with =WEIGHT if they should not count alike.",
+    )
+    samples: int = Field(128, ge=1, description="Calibration sequences.")
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each of them.")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ A plan and its source checkpoint are enough to rebuild the output bit for bit.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -13,27 +15,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.recipe.layer import Group, LayerPlan
-from compressor.recipe.plan import CompressionPlan, Source
-from compressor.recipe.plan_json import (
-    few,
-    field_names,
-    integer,
-    layer_from_dict,
-    layer_to_dict,
-    protected_from_dict,
-    readable_json,
-    refuse_crowds,
-    refuse_unknown,
-)
-from compressor.records import read_json
+from compressor.files import replacing
+from compressor.locking import alone
+from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Group, LayerPlan, Source
+from compressor.records import read_as, read_json, readable_json, value_as
+from compressor.replaceable import json_object
+from compressor.words import distinct
 
 FORMAT = "moe-compressor-plan/2"
 SPLIT, PRUNE, CONSTANTS, CORRECT = "split", "prune", "constants", "correct"
-KEPT_WHOLE = "none"  # the strategy of a stage that drops and merges nothing
 MOST_STEPS = 100
+MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has
+MOST_IN_ALL = 2**17  # experts of all layers, few enough to list and to draw
+MOST_FIGURES = 100  # names in a layer's figures, and in whatever else a page shows one by one
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
-PRUNED = ("experts", "protected", "top_k", "mtp", "upstream", "layers", "budget")
+DECISIONS = frozenset(
+    ("experts", "protected", "top_k", "mtp", "layers", "budget", "figures", "experts_total", "format")
+)  # of prune and constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +45,14 @@ class PlannedStep:
     text: Mapping[str, Any] | None = None  # identity of a text of its own
     stage: int = 0  # number of its stage: layerwise steps that are done together, or one on the whole model
 
+    def __post_init__(self) -> None:
+        few(self.options, "options")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, without what is not there."""
-        found: dict[str, Any] = {"name": self.name, "options": dict(self.options)}
-        found["stage"] = self.stage
+        found = {"name": self.name, "options": dict(self.options), "stage": self.stage}
         more = {"plan": self.plan, "result": self.result, "text": self.text}
         return found | {name: dict(value) for name, value in more.items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, entry: Any, where: str) -> Self:
-        """Read one back; raises `CompressionError` naming what is wrong."""
-        refuse_unknown(entry, field_names(PlannedStep), where)
-        if not isinstance(entry.get("name"), str):
-            raise CompressionError(f"{where} has no name; restore it")
-        for name in ("options", "plan", "result", "text"):
-            if not isinstance(entry.get(name), Mapping | None):
-                raise CompressionError(f"{where}: {name} should be an object; restore it")
-        few(entry.get("options"), f"{where}: options")
-        return cls(
-            entry["name"],
-            dict(entry.get("options") or {}),
-            entry.get("plan"),
-            entry.get("result"),
-            entry.get("text"),
-            integer(entry.get("stage", 0), f"{where}: stage"),
-        )
 
 
 @dataclass(frozen=True)
@@ -162,28 +143,18 @@ class Plan:
         """Read a plan back; raises `CompressionError` saying what is missing, unknown or impossible."""
         if content.get("format") != FORMAT:
             raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
-        refuse_unknown(content, field_names(Plan, "format"), where)
         try:
-            entries = content["steps"]
-            if not isinstance(entries, list) or len(entries) > MOST_STEPS:
-                raise CompressionError(f"{where}: steps should be a list of at most {MOST_STEPS}; restore it")
-            steps = tuple(
-                PlannedStep.from_dict(entry, f"{where}: steps[{number}]") for number, entry in enumerate(entries)
-            )
-            for text in (content["calibration"], *(step.text for step in steps)):
-                few((text or {}).get("sources"), "calibration's sources")
-            return cls(
-                source=_source_from_dict(content["source"]),
-                steps=steps,
-                calibration=few(content["calibration"], "calibration"),
-                seed=integer(content["seed"], "seed"),
-                dtype=str(content.get("dtype", "auto")),
-                versions=dict(few(content.get("versions"), "versions") or {}),
-            )
-        except KeyError as error:
-            raise CompressionError(f"{where}: field {error.args[0]!r} is missing; restore it") from error
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CompressionError(f"{where} is not built like a plan ({error}); restore it or plan again") from error
+            if not isinstance(steps := content.get("steps"), list) or len(steps) > MOST_STEPS:
+                raise CompressionError(f"steps should be a list of at most {MOST_STEPS}; restore it")
+            few(content.get("versions"), "versions")
+            for text in (content.get("calibration"), *(each.get("text") for each in steps if isinstance(each, dict))):
+                few(text, "calibration")
+                few(text.get("sources") if isinstance(text, dict) else None, "calibration's sources")
+            return read_as(cls, {name: value for name, value in content.items() if name != "format"}, closed=True)
+        except CompressionError as error:
+            raise CompressionError(f"{where}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CompressionError(f"{where} is not built like a plan ({error!r}); restore it or plan again") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -196,18 +167,26 @@ class Plan:
 
 def stage_plan(plan: Plan, own: Mapping[str, PlannedStep], chosen: PlannedStep) -> CompressionPlan:
     """The experts' disposition in a stage, of its steps by name; `chosen` is the one that decides who stays."""
-    decided = chosen.plan or {}
-    refuse_unknown(decided, frozenset({*PRUNED, "figures", "experts_total", "format"}), f"the plan of {chosen.name}")
-    refuse_crowds(decided.get("layers"))
+    decided, options = chosen.plan or {}, chosen.options
+    where = f"the plan of {chosen.name}"
+    if unknown := sorted(set(decided) - DECISIONS):
+        known = ", ".join(sorted(DECISIONS))
+        raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {known}")
+    if missing := sorted({"experts", "layers"} - set(decided)):
+        raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
+    refuse_crowds(decided["layers"])
     refit, split = own.get(CORRECT), own.get(SPLIT)
-    constants = None
+    constants = correction = None
     if chosen.name == CONSTANTS:
         named = ("format", "budget", "experts_total")
         constants = {name: decided[name] for name in named} | {"dtype": plan.dtype} | dict(decided.get("figures") or {})
-    options = chosen.options
+    if refit is not None:
+        refitted = {name: value for name, value in refit.options.items() if name != "calibration"}
+        correction = {**refitted, "dtype": plan.dtype}
+    protected = value_as(decided.get("protected", {}), Mapping[str, tuple[int, ...]], "protected")
     return CompressionPlan(
         source=plan.source,
-        experts=integer(decided["experts"], "experts"),
+        experts=value_as(decided["experts"], int, "experts"),
         strategy=str(options.get("strategy", chosen.name)),
         options=dict(options.get("options") or {}),
         calibration=plan.calibration,
@@ -215,8 +194,8 @@ def stage_plan(plan: Plan, own: Mapping[str, PlannedStep], chosen: PlannedStep) 
         seed=plan.seed,
         versions=plan.versions,
         sequential=bool(options.get("sequential")),
-        correction=None if refit is None else {**_refit(refit.options), "dtype": plan.dtype},
-        protected=protected_from_dict(decided.get("protected", {})),
+        correction=correction,
+        protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
         mtp=decided.get("mtp"),
         constants=constants,
         split=None if split is None or split.plan is None else dict(split.plan),
@@ -224,8 +203,77 @@ def stage_plan(plan: Plan, own: Mapping[str, PlannedStep], chosen: PlannedStep) 
     )
 
 
-def _refit(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "calibration"}
+def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
+    groups = [
+        {
+            "members": list(group.members),
+            "coefficients": list(group.coefficients),
+            "router_coefficients": list(group.router_coefficients),
+            **({"scale": group.scale} if group.scale != 1.0 else {}),
+            **({"head": group.head} if group.head is not None else {}),
+        }
+        for group in plan.groups
+    ]
+    facts = ("module", "layer", *(LAYER_FACTS if plan.routing_groups > 1 else ("experts", "top_k")))
+    return {
+        **{name: getattr(plan, name) for name in facts},
+        "groups": groups,
+        "dropped": list(plan.dropped),
+        **({"constants": list(plan.constants)} if plan.constants else {}),
+        "upstream": plan.upstream,
+        "decided_by": plan.decided_by,
+        "figures": dict(plan.figures),
+    }
+
+
+def layer_from_dict(entry: Any) -> LayerPlan:
+    """A layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
+    if not isinstance(entry, dict):
+        raise CompressionError(f"layers: {entry!r} stands where an object should")
+    module = str(entry.get("module", "layers"))
+    if value_as(entry.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
+        raise CompressionError(f"{module}: {entry['experts']} experts are more than any layer has; restore it")
+    few(entry.get("figures"), f"{module}: figures")
+    content = {name: value for name, value in entry.items() if name != "dropped"}
+    if isinstance(entry.get("constants"), list):
+        content["constants"] = sorted(set(entry["constants"]))
+    if isinstance(groups := entry.get("groups"), list):  # routers merge like weights, where nothing else is said
+        content["groups"] = [
+            {"router_coefficients": group.get("coefficients"), **group} if isinstance(group, dict) else group
+            for group in groups
+        ]
+    try:
+        plan = read_as(LayerPlan, content, closed=True)
+    except CompressionError as error:
+        raise CompressionError(str(error) if str(error).startswith(module) else f"{module}: {error}") from error
+    grouped, gone = plan.slots(), set(plan.dropped)
+    for expert in entry.get("dropped") or ():
+        if expert in grouped:
+            raise CompressionError(
+                f"{module}: expert {expert} is in a group and in 'dropped'; take it out of one of them"
+            )
+        if expert not in gone:
+            raise CompressionError(
+                f"{module}: 'dropped' names expert {expert!r}, which does not exist; "
+                f"experts are numbered 0 to {plan.experts - 1}"
+            )
+    return plan
+
+
+def refuse_crowds(layers: Any) -> None:
+    """Refuse more layers or experts than any model has, before they are looked at one by one."""
+    if isinstance(layers, list) and len(layers) > MOST_LAYERS:
+        raise CompressionError(f"{len(layers):,} layers are more than any model has; restore the plan")
+    counts = [entry.get("experts") for entry in layers if isinstance(entry, dict)] if isinstance(layers, list) else []
+    if sum(count for count in counts if isinstance(count, int) and 0 < count <= MOST_EXPERTS) > MOST_IN_ALL:
+        raise CompressionError(f"its layers have more than {MOST_IN_ALL:,} experts together; restore the plan")
+
+
+def few(content: Any, name: str) -> Any:
+    """The same object or list, unless it has more entries than a plan's may have."""
+    if isinstance(content, Mapping | Sequence) and not isinstance(content, str) and len(content) > MOST_FIGURES:
+        raise CompressionError(f"{name}: {len(content):,} entries are more than {MOST_FIGURES}; take some out")
+    return content
 
 
 def decisions(made: CompressionPlan) -> dict[str, Any]:
@@ -259,21 +307,38 @@ def _composed_layer(first: LayerPlan, second: LayerPlan) -> LayerPlan:
         scale = after.scale * (parts[0][0].scale if len(parts) == 1 else 1.0)
         return Group(tuple(members), tuple(mixed), tuple(routed), scale)
 
-    facts = {
-        name: getattr(first, name)
-        for name in ("module", "layer", "experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
-    }
     groups = tuple(sorted(map(group, second.groups), key=lambda each: min(each.members)))
-    return LayerPlan(
-        **facts, groups=groups, upstream=second.upstream, decided_by=second.decided_by, figures=second.figures
-    )
+    later = {name: getattr(second, name) for name in ("upstream", "decided_by", "figures")}
+    return replace(first, groups=groups, constants=(), **later)
 
 
-def _source_from_dict(entry: Any) -> Source:
-    refuse_unknown(entry, field_names(Source), "source")
-    source = Source(entry["model"], entry["revision"], entry["fingerprint"])
-    if not (isinstance(source.model, str) and isinstance(source.fingerprint, str)):
-        raise CompressionError("the source's model and fingerprint should be text; restore them")
-    if not isinstance(source.revision, str | None):
-        raise CompressionError(f"the source's revision should be text or null, it is {source.revision!r}")
-    return source
+def source_files(output: Path, sources: Sequence[str]) -> list[Path]:
+    """plan.json, [wiki, org/code] -> plan.wiki.json, plan.org-code.json; numbered where two would be equal."""
+    names = distinct(re.sub(r"[^\w.-]+", "-", source) for source in sources)
+    return [output.with_name(f"{output.stem}.{name}{output.suffix}") for name in names]
+
+
+def check_files(paths: Sequence[Path], overwrite: bool) -> None:
+    """Refuse files that exist, that `overwrite` must not replace because they are no plans, or that have no folder."""
+    for path in paths:
+        if path.exists() and not overwrite:
+            raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
+        if path.exists() and not str(json_object(path).get("format", "")).startswith("moe-compressor-plan/"):
+            raise CompressionError(f"{path} is not a plan, so --overwrite will not replace it; name another file")
+        if not path.parent.is_dir():
+            raise CompressionError(f"{path.parent} does not exist; create it or name another file")
+
+
+def write_plans(paths: Sequence[Path], plans: Sequence[Plan]) -> None:
+    """Write each plan to its file, replacing what is there once all are complete; a fault leaves no new file."""
+    absent = [path for path in paths if not path.exists()]
+    try:
+        with ExitStack() as complete:  # none is put in place before the last is written
+            for path, plan in zip(paths, plans, strict=True):
+                work = complete.enter_context(alone(path))
+                fresh = complete.enter_context(replacing(path, work / path.name))
+                fresh.write_text(plan.to_json(), encoding="utf-8")
+    except BaseException:
+        for path in absent:
+            path.unlink(missing_ok=True)
+        raise

@@ -14,9 +14,7 @@ from typing import Any, Self
 from compressor.errors import CompressionError
 from compressor.gates.report import read_gate_of
 from compressor.gates.verdict import GateResult, gate_content
-from compressor.recipe.layer import LayerPlan, correction_of
-from compressor.recipe.plan import CompressionPlan
-from compressor.recipe.split import parts_of
+from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of, parts_of
 from compressor.recipe.steps_plan import Plan
 from compressor.records import plain_json, read_as, read_json
 from compressor.run_record import COMPRESSION, read_record

@@ -24,8 +24,8 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.progress import Progress, Silent
+from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
-from compressor.recipe.text_options import DEFAULT_LENGTH
 from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
 from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers
 from compressor.report.measuring_run import keep_measures, kept_measures

@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.files import check_folder, replacing, whole_folder
 from compressor.gates.document import SIGNS
 from compressor.locking import alone
-from compressor.recipe.results import changed
+from compressor.recipe.document import changed
 from compressor.replaceable import is_page
 from compressor.report import run_sections, sections
 from compressor.report.data import ReportData

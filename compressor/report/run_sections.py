@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Items, Listing, Table, Text, Words
 from compressor.gates.document import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
-from compressor.recipe.results import step_blocks, step_line
-from compressor.recipe.split import told_split
+from compressor.recipe.document import step_blocks, step_line
+from compressor.recipe.plan import told_split
 from compressor.report.data import ReportData
 from compressor.report.figures import phases, size_rows
 from compressor.report.layers import shown

@@ -15,12 +15,10 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.mtp.head import known_heads
 from compressor.progress import Progress
-from compressor.recipe.layer import LayerPlan
-from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, whole_plan
 from compressor.recipe.registry import Strategy
 from compressor.recipe.step import Step
 from compressor.recipe.steps_plan import Plan
-from compressor.recipe.whole import whole_plan
 from compressor.run_clock import Clock
 from compressor.surgery.cutting import CutFiles
 from compressor.workdir.workdir import Workdir
@@ -94,7 +92,7 @@ class State:
             return made
         if made is not None:  # of what earlier stages have made of the source
             return replace(made, source=Source(model.source.name, model.source.revision, model.fingerprint))
-        whole = replace(whole_plan(self.model, self.model.architecture), seed=self.seed, split=self.model.split)
+        whole = replace(whole_plan(self.model), seed=self.seed, split=self.model.split)
         if self.model.is_split:
             return whole
         heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(self.model))

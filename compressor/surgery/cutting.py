@@ -12,7 +12,7 @@ from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters, parameter_names
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.plan_json import layer_from_dict, layer_to_dict
+from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.surgery.alignment import merged_parameters
 from compressor.surgery.equal_rows import is_cut, told_apart
 from compressor.surgery.tensors import mix, refuse_overflow, remap_table, weighted_members

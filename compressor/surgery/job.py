@@ -17,8 +17,7 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, pick_dtype
 from compressor.model.verification import verify_output
 from compressor.mtp.head import kept_heads
-from compressor.recipe.plan import CompressionPlan, LayerPlan
-from compressor.recipe.whole import whole_plan
+from compressor.recipe.plan import CompressionPlan, LayerPlan, whole_plan
 from compressor.replaceable import TEMPLATES
 from compressor.surgery.configuration import output_config
 from compressor.surgery.conversion import LayerChange, convert_unit, converted_outputs, through_model
@@ -87,7 +86,7 @@ def output_size(model: OpenModel, experts: int) -> Size:
 
 def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
     """A plan that keeps `experts` of every layer, equally many of each routing group."""
-    plan = whole_plan(model, model.architecture)
+    plan = whole_plan(model)
     kept = [place * model.architecture.experts // experts for place in range(experts)]
     layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
     return replace(plan, experts=experts, layers=layers)

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint
-from compressor.recipe.plan_json import readable_json
-from compressor.records import read_object
+from compressor.records import read_object, readable_json
 from compressor.run_record import COMPRESSION
 from compressor.surgery.tensors import tensor_bytes_view
 

@@ -3,9 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
-from compressor.recipe.layer import Group, LayerPlan
-from compressor.recipe.plan import Source
-from compressor.recipe.steps_plan import FORMAT, PRUNED, Plan, PlannedStep
+from compressor.recipe.plan import Group, LayerPlan, Source
+from compressor.recipe.steps_plan import DECISIONS, FORMAT, Plan, PlannedStep
 from scripts import write_cli_reference, write_schema_reference
 
 
@@ -48,7 +47,7 @@ def test_the_schema_has_the_fields_of_the_dataclasses() -> None:
     assert set(parts["step"]["properties"]) == names(PlannedStep)
     assert set(parts["layer"]["properties"]) == names(LayerPlan) | {"dropped"}
     assert set(parts["group"]["properties"]) == names(Group)
-    assert set(parts["pruned"]["properties"]) <= set(PRUNED)
+    assert set(parts["pruned"]["properties"]) <= DECISIONS
 
 
 def test_the_schema_has_the_options_of_the_steps() -> None:

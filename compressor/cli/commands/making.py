@@ -67,7 +67,7 @@ def plan(
     from compressor.api import compressing
     from compressor.cli import rendering
     from compressor.data.sources import parse_sources, short_names
-    from compressor.recipe.files import check_files, source_files, write_plans
+    from compressor.recipe.steps_plan import check_files, source_files, write_plans
 
     if takes_gguf(context, model, imatrix, CHOOSING):
         refuse_several("a GGUF file")

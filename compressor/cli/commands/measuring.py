@@ -13,7 +13,7 @@ from compressor.cli.terminal import progress_bars
 from compressor.distributed.process_group import held
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 
 MONE = "mone"
 

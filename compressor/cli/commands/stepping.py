@@ -8,7 +8,7 @@ import typer
 from compressor.cli.options import Computing, Model, Out, Running, TextFlags
 from compressor.cli.parameters import STEPS, Flags, step_options
 from compressor.cli.terminal import command_line, progress_bars
-from compressor.recipe.text_options import TextOptions
+from compressor.recipe.step import TextOptions
 from compressor.steps.distill.step import Distill
 from compressor.steps.routers.step import Routers
 from compressor.steps.split.step import Split

@@ -15,8 +15,7 @@ from compressor.errors import CompressionError
 from compressor.gates.report import belonging, card_metrics, find_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
-from compressor.recipe.plan import CompressionPlan, Source
-from compressor.recipe.split import parts_of
+from compressor.recipe.plan import CompressionPlan, Source, parts_of
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_BYTES, read_object
 from compressor.run_record import COMPRESSION

@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from compressor.document.blocks import Block, Code, Details, Table, Text
-from compressor.recipe.layer import LayerPlan, correction_of
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
 from compressor.words import counted, joined, one_line, ranges
 
 MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.recipe.files import source_files
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
-from compressor.recipe.steps_plan import PRUNE, Plan
+from compressor.recipe.steps_plan import PRUNE, Plan, source_files
 from compressor.words import label, one_line
 
 

@@ -10,12 +10,10 @@ from compressor.gates.verdict import GateResult, TaskGate
 from compressor.publishing.card.facts import Active, Facts, Graph, base_id, entry_of
 from compressor.publishing.card.layers import Dispositions, experts_before, winners
 from compressor.publishing.card.recipe import Again
-from compressor.recipe.layer import correction_of
-from compressor.recipe.plan import CompressionPlan, Source
+from compressor.recipe.document import changed, step_line
+from compressor.recipe.plan import CompressionPlan, Source, correction_of, told_split
 from compressor.recipe.recipe import RECIPE
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.results import changed, step_line
-from compressor.recipe.split import told_split
 from compressor.recipe.steps_plan import CORRECT, Plan
 from compressor.report.data import experts_of
 from compressor.words import counted, human_bytes, joined, label, one_line

@@ -13,7 +13,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import pick_dtype
 from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress, Silent
-from compressor.recipe.plan_json import layer_to_dict
+from compressor.recipe.steps_plan import layer_to_dict
 from compressor.steps.constants.forward import check_forward
 from compressor.steps.constants.measure import substitutes_of
 from compressor.steps.constants.planning import measured_constants, refuse_model

@@ -9,9 +9,9 @@ from compressor.evaluation.evaluator import FEWEST
 from compressor.model.constant_experts import number_in
 from compressor.model.layout import expert_prefixes
 from compressor.model.opened import OpenModel, left_by
-from compressor.recipe.layer import LayerPlan
-from compressor.recipe.plan_json import layer_to_dict
+from compressor.recipe.plan import LayerPlan
 from compressor.recipe.step import Needs, Step
+from compressor.recipe.steps_plan import layer_to_dict
 from compressor.steps.constants.budget import even_numbers
 from compressor.steps.constants.measure import LayerConstants, measure
 from compressor.steps.constants.step import Constants

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compressor.document.blocks import Block, Table, Text
-from compressor.recipe.results import changed, divergence, entries, figure, is_number, option, result_of
+from compressor.recipe.document import changed, divergence, entries, figure, is_number, option, result_of
 
 COLUMNS = ("step", "KL", "loss", "flips", "training")
 NUMBERS = ("kl", "loss")

@@ -15,8 +15,8 @@ from compressor.model.opened import OpenModel
 from compressor.mtp.head import Head
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
-from compressor.recipe.plan_json import layer_from_dict, layer_to_dict
 from compressor.recipe.registry import Strategy
+from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
 from compressor.steps.correct.heads import HeadLine, compress_with_heads

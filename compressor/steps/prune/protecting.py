@@ -11,8 +11,7 @@ from compressor.attribution.hubs import find_hubs
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
-from compressor.recipe.plan_json import integer
-from compressor.records import read_json
+from compressor.records import read_json, value_as
 from compressor.steps.prune.step import AUTO, GRAPH
 from compressor.words import ranges
 
@@ -82,7 +81,7 @@ def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tup
     for name in ("layer", "expert"):
         if name not in entry:
             raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
-    number, expert = (integer(entry[name], f"{where}: {name}") for name in ("layer", "expert"))
+    number, expert = (value_as(entry[name], int, f"{where}: {name}") for name in ("layer", "expert"))
     layer = _find_layer(number, entry.get("module"), named, numbered, where)
     count = layer.experts // layer.parts
     if not 0 <= expert < count:
@@ -92,7 +91,7 @@ def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tup
     parts = range(expert * layer.parts, (expert + 1) * layer.parts)
     if layer.parts == 1 or entry.get("part") is None:
         return layer, parts
-    if not 0 <= (part := integer(entry["part"], f"{where}: part")) < layer.parts:
+    if not 0 <= (part := value_as(entry["part"], int, f"{where}: part")) < layer.parts:
         raise CompressionError(f"{where}: an expert of {layer.name} has no part {part}, but 0 to {layer.parts - 1}")
     return layer, parts[part : part + 1]
 

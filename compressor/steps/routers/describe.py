@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compressor.document.blocks import Block, Table, Text
-from compressor.recipe.results import changed, divergence, entries, figure, option, result_of
+from compressor.recipe.document import changed, divergence, entries, figure, option, result_of
 
 ROUNDS = ("round", "ridge", "step", "gain", "± standard error")
 FIGURES = ("ridge", "step", "gain", "standard_error")

@@ -10,7 +10,7 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.recipe.split import CLUSTERS, ENERGY, WEIGHTS
+from compressor.recipe.plan import CLUSTERS, ENERGY, WEIGHTS
 from compressor.steps.split.neurons import measured
 from compressor.steps.split.opening import cut_as_stored, in_order
 from compressor.steps.split.order import WAYS, order_of

@@ -8,7 +8,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
 from compressor.model.opened import OpenModel, resolve_count
 from compressor.model.served import served_model
-from compressor.recipe.split import MOST_PARTS
+from compressor.recipe.plan import MOST_PARTS
 from compressor.recipe.step import Step
 from compressor.serving.advice import broken
 from compressor.steps.split.opening import seen_as

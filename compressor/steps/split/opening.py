@@ -13,8 +13,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
 from compressor.model.opened import OpenModel
 from compressor.model.served import served_model, warn_of_servers
-from compressor.recipe.plan import CompressionPlan, check_source
-from compressor.recipe.split import MOST_PARTS
+from compressor.recipe.plan import MOST_PARTS, CompressionPlan, check_source
 from compressor.steps.split.entry import digest_of, packed_orders, read_orders
 from compressor.steps.split.exact import factors_of
 from compressor.steps.split.shape import SplitShape, split_shape, widths

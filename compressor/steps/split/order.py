@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressor.recipe.split import CLUSTERS, ENERGY
+from compressor.recipe.plan import CLUSTERS, ENERGY
 from compressor.steps.split.neurons import Neurons
 
 WAYS = (ENERGY, CLUSTERS)

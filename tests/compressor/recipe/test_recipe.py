@@ -14,8 +14,8 @@ from compressor.pipeline.task import prepare
 from compressor.recipe.plan import Source
 from compressor.recipe.plugins import STEPS
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan, recipe_yaml, refuse_missing
+from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.recipe.text_options import TextOptions
 from compressor.steps.correct.step import Correct
 from compressor.steps.distill.step import Distill
 from compressor.steps.prune.step import Prune

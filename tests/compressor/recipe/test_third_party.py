@@ -12,8 +12,7 @@ import torch
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from compressor.recipe import registry
-from compressor.recipe.options import helps
-from compressor.recipe.plugins import packages
+from compressor.recipe.plugins import helps, packages
 from compressor.recipe.registry import load_strategy, names, option_fields
 from compressor.steps.prune.planning import Wish, make_plan, make_plans
 from tests import small

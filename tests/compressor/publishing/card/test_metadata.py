@@ -13,8 +13,8 @@ from huggingface_hub import ModelCard
 from compressor.publishing.card.build import card_text
 from compressor.publishing.card.facts import base_metadata, languages, licence
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
-from compressor.recipe.plan_json import readable_json
 from compressor.recipe.steps_plan import Plan
+from compressor.records import readable_json
 from tests.compressor.publishing.card.test_layers import a_plan, moe_layer
 from tests.hub.cards import LICENCES, mistakes
 from tests.plans import by_hand

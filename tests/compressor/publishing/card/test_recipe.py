@@ -14,8 +14,8 @@ import compressor
 from compressor import Distill, Routers, Step
 from compressor.publishing.card.build import card_text
 from compressor.publishing.card.recipe import Again, again
+from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.recipe.text_options import TextOptions
 from tests.command_line import captured
 from tests.plans import recipe_of
 
