@@ -15,7 +15,7 @@ from typing import Any
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.room import fits
+from compressor.evaluation.evaluate import fits
 from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress, Silent

@@ -37,8 +37,8 @@ def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = Tr
     model = Qwen3MoeForCausalLM(config).eval()
     architecture = discover(config)
     (layer,) = architecture.layers
-    collector = Collector(layer, model, RECONSTRUCTION, torch.arange(TOKENS), [TOKENS], 0)
-    collector.enter(0)
+    collector = Collector(layer, model, RECONSTRUCTION, 0)
+    collector.enter(TOKENS, torch.arange(TOKENS))
     with torch.no_grad():
         model(torch.randint(VOCABULARY, (1, TOKENS)))
     built: dict[int, Any] = {}

@@ -10,8 +10,7 @@ import pytest
 from compressor.cli.commands import comoe
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.evaluation.items import Item, item_lines
-from compressor.evaluation.task_items import task_items
-from compressor.evaluation.tasks import EvaluationOptions
+from compressor.evaluation.tasks import EvaluationOptions, task_items
 from tests import small
 from tests.command_line import Run, names, refused
 from tests.evaluations import own_tasks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.checkpoint.source import locate
-from compressor.evaluation.task_items import item_options, items_of
+from compressor.evaluation.tasks import item_options, items_of
 from compressor.files import check_folder
 from compressor.locking import alone
 from compressor.model.opened import open_model

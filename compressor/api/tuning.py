@@ -14,7 +14,7 @@ from compressor.comoe.training import NAMES as TRAINED
 from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import identity
-from compressor.evaluation.task_items import item_options, items_of
+from compressor.evaluation.tasks import item_options, items_of
 from compressor.files import check_folder
 from compressor.model.architecture import load_config
 from compressor.model.opened import pick_device, pick_dtype

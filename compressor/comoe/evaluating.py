@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.comoe.layer import LoraExperts, comoe_layers, watching
-from compressor.evaluation.answers import is_greedy, likelihoods, positions
-from compressor.evaluation.items import Item, Row, rows_of
+from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, rows_of
 from compressor.progress import Progress, Silent
 from compressor.steps.distill.contrastive import unit
 

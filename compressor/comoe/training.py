@@ -17,8 +17,7 @@ from compressor.comoe.evaluating import collate, examples, pad_token
 from compressor.comoe.layer import inject_config
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import faults_told
-from compressor.evaluation.answers import positions
-from compressor.evaluation.items import Item, item_lines
+from compressor.evaluation.items import Item, item_lines, positions
 from compressor.files import check_folder, whole_folder
 from compressor.locking import alone, clear
 from compressor.progress import Progress, Silent, quiet_transformers

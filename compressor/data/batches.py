@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -534,3 +535,10 @@ def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
     """Positions [S] of a sample of the calibration tokens, sorted; they do not depend on how batches are cut."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:count].sort().values
+
+
+def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
+    """Rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
+    positions = sample_positions(sum(sizes), count, seed)
+    bounds = pairwise([0, *accumulate(sizes)])
+    return [positions[(positions >= begin) & (positions < end)] - begin for begin, end in bounds]

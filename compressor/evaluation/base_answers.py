@@ -62,11 +62,6 @@ def check_base(smaller: OpenModel, base: OpenModel) -> None:
         )
 
 
-def distributions(model: OpenModel, batches: Sequence[Tensor], progress: Progress) -> list[Distributions]:
-    """The base's distributions after every position of these batches (token ids [B, L])."""
-    return read_base(model, {"text": batches}, None, progress)["text"]
-
-
 def read_base(
     model: OpenModel,
     texts: Mapping[str, Sequence[Tensor]],
@@ -87,7 +82,9 @@ def read_base(
     files = [None if keep is None else keep / f"{name}-{number:07d}.safetensors" for name, number, _ in jobs]
     found = [_kept(*each) for each in zip(files, facts, strict=True)]
     if evaluator is not None and keep is not None:
-        _take_inputs(evaluator, keep)
+        for number in evaluator.missing():
+            if told_of(path := _input_file(keep, number)) == _input_facts(evaluator, number):
+                evaluator.inputs[number] = kept_tensors(path)["input"]
     wanted = [place for place, answers in enumerate(found) if answers is None]
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
@@ -187,13 +184,6 @@ def _input_file(keep: Path, number: int) -> Path:
 
 def _input_facts(evaluator: Evaluator, number: int) -> list[Any]:
     return _facts(evaluator.base, evaluator.batches[number], True)
-
-
-def _take_inputs(evaluator: Evaluator, keep: Path) -> None:
-    """Give the evaluator what an earlier run has kept for it."""
-    for number in evaluator.missing():
-        if told_of(path := _input_file(keep, number)) == _input_facts(evaluator, number):
-            evaluator.inputs[number] = kept_tensors(path)["input"]
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:

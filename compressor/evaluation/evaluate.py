@@ -1,21 +1,34 @@
-"""Evaluates a model with lm-eval, item by item, and takes results from an earlier run where nothing has changed."""
+"""Evaluates a model with lm-eval, item by item, and takes results from an earlier run where nothing has changed.
 
+A model that does not fit into memory, or is shared by several ranks, answers layer by layer.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
-from compressor.errors import faults_told
-from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
-from compressor.evaluation.room import refuse_written, streams
+from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
+from compressor.memory import available
+from compressor.model.architecture import build_meta, load_config
+from compressor.model.bounds import most_parts
+from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import Progress
 from compressor.records import plain_json, read_as
+from compressor.words import human_bytes
 
+HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
+SHARE = 1.1  # of the weights: a layer is there twice while the stock loader puts its experts together
+GROWTH = 8  # of stored bytes at most, from 4 bits to 32
+WRITTEN = "generate_until"
 REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 
 
@@ -129,15 +142,11 @@ def run_tasks(
 def _opened(
     source: ModelSource, options: EvaluationOptions, answerer: Answerer | None, streamed: bool
 ) -> AbstractContextManager[Any]:
+    from compressor.evaluation.model import loaded_model, streamed_model
+
     if answerer is not None:
         return answerer.load(source, options)
-    if streamed:
-        from compressor.evaluation.streamed_model import streamed_model
-
-        return streamed_model(source, options)
-    from compressor.evaluation.model import loaded_model
-
-    return loaded_model(source.folder, options)
+    return streamed_model(source, options) if streamed else loaded_model(source.folder, options)
 
 
 def _samples(
@@ -161,3 +170,53 @@ def _samples(
         fewshot_random_seed=options.seed,
     )
     return dict(results["samples"])
+
+
+def weight_bytes(source: ModelSource, dtype: str) -> int:
+    """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
+    checkpoint, config = Checkpoint(source.folder), load_config(source.folder)
+    found = pick_dtype(dtype, config, checkpoint)
+    return sum(value.nbytes for value in build_meta(config, found, most_parts(checkpoint)).parameters())
+
+
+def streams(source: ModelSource, options: EvaluationOptions) -> bool:
+    """Whether the model is to be streamed: as the options say, by several ranks, or where it does not fit into memory.
+
+    Raises `CompressionError` where several ranks are asked not to.
+    """
+    if not here().is_alone:
+        if options.stream is False:
+            raise CompressionError(
+                "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
+            )
+        return True
+    return options.stream if options.stream is not None else not fits(source, options.dtype, options.device)
+
+
+def fits(source: ModelSource, dtype: str, device: str) -> bool:
+    """Whether the whole model, computing in this dtype on this device, fits into the memory at hand.
+
+    The weights pass through the machine's memory and, where there is one, through the device's own.
+    """
+    place, budgets = pick_device(device), [available()]
+    if place.type == "cuda":
+        budgets.append(int(torch.cuda.mem_get_info(place)[0]))
+    known = [budget for budget in budgets if budget is not None]
+    most = (min(known) - HEADROOM) / SHARE if known else math.inf
+    stored = sum(info.nbytes for info in Checkpoint(source.folder).tensors.values())
+    # a model this small need not be built to be measured
+    return GROWTH * stored <= most or weight_bytes(source, dtype) <= most
+
+
+def refuse_written(source: ModelSource, options: EvaluationOptions, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse tasks whose answers a streamed model would have to write, which reads all layers anew for every token."""
+    for task in tasks:
+        for name, part in task.parts.items():
+            if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:
+                size = human_bytes(weight_bytes(source, options.dtype))
+                taken = f"{source.label} takes {size} there, more than is free"
+                why = "--stream is asked for" if options.stream else taken
+                raise CompressionError(
+                    f"task {name!r} writes its answers, which needs the model in memory, and {why}; name tasks of "
+                    "multiple choice or likelihood, or pass --no-stream"
+                )

@@ -6,7 +6,7 @@ the model does after its head is done to both.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -39,9 +39,9 @@ class Difference:
     sequences: int
 
     @classmethod
-    def of(cls, before: Iterable[float], after: Iterable[float]) -> Self:
+    def of(cls, before: Sequence[float] | Tensor, after: Sequence[float] | Tensor) -> Self:
         """Compare the KL of the same sequences."""
-        one, other = (torch.tensor([*values], dtype=torch.float64) for values in (before, after))
+        one, other = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
         error = float((one - other).std()) / math.sqrt(len(one)) if len(one) > 1 else math.inf
         return cls(float(one.mean()), float(other.mean()), error, len(one))
 
@@ -70,7 +70,6 @@ class Figures:
     flips: Tensor  # share of the positions at which the greedy token is not the base's
     tokens: Tensor  # that are predicted
     domain: Tensor  # number of the evaluation set
-    names: tuple[str, ...] = ("",)  # of the evaluation sets
 
     @property
     def sequences(self) -> int:
@@ -80,15 +79,7 @@ class Figures:
     def of(self, domains: Collection[int]) -> "Figures":
         """Figures of the sequences of these evaluation sets alone."""
         rows = torch.tensor([int(number) in domains for number in self.domain], dtype=torch.bool)
-        kl, loss, flips, tokens, domain = (
-            value[rows] for value in (self.kl, self.loss, self.flips, self.tokens, self.domain)
-        )
-        return Figures(kl, loss, flips, tokens, domain, self.names)
-
-    @property
-    def by_domain(self) -> dict[str, "Figures"]:
-        """Figures of each evaluation set by its name."""
-        return {name: self.of({number}) for number, name in enumerate(self.names)}
+        return Figures(*(value[rows] for value in (self.kl, self.loss, self.flips, self.tokens, self.domain)))
 
     @property
     def means(self) -> dict[str, float]:
@@ -99,12 +90,7 @@ class Figures:
 
 def accepts(before: Figures, after: Figures) -> bool:
     """The one rule for a change: its mean gain in KL over eight or more sequences is above its standard error."""
-    return difference(before, after).accepted
-
-
-def difference(before: Figures, after: Figures) -> Difference:
-    """What a change does to the distance from the base."""
-    return Difference.of(before.kl.tolist(), after.kl.tolist())
+    return Difference.of(before.kl, after.kl).accepted
 
 
 def require_enough(sequences: int, step: str, remedy: str = "give more text, or shorter sequences") -> None:
@@ -114,14 +100,6 @@ def require_enough(sequences: int, step: str, remedy: str = "give more text, or 
             f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the text leaves {sequences}; "
             f"{remedy}"
         )
-
-
-def heldout_share(sequences: int, wanted: int, most: float = 1.0) -> float:
-    """The share of a text's sequences to hold out: `wanted` of them, no more than `most` of all.
-
-    Of short text it is the eight without which no change is accepted, as far as they are no more than a half.
-    """
-    return max(min(wanted / sequences, most), min(FEWEST / sequences, 0.5))
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
@@ -369,4 +347,4 @@ class Riding(LayerVisitor):
         )
         counts = [(batches[n].shape[1] - 1, domains[n]) for n in numbers for _ in range(len(batches[n]))]
         tokens, domain = torch.tensor(counts, dtype=torch.int64).view(-1, 2).T
-        return Figures(kl, loss, flips, tokens, domain, self.evaluator.names)
+        return Figures(kl, loss, flips, tokens, domain)

@@ -1,10 +1,16 @@
-"""Questions with a right answer: as JSON lines, and as tokens. An answer is what is written after the prompt."""
+"""Questions with a right answer: as JSON lines, as tokens, and what a model thinks of the answers.
+
+An answer is what is written after the prompt. B rows, S tokens, V words of the vocabulary.
+"""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from compressor.errors import CompressionError, faults_told
 from compressor.records import MOST_BYTES_OF_PARTS, bounded, plain_json, read_as
@@ -123,3 +129,25 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
             "takes; leave the item out"
         )
     return Row(tuple(map(int, whole)), start)
+
+
+def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
+    found = []
+    for place, row in enumerate(rows):
+        expected = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
+        answer = torch.tensor(row.tokens[row.start :], device=logits.device)
+        found.append(expected.gather(1, answer[:, None]).sum())
+    return torch.stack(found)
+
+
+def is_greedy(logits: Tensor, row: Row) -> bool:
+    """Whether each token of the answer of the first row is the likeliest one, from logits [B, S, V]."""
+    likeliest = logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1)
+    return likeliest.tolist() == list(row.tokens[row.start :])
+
+
+def positions(config: Any) -> int | None:
+    """Tokens that the model was made for at most; None where the config says nothing."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 1 else None

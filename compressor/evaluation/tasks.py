@@ -3,20 +3,32 @@
 import hashlib
 import inspect
 import json
+import logging
+import os
 import random
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, is_dataclass
 from difflib import get_close_matches
 from importlib.resources import as_file, files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.quiet import quiet_lm_eval, require_lm_eval
+from compressor.distributed.ranks import unseen_launcher
+from compressor.errors import CompressionError, faults_told, reason_of
+from compressor.evaluation.items import Item, read_items
 from compressor.model.opened import DTYPES, pick_device
+from compressor.progress import quiet_transformers
+
+logger = logging.getLogger(__name__)
 
 SEED = 1234  # lm-eval's own for drawing few-shot examples
 VERSION_DIGITS = 12
+CHOICE = "multiple_choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,64 @@ def read_batch_size(text: str) -> int | str:
     return int(text) if text.strip().isdecimal() else text.strip()
 
 
+def require_lm_eval() -> None:
+    """Refuse to go on without lm-eval, saying how to get it."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise CompressionError(
+            f'lm-eval cannot be imported ({error}); install it with `pip install "lm-eval[hf]"`'
+        ) from error
+
+
+class _Relay(logging.Handler):
+    """Hands on, once each, what lm-eval says of the models it runs; the rest is logged as debugging."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell of a record unless one that differs in numbers alone has been told."""
+        message = " ".join(record.getMessage().split())
+        of_models = record.levelno >= logging.WARNING and record.name.startswith("lm_eval.models")
+        shape = re.sub(r"\d+", "#", message)
+        if (of_models or record.levelno >= logging.ERROR) and shape not in self._told:
+            self._told.add(shape)
+            logger.warning("lm-eval: %s", message)
+        else:
+            logger.debug("lm-eval: %s", message)
+
+
+@contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out.
+
+    It sees no launcher, for it would deal the items out by itself, and tell the results to one rank alone.
+    """
+    import datasets
+    from lm_eval import evaluator
+    from lm_eval.api import task
+
+    source, relay = logging.getLogger("lm_eval"), _Relay()
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as stack:
+        for manager in (redirect_stdout(nowhere), warnings.catch_warnings(), quiet_transformers(), unseen_launcher()):
+            stack.enter_context(manager)
+        warnings.simplefilter("ignore")
+        if not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        stack.callback(source.setLevel, source.level)
+        source.setLevel(logging.WARNING)
+        stack.callback(source.removeHandler, relay)
+        source.addHandler(relay)
+        stack.enter_context(patch.object(source, "propagate", False))
+        stack.enter_context(patch.object(task, "tqdm", lambda items, **_: items))
+        stack.enter_context(patch.object(evaluator, "get_git_commit_hash", lambda: None))
+        stack.enter_context(patch.object(evaluator, "add_env_info", lambda storage: None))
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationTask:
     """A task or a group of tasks as it was asked for, with its data loaded."""
@@ -81,9 +151,24 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     with quiet_lm_eval(), as_file(files("compressor.demo") / "tasks") as demo:
         manager = _manager(options, demo)
         loaded = [made for name in options.tasks for made in _load(manager, name, options)]
-    _refuse_repeats(loaded)
+    owners: dict[str, str] = {}
+    tasks: list[tuple[str, dict[str, Any], Any]] = []
+    for made in loaded:
+        grouped = hasattr(made, "get_all_tasks")
+        name = str(made.name if grouped else made.task_name)
+        parts = {str(part.task_name): part for part in (made.get_all_tasks() if grouped else [made])}
+        for part in parts:
+            if part in owners:  # no item may count twice
+                raise CompressionError(
+                    f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
+                )
+            owners[part] = name
+        tasks.append((name, parts, made))
     with quiet_lm_eval():
-        return tuple(_resolved(made, options) for made in loaded)
+        return tuple(
+            EvaluationTask(name, _version(name, parts, options), parts, hasattr(made, "get_all_tasks"), made)
+            for name, parts, made in tasks
+        )
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
@@ -137,27 +222,9 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     return list(found["tasks"].values())
 
 
-def _parts(made: Any) -> tuple[str, dict[str, Any], bool]:
-    if hasattr(made, "get_all_tasks"):
-        return str(made.name), {str(task.task_name): task for task in made.get_all_tasks()}, True
-    return str(made.task_name), {str(made.task_name): made}, False
+def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) -> str:
+    from lm_eval.utils import handle_non_serializable
 
-
-def _refuse_repeats(loaded: Sequence[Any]) -> None:
-    """No item may count twice."""
-    owners: dict[str, str] = {}
-    for made in loaded:
-        name, parts, _ = _parts(made)
-        for part in parts:
-            if part in owners:
-                raise CompressionError(
-                    f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
-                )
-            owners[part] = name
-
-
-def _resolved(made: Any, options: EvaluationOptions) -> EvaluationTask:
-    name, parts, grouped = _parts(made)
     if not parts:
         raise CompressionError(f"the group {name!r} has no tasks; check its definition")
     digest = hashlib.sha256()
@@ -165,44 +232,29 @@ def _resolved(made: Any, options: EvaluationOptions) -> EvaluationTask:
         if getattr(task, "UNSAFE_CODE", False):
             raise CompressionError(f"task {part!r} would run code that the model writes; name another task")
         try:
-            for line in _content(part, task, options):
+            for entry in _content(part, task, options):
+                line = json.dumps(entry, sort_keys=True, default=handle_non_serializable) + "\n"
                 digest.update(line.encode())
         except Exception as error:
             raise CompressionError(f"the items of task {part!r} could not be read: {reason_of(error)}") from error
     numbers = {str(getattr(task, "VERSION", None)) for task in parts.values()}
-    number = numbers.pop() if len(numbers) == 1 else "mixed"
-    return EvaluationTask(name, f"{number}+{digest.hexdigest()[:VERSION_DIGITS]}", parts, grouped, made)
+    return f"{numbers.pop() if len(numbers) == 1 else 'mixed'}+{digest.hexdigest()[:VERSION_DIGITS]}"
 
 
-def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[str]:
-    """All that decides a task's items, as lines of JSON: its definition, the items asked for, the few-shot items."""
-    yield _line([part, _plain(_definition(task))])
-    for number, doc in task.doc_iterator(limit=options.limit):
-        yield _line([number, doc])
-    if _shots(task, options):
-        yield from (_line(["few-shot", doc]) for doc in task.fewshot_docs())
+def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
+    """All that decides a task's items: its definition but for the place of it, the items asked for, the few-shot items.
 
-
-def _line(value: Any) -> str:
-    from lm_eval.utils import handle_non_serializable
-
-    return json.dumps(value, sort_keys=True, default=handle_non_serializable) + "\n"
-
-
-def _shots(task: Any, options: EvaluationOptions) -> int:
-    """Few-shot examples of a task; as in lm-eval, one that sets 0 keeps it."""
-    own = task.get_config("num_fewshot")
-    return int(own or 0) if options.num_fewshot is None or own == 0 else options.num_fewshot
-
-
-def _definition(task: Any) -> dict[str, Any]:
-    """A task's settings without the places where they were found."""
+    As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
+    """
     config = {key: value for key, value in vars(task.config).items() if value is not None}
     metadata = config.pop("metadata", None) or {}
-    return config | {
-        "class": type(task) if type(task).__module__ != "lm_eval.api.task" else None,
-        "metadata": {key: value for key, value in metadata.items() if key != "config_source"},
-    }
+    config["class"] = type(task) if type(task).__module__ != "lm_eval.api.task" else None
+    config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
+    yield [part, _plain(config)]
+    yield from task.doc_iterator(limit=options.limit)
+    own = task.get_config("num_fewshot")
+    if own if options.num_fewshot is None or own == 0 else options.num_fewshot:
+        yield from (["few-shot", doc] for doc in task.fewshot_docs())
 
 
 def _plain(value: Any) -> Any:
@@ -228,3 +280,70 @@ def _source(function: Callable[..., Any]) -> list[Any]:
     except (OSError, TypeError):
         content = b""
     return [name, hashlib.sha256(content).hexdigest(), bound]
+
+
+def item_options(
+    tasks: Sequence[str],
+    data: str | Path | None,
+    limit: int | None,
+    include_path: str | Path | None,
+    dtype: str = "auto",
+) -> EvaluationOptions:
+    """How items are asked for: by lm-eval `tasks` or by the JSONL file `data`, of which one has to be given."""
+    if bool(tasks) == (data is not None):
+        raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
+    own = Path(include_path) if include_path is not None else None
+    return EvaluationOptions(tuple(tasks) or ("data",), limit, own, dtype=dtype)
+
+
+def items_of(options: EvaluationOptions, data: str | Path | None, training: bool = False) -> list[Item]:
+    """The items of the tasks, or the first ones of the file."""
+    return task_items(options, training) if data is None else read_items(Path(data))[: options.limit]
+
+
+def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]:
+    """The items of all tasks, in their order; of their `training` splits without few-shot examples.
+
+    Raises `CompressionError` for a task that is not multiple choice, asks each choice with a context of its own, or
+    has no training split where that is wanted.
+    """
+    found = list[Item]()
+    for each in resolve_tasks(options):
+        for name, task in each.parts.items():
+            if getattr(task, "OUTPUT_TYPE", None) != CHOICE:
+                raise CompressionError(
+                    f"task {name!r} is not multiple choice, so no answer of it is right; name another"
+                )
+            if training:
+                if not task.has_training_docs() or not hasattr(task.config, "training_split"):
+                    raise CompressionError(
+                        f"task {name!r} has no training split; name another, or give its items as --data"
+                    )
+                task.config.test_split = task.config.training_split
+            if training or task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            fault = f"the items of task {name!r} could not be read"
+            with quiet_lm_eval(), faults_told(fault, "shorten them", "see whether lm-eval alone can do it"):
+                task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
+                task.build_all_requests(limit=options.limit, rank=0, world_size=1)
+                docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
+                found += [
+                    _item(name, task, docs[number], list(requests))
+                    for number, requests in groupby(task.instances, key=lambda request: request.doc_id)
+                ]
+    return found
+
+
+def _item(name: str, task: Any, doc: Any, requests: list[Any]) -> Item:
+    choices = task.doc_to_choice(doc)
+    gold = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+    if isinstance(gold, str) and gold in choices:
+        gold = choices.index(gold)
+    contexts, continuations = zip(*(request.args for request in requests[: len(choices)]), strict=True)
+    if len(set(contexts)) > 1:
+        raise CompressionError(
+            f"task {name!r} asks each choice with a context of its own, so its items have no prompt; name another task"
+        )
+    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(continuations):
+        raise CompressionError(f"task {name!r} has an item without one right choice; name another task")
+    return Item(contexts[0], continuations[gold], continuations, name)

@@ -3,7 +3,6 @@
 And a gate's compressed model that answers so: what can be refused before a weight is read, and who answers.
 """
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import is_greedy, likelihoods, positions
 from compressor.evaluation.evaluate import Answerer
-from compressor.evaluation.items import Item, rows_of
+from compressor.evaluation.items import Item, is_greedy, likelihoods, positions, rows_of
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
@@ -177,6 +175,7 @@ def routed_answerer(
 
     @contextmanager
     def load(source: ModelSource, options: EvaluationOptions) -> Iterator[Any]:
+        from compressor.evaluation.model import free
         from compressor.pathways.lm_eval_model import RoutedModel
 
         opened, tokenizer = opened_with(reference, source, options.dtype, options.device)
@@ -184,8 +183,6 @@ def routed_answerer(
             yield RoutedModel(load_answering(opened, tokenizer, reference, routing.options))
         finally:
             opened.partial.release("")
-            gc.collect()
-            if opened.partial.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(opened.partial.device)
 
     return Answerer(facts, load)

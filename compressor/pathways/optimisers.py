@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.evaluation.answers import likelihoods
+from compressor.evaluation.items import likelihoods
 from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.options import Kernel, PathwayOptions
 from compressor.pathways.router_logits import logits_of

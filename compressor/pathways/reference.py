@@ -19,8 +19,7 @@ from torch.nn.functional import normalize
 from compressor.checkpoint.headers import read_header
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.answers import is_greedy, likelihoods, positions
-from compressor.evaluation.items import Item, Row, item_lines, read_items, rows_of
+from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, rows_of
 from compressor.files import file_digest, whole_folder
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer

@@ -11,9 +11,9 @@ there and they agree: visits sum to tokens times top-k, outputs are those of the
 later routers is made up, for there are none.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, build_meta, discover
+from compressor.model.architecture import Architecture, discover
 from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import Strategy, strategy_of
+from compressor.statistics.collecting import smaller_routers
 from compressor.statistics.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics
 
 
@@ -50,16 +51,17 @@ def fake_statistics(
         layer = replace(layer, routing_groups=routing_groups, chosen_groups=routing_groups)
 
         def observed(needs: frozenset[str]) -> Collector:
-            collector = Collector(layer, model, needs, sample_positions(tokens, sampled, seed), [tokens], seed)
+            collector = Collector(layer, model, needs, seed)
             if tokens:
-                collector.enter(0)
+                collector.enter(tokens, sample_positions(tokens, sampled, seed))
                 with torch.no_grad():
                     model.get_submodule(layer.block)(torch.randn(1, tokens, hidden))
                 collector.detach()
             return collector
 
-        heldout = observed(RECONSTRUCTION).finish(_routers(architecture, layer.router))
-        stats = observed(ALL).finish(_routers(architecture, layer.router), heldout)
+        routers = partial(smaller_routers(architecture), layer)
+        heldout = observed(RECONSTRUCTION).finish(routers)
+        stats = observed(ALL).finish(routers, heldout)
         return stats.adding(rank_change=torch.rand(experts) * stats.routed_count / max(tokens, 1))
 
 
@@ -84,11 +86,6 @@ def _model(experts: int, top_k: int, hidden: int, intermediate: int) -> tuple[Ar
     model = Qwen3MoeForCausalLM(config).float().eval()
     model.set_experts_implementation("eager")  # the others do not take every width
     return discover(config), model
-
-
-def _routers(architecture: Architecture, name: str) -> Callable[[int], Any]:
-    """The router module, on meta, of the model with another number of experts."""
-    return cache(lambda count: build_meta(architecture.with_experts(count), torch.float32).get_submodule(name))
 
 
 def check_strategy(module: Any, settings: Mapping[str, Any] | None = None, name: str = "") -> None:

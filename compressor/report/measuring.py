@@ -158,7 +158,7 @@ def by_weights(source: OpenModel, likeness: Callable[[str], Likeness], progress:
         needs = likeness(layer.name).needs
         whole = needs == WEIGHTS  # otherwise the router's tensors do
         partial.load(tensor.key for tensor in layer.tensors if whole or not tensor.key.startswith(f"{layer.name}."))
-        stats = Collector(layer, partial.model, needs & WEIGHTS, torch.arange(0), [], 0).finish(None)
+        stats = Collector(layer, partial.model, needs & WEIGHTS, 0).finish(None)
         yield LayerMeasures(layer.name, *compared(likeness(layer.name), stats, partial.model))
         partial.release(layer.block)
         give_back()

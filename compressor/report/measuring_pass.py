@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.batches import sample_positions
+from compressor.data.batches import sample_rows
 from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
@@ -167,8 +167,15 @@ def _first(output: Any) -> Tensor:
 class _Watch:
     """One MoE layer of the models, source and output or the output alone, while the batches pass it."""
 
-    def __init__(self, layers: Sequence[MoeLayer], models: Sequence[Any], collectors: Sequence[Collector]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[MoeLayer],
+        models: Sequence[Any],
+        collectors: Sequence[Collector],
+        rows: Sequence[tuple[int, Tensor]],
+    ) -> None:
         self.layer, self.collectors = layers[0], collectors  # in the order of the models' turns
+        self.rows = rows  # of each batch its number of tokens, and which are sampled
         self.block, self.stream, self.width = Gap(), Gap(), int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
@@ -195,7 +202,7 @@ class _Watch:
     def enter(self, number: int, turn: int) -> None:
         """This batch of the text is about to run through the model whose turn it is."""
         self.detach()
-        self.collectors[turn].enter(number)
+        self.collectors[turn].enter(*self.rows[number])
 
     def detach(self) -> None:
         """Stop collecting."""
@@ -221,10 +228,11 @@ class _SideBySide(LayerVisitor):
 
     def _watch(self, *layers: MoeLayer) -> _Watch:
         models, seed = [model.partial.model for model in self.models], self.seed
-        positions = sample_positions(sum(self.sizes), sample_size(layers[0].experts), seed)
+        rows = sample_rows(self.sizes, sample_size(layers[0].experts), seed)
         needs = [VISITS | self.likeness(layers[0].name).needs, VISITS][-len(models) :]
         each = zip(layers, models, needs, strict=True)
-        return _Watch(layers, models, [Collector(*one, positions, self.sizes, seed) for one in each])
+        collectors = [Collector(*one, seed) for one in each]
+        return _Watch(layers, models, collectors, list(zip(self.sizes, rows, strict=True)))
 
     def entering(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))

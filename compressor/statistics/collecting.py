@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.data.batches import Calibration, sample_positions
+from compressor.data.batches import Calibration, sample_rows
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.architecture import Architecture, MoeLayer, build_meta
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
@@ -25,20 +26,14 @@ from compressor.statistics.statistics import (
     needs_heldout,
 )
 
-_Part = tuple[int, bool]  # number of the source, whether held out
+Part = tuple[int, bool]  # number of the source, whether held out
+Routers = Callable[[MoeLayer, int], Any]  # the router module of a layer in a model with so many experts
 
 
-class Routers:
-    """Router modules of the smaller models, built on meta when a strategy asks for one."""
-
-    def __init__(self, model: OpenModel) -> None:
-        self.model, self.built = model, dict[int, Any]()
-
-    def get(self, layer: MoeLayer, count: int) -> Any:
-        """The router module of this layer in a model with `count` experts."""
-        if count not in self.built:
-            self.built[count] = build_meta(self.model.architecture.with_experts(count), torch.float32)
-        return self.built[count].get_submodule(layer.router)
+def smaller_routers(architecture: Architecture) -> Routers:
+    """Router modules of the models with fewer experts, each such model built once, on meta."""
+    built = cache(lambda count: build_meta(architecture.with_experts(count), torch.float32))
+    return lambda layer, count: built(count).get_submodule(layer.router)
 
 
 class Observers:
@@ -54,41 +49,37 @@ class Observers:
         seed: int,
         per_source: bool = False,
     ) -> None:
-        self.layer, self.routers, self.needs, self.per_source = layer, routers, needs, per_source
-        self.shares = calibration.weights
-        batches = range(len(calibration.batches))
-        parts = [(calibration.source_of(batch), batch in calibration.heldout) for batch in batches]
-        self.parts, self.seed, self.watched = parts, seed, model.partial.model
-        self.sizes = [batch.numel() for batch in calibration.batches]
-        self.positions: dict[_Part, Tensor] = {}  # of the sample, in each part
-        self.starts: list[int] = []  # of each batch in its part
-        for part in sorted(set(parts)):
-            tokens = sum(self.sizes[batch] for batch in batches if parts[batch] == part)
-            self.positions[part] = sample_positions(tokens, round(SAMPLE_TOKENS * self.shares[part[0]]), seed)
-        for batch in batches:
-            self.starts.append(sum(self.sizes[other] for other in range(batch) if parts[other] == parts[batch]))
-        self.collectors = {part: self._collector(part, torch.arange(0), []) for part in sorted(set(parts))}
+        self.model, self.layer, self.needs, self.routers = model.partial.model, layer, needs, routers
+        self.shares, self.seed, self.per_source = calibration.weights, seed, per_source
+        self.parts = [
+            (calibration.source_of(number), number in calibration.heldout) for number in range(len(calibration.batches))
+        ]
+        self.rows: dict[int, tuple[int, Tensor]] = {}  # of each batch its number of tokens, and which are sampled
+        for part in sorted(set(self.parts)):
+            numbers = [number for number, own in enumerate(self.parts) if own == part]
+            sizes = [calibration.batches[number].numel() for number in numbers]
+            rows = sample_rows(sizes, round(SAMPLE_TOKENS * self.shares[part[0]]), seed)
+            self.rows.update(zip(numbers, zip(sizes, rows, strict=True), strict=True))
+        self.collectors = {part: self._collector(part) for part in sorted(set(self.parts))}
         self.seen: dict[int, Collector] = {}  # what each batch has shown, until it is added to its part's
         self.active: Collector | None = None
 
-    def _collector(self, part: _Part, positions: Tensor, sizes: list[int]) -> Collector:
-        wanted = RECONSTRUCTION if part[1] else self.needs
-        if sizes and needs_heldout(self.needs):  # so that every rank knows what the router is called with
-            wanted |= {"router_arguments"}
-        return Collector(self.layer, self.watched, wanted, positions, sizes, self.seed)
+    def _collector(self, part: Part, more: frozenset[str] = frozenset()) -> Collector:
+        needs = RECONSTRUCTION if part[1] else self.needs
+        return Collector(self.layer, self.model, needs | more, self.seed)
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it."""
         self.detach()
-        part, start, size = self.parts[batch], self.starts[batch], self.sizes[batch]
+        part = self.parts[batch]
         if part[1] and not needs_heldout(self.needs):
             return
         if here().is_alone:  # batches run in their order
             self._add()
-        positions = self.positions[part]
-        inside = (positions >= start) & (positions < start + size)
-        self.active = self.seen[batch] = self._collector(part, positions[inside] - start, [size])
-        self.active.enter(0)
+        # every rank is to know what the router is called with, to restore the others' samples of held-out tokens
+        more = frozenset({"router_arguments"} if needs_heldout(self.needs) else ())
+        self.active = self.seen[batch] = self._collector(part, more)
+        self.active.enter(*self.rows[batch])
 
     def detach(self) -> None:
         """Stop observing."""
@@ -118,11 +109,11 @@ class Observers:
                 samples.setdefault((int(batch), name), []).append(value)
         for (number, name), values in samples.items():
             if number not in self.seen:
-                self.seen[number] = self._collector(self.parts[number], torch.arange(0), [])
+                self.seen[number] = self._collector(self.parts[number])
             if (meter := self.seen[number].meters.get(name)) is not None:
                 meter.restore(values, like.get(name, meter))
         self._add()
-        for _, collector in sorted(self.collectors.items()):
+        for collector in self.collectors.values():
             collector.all_reduce()
 
     def finish(self) -> LayerStatistics:
@@ -137,16 +128,16 @@ class Observers:
                 return LayerStatistics(self.layer, seed=self.seed)
         self._add()
 
-        def smaller(count: int) -> Any:
-            return self.routers.get(self.layer, count)
-
-        def of(heldout: bool) -> dict[int, Collector]:
-            return {n: self.collectors[n, held] for n, held in sorted(self.collectors) if held is heldout}
+        smaller = partial(self.routers, self.layer)
+        fit, held = (
+            {source: collector for (source, other), collector in self.collectors.items() if other is heldout}
+            for heldout in (False, True)
+        )
 
         def together(parts: dict[int, Collector]) -> Collector:
             return combined(list(parts.values()), [self.shares[source] for source in parts])
 
-        judged, fit, held = needs_heldout(self.needs), of(False), of(True)
+        judged = needs_heldout(self.needs)
         heldout = together(held).finish(smaller) if judged else None
         whole = together(fit)
         several = self.per_source and len(fit) > 1
@@ -169,7 +160,7 @@ def collect(
     Needs that are met by weights alone load the experts and run nothing. `per_source` keeps each calibration source's
     own statistics too. For the sake of a visitor `end` the batches go on to the model's output.
     """
-    routers = Routers(model)
+    routers = smaller_routers(model.architecture)
     if calibration is None:
         if needs_data(needs):
             raise CompressionError("this strategy needs calibration data; pass --calibration")
@@ -194,18 +185,18 @@ def collect(
 def _from_weights(
     model: OpenModel, needs: frozenset[str], routers: Routers, progress: Progress, seed: int
 ) -> Iterator[LayerStatistics]:
-    layers, partial = model.architecture.layers, model.partial
+    layers = model.architecture.layers
     if not here().is_first:
         yield from (LayerStatistics(layer, seed=seed) for layer in layers)
         return
     progress.start("plan", len(layers))
     for layer in layers:
-        partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
-        collector = Collector(layer, partial.model, needs, torch.zeros(0), [], seed)
+        model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
+        collector = Collector(layer, model.partial.model, needs, seed)
         try:
-            yield collector.finish(lambda count, layer=layer: routers.get(layer, count))
+            yield collector.finish(partial(routers, layer))
         finally:
-            partial.release(layer.block)
+            model.partial.release(layer.block)
             give_back()
         progress.advance(layer.name)
 

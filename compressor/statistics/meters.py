@@ -101,11 +101,8 @@ class Meter:
     def router_called(self, call: RouterCall) -> None:
         """A batch has passed the router."""
 
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
-        """An expert put out what has these L2 norms [n] in float64, and these gate weights [n]."""
-
-    def expert_put_out(self, expert: int, weights: Tensor, outputs: Tensor) -> None:
-        """The same outputs [n, H] themselves, in the computing dtype."""
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        """An expert returned `outputs` [n, H], in the computing dtype, with gate weights [n] and L2 norms [n]."""
 
     def absorb(self, other: Self, scale: float) -> None:
         """Take in what another meter of the same layer has seen, its sums times `scale`."""
@@ -119,11 +116,6 @@ class Meter:
 
     def restore(self, samples: list[Tensor], like: Self) -> None:
         """Append what another rank has sampled; `like` has watched the same layer here."""
-
-    @property
-    def sampled(self) -> bool:
-        """Whether any token was sampled."""
-        return False
 
     def finish(self, smaller_router: SmallerRouter) -> Any:
         """The statistic."""
@@ -156,10 +148,12 @@ class RoutedCount(_Sum):
 
 class GateWeightSum(_Sum):
     name, meaning = "gate_weight_sum", "sum of gate weights over those tokens"
+    power: ClassVar[int] = 1
 
     def experts_called(self, call: ExpertsCall) -> None:
         found = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
-        self.total += found.index_add_(0, call.index[call.used], call.weights[call.used].double()).cpu()
+        weights = call.weights[call.used].double() ** self.power
+        self.total += found.index_add_(0, call.index[call.used], weights).cpu()
 
 
 class ProbabilitySum(_Sum):
@@ -172,60 +166,51 @@ class ProbabilitySum(_Sum):
             self.total += shares[: len(self.total)].cpu()
 
 
-class _OutputSum(_Sum):
-    kind, outputs = "routed outputs", True
-
-
-class NormSum(_OutputSum):
+class NormSum(_Sum):
     name, meaning = "norm_sum", "L2 norm of the expert's output, summed over its tokens"
+    kind, outputs = "routed outputs", True
+    gated: ClassVar[bool] = False
+    power: ClassVar[int] = 1
 
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
-        self.total[expert] += norms[weights != 0].sum().cpu()
-
-
-class SquaredNormSum(_OutputSum):
-    name, meaning = "squared_norm_sum", "square of that norm, summed over its tokens"
-
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
-        self.total[expert] += norms[weights != 0].square().sum().cpu()
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        values = weights.double() * norms if self.gated else norms[weights != 0]
+        self.total[expert] += (values**self.power).sum().cpu()
 
 
-class GatedNormSum(_OutputSum):
-    name, meaning = "gated_norm_sum", "gate weight times the norm, summed over its tokens"
-
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
-        self.total[expert] += (weights.double() * norms).sum().cpu()
+class SquaredNormSum(NormSum):
+    name, meaning, power = "squared_norm_sum", "square of that norm, summed over its tokens", 2
 
 
-class SquaredGateSum(_Sum):
-    name, meaning = "squared_gate_sum", "square of the gate weight, summed over its tokens"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        found = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
-        self.total += found.index_add_(0, call.index[call.used], call.weights[call.used].double().square()).cpu()
+class GatedNormSum(NormSum):
+    name, meaning, gated = "gated_norm_sum", "gate weight times the norm, summed over its tokens", True
 
 
-class SquaredGateOutputSum(_OutputSum):
+class SquaredGateSum(GateWeightSum):
+    name, meaning, power = "squared_gate_sum", "square of the gate weight, summed over its tokens", 2
+
+
+class SquaredGateOutputSum(_Sum):
     name, shape = "squared_gate_output_sum", "[E, H]"
     meaning = "square of the gate weight times the expert's output, summed over its tokens"
+    kind, outputs = "routed outputs", True
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
         down, turned = observed.experts.down_proj, observed.experts.is_transposed
         self.total = torch.zeros(observed.layer.experts, down.shape[2 if turned else 1], dtype=torch.float64)
 
-    def expert_put_out(self, expert: int, weights: Tensor, outputs: Tensor) -> None:
+    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         self.total[expert] += (weights.double().square() @ outputs.double()).cpu()
 
 
-class SquaredGatedNormSum(_OutputSum):
-    name, meaning = "squared_gated_norm_sum", "square of gate weight times the norm, summed over its tokens"
-
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor) -> None:
-        self.total[expert] += (weights.double() * norms).square().sum().cpu()
+class SquaredGatedNormSum(GatedNormSum):
+    name, power = "squared_gated_norm_sum", 2
+    meaning = "square of gate weight times the norm, summed over its tokens"
 
 
-class _Sample(Meter):
+class Sample(Meter):
+    """A statistic of the sampled tokens."""
+
     kind = "sampled"
 
     def __init__(self, observed: Observed) -> None:
@@ -242,10 +227,6 @@ class _Sample(Meter):
         device = self.observed.experts.down_proj.device
         self.parts += [value.to(device) for value in samples]
 
-    @property
-    def sampled(self) -> bool:
-        return bool(self.parts)
-
     def take(self, value: Tensor, rows: Tensor) -> None:
         """Keep these rows of a tensor [T, ...]."""
         if rows.numel():
@@ -257,7 +238,7 @@ class _Sample(Meter):
         return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
 
 
-class Inputs(_Sample):
+class Inputs(Sample):
     name, shape, meaning = "inputs", "[S, H]", "inputs of the experts at the sampled tokens"
 
     def experts_called(self, call: ExpertsCall) -> None:
@@ -267,7 +248,7 @@ class Inputs(_Sample):
         return self.joined(1)
 
 
-class RouterLogits(_Sample):
+class RouterLogits(Sample):
     name, shape, meaning = "router_logits", "[S, E]", "router logits there"
 
     def router_called(self, call: RouterCall) -> None:
@@ -277,7 +258,7 @@ class RouterLogits(_Sample):
         return self.joined(self.observed.layer.experts)
 
 
-class TopKIndex(_Sample):
+class TopKIndex(Sample):
     name, shape, meaning = "top_k_index", "[S, K]", "experts chosen there"
 
     def experts_called(self, call: ExpertsCall) -> None:
@@ -287,7 +268,7 @@ class TopKIndex(_Sample):
         return self.joined(self.observed.layer.top_k, torch.long)
 
 
-class TopKWeights(_Sample):
+class TopKWeights(Sample):
     name, shape, meaning = "top_k_weights", "[S, K]", "their gate weights"
 
     def experts_called(self, call: ExpertsCall) -> None:
@@ -297,7 +278,7 @@ class TopKWeights(_Sample):
         return self.joined(self.observed.layer.top_k)
 
 
-class RouterArgumentsThere(_Sample):
+class RouterArgumentsThere(Sample):
     name, meaning = "router_arguments", "positional and by keyword, what the router was called with there"
 
     def __init__(self, observed: Observed) -> None:
@@ -349,7 +330,7 @@ class RouterArgumentsThere(_Sample):
         return RouterArguments(*as_call(joined), dims)
 
 
-class ExpertOutputs(_Sample):
+class ExpertOutputs(Sample):
     name, shape, meaning, kind = "expert_outputs", "[E, S, H]", "every expert's output there", "dense"
 
     def experts_called(self, call: ExpertsCall) -> None:

@@ -17,39 +17,9 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.buffers import as_arguments
 from compressor.model.watch import Watch
-from compressor.statistics.meters import (
-    METERS,
-    ExpertsCall,
-    LayerWeights,
-    Meter,
-    Observed,
-    RouterArguments,
-    RouterCall,
-    mix_tokens,
-)
-
-__all__ = [
-    "ALL",
-    "ATTRIBUTED",
-    "DENSE",
-    "HELDOUT",
-    "RECONSTRUCTION",
-    "ROUTED",
-    "ROUTED_OUTPUTS",
-    "SAMPLED",
-    "SAMPLE_TOKENS",
-    "WEIGHTS",
-    "Collector",
-    "LayerStatistics",
-    "LayerWeights",
-    "RouterArguments",
-    "check_needs",
-    "combined",
-    "mix_tokens",
-    "needs_attribution",
-    "needs_data",
-    "needs_heldout",
-]
+from compressor.statistics.meters import METERS, ExpertsCall, Meter, Observed, RouterCall, Sample
+from compressor.statistics.meters import LayerWeights as LayerWeights
+from compressor.statistics.meters import RouterArguments as RouterArguments
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,23 +124,14 @@ def needs_attribution(needs: frozenset[str]) -> bool:
 
 
 class Collector:
-    """Has the meters of `needs` observe one layer while batches of so many tokens (`sizes`) pass it.
+    """Has the meters of `needs` observe one layer while batches pass it."""
 
-    `positions` [S] are the tokens of the sample, numbered through all batches.
-    """
-
-    def __init__(
-        self, layer: MoeLayer, model: Any, needs: frozenset[str], positions: Tensor, sizes: list[int], seed: int
-    ) -> None:
+    def __init__(self, layer: MoeLayer, model: Any, needs: frozenset[str], seed: int) -> None:
         self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT - ATTRIBUTED, seed
-        self.positions, self.sizes = positions, sizes
-        self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self.batch, self.tokens = 0, 0
+        self.tokens = 0
         experts, router, block = (model.get_submodule(name) for name in (layer.name, layer.router, layer.block))
-        self.observed = Observed(layer, experts, router, block, seed)
-        self.meters: dict[str, Meter] = {
-            name: meter(self.observed) for name, meter in METERS.items() if name in self.needs
-        }
+        observed = Observed(layer, experts, router, block, seed)
+        self.meters: dict[str, Meter] = {name: meter(observed) for name, meter in METERS.items() if name in self.needs}
         outputs = any(meter.outputs for meter in self.meters.values())
         self.watch = Watch(
             model,
@@ -180,9 +141,9 @@ class Collector:
             on_expert_output=self._expert_ran if outputs else None,
         )
 
-    def enter(self, batch: int) -> None:
-        """Observe this batch, numbered among the collector's own; the stock computation is not changed."""
-        self.batch = batch
+    def enter(self, tokens: int, rows: Tensor) -> None:
+        """Observe the next batch, of whose `tokens` those at `rows` [s] are sampled; it is computed as ever."""
+        self.batch = tokens, rows
         self.watch.attach()
 
     def detach(self) -> None:
@@ -190,12 +151,9 @@ class Collector:
         self.watch.detach()
 
     def _rows(self, tokens: int) -> Tensor:
-        """Rows of the current batch that belong to the sample."""
-        if tokens != self.sizes[self.batch]:
-            return torch.arange(0)
-        start = self.starts[self.batch]
-        inside = (self.positions >= start) & (self.positions < start + tokens)
-        return self.positions[inside] - start
+        """Sampled rows of the current batch; none where the layer sees other tokens than the calibration's."""
+        size, rows = self.batch
+        return rows if tokens == size else torch.arange(0)
 
     def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
@@ -218,8 +176,7 @@ class Collector:
     def _expert_ran(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
         norms = outputs.double().norm(dim=-1)
         for meter in self.meters.values():
-            meter.expert_ran(expert, weights, norms)
-            meter.expert_put_out(expert, weights, outputs)
+            meter.expert_ran(expert, weights, norms, outputs)
 
     def absorb(self, other: Self, scale: float = 1.0) -> None:
         """Take in what another collector of the same layer has seen, its sums times `scale`."""
@@ -238,8 +195,8 @@ class Collector:
     ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
-        sampling = [meter for name, meter in self.meters.items() if name in SAMPLED | DENSE]
-        if sampling and self.tokens and not any(meter.sampled for meter in sampling):
+        samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]
+        if samples and self.tokens and not any(meter.parts for meter in samples):
             logger.warning(
                 "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
             )
@@ -254,7 +211,7 @@ def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collec
     first, tokens = collectors[0], sum(collector.tokens for collector in collectors)
     if len(collectors) == 1:
         return first
-    whole = Collector(first.layer, first.model, first.needs, first.positions, [], first.seed)
+    whole = Collector(first.layer, first.model, first.needs, first.seed)
     for collector, share in zip(collectors, shares, strict=True):
         whole.absorb(collector, share / sum(shares) * tokens / max(collector.tokens, 1))
     return whole

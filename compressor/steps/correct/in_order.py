@@ -22,7 +22,7 @@ from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
 from compressor.model.watch import Watch
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
-from compressor.statistics.collecting import Observers, Routers
+from compressor.statistics.collecting import Observers, Routers, smaller_routers
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import correct_layer
@@ -98,7 +98,7 @@ class _InOrder(LayerVisitor):
     told: list[Callable[[], None]] = field(default_factory=list)  # to do when all batches have passed the layer
 
     def __post_init__(self) -> None:
-        self.shadow, self.routers = ShadowModel(self.model, self.work.experts), Routers(self.model)
+        self.shadow, self.routers = ShadowModel(self.model, self.work.experts), smaller_routers(self.model.architecture)
 
     def before(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""

@@ -12,7 +12,7 @@ import torch
 
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Variants, difference
+from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Variants
 from compressor.files import write_whole
 from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
 from compressor.model.opened import OpenModel
@@ -71,7 +71,8 @@ def compare_corrections(
     both of its smaller ones are in memory.
     """
     visitor = _SideBySide(model, corrected, {plan.module: plan for plan in plans})
-    return difference(*evaluator.measure(model, visitor, 2, progress, "compare the corrections"))
+    before, after = evaluator.measure(model, visitor, 2, progress, "compare the corrections")
+    return Difference.of(before.kl, after.kl)
 
 
 def keep_the_better(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import positions
 from compressor.evaluation.base_answers import Distributions
-from compressor.evaluation.items import Item, rows_of
+from compressor.evaluation.items import Item, positions, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import load_answering

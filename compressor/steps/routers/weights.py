@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compressor.evaluation.base_answers import Distributions, top_divergence
-from compressor.evaluation.evaluator import Evaluator, Figures, Variants, difference
+from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.reverse import ReversePass, ReverseVisitor
@@ -64,7 +64,7 @@ class Step:
     @classmethod
     def taken(cls, before: Figures, after: Figures, ridge: float, step: float) -> "Step":
         """The step, if its gain is accepted; else one of zero."""
-        found = difference(before, after)
+        found = Difference.of(before.kl, after.kl)
         return cls(ridge, step, found.gain, found.standard_error) if found.accepted else cls()
 
 

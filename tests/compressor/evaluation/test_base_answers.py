@@ -14,7 +14,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, load_tokenizer
 from compressor.errors import CompressionError
 from compressor.evaluation import base_answers
-from compressor.evaluation.base_answers import Distributions, distributions, top_divergence
+from compressor.evaluation.base_answers import Distributions, read_base, top_divergence
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from tests.opened import batches, opened
@@ -36,7 +36,7 @@ def full(original: Tensor, other: Tensor) -> Tensor:
 def test_the_likeliest_tokens_are_kept_and_the_mass_of_the_others(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1))
-    for tokens, found in zip(parts, distributions(model, parts, Silent()), strict=True):
+    for tokens, found in zip(parts, read_base(model, {"text": parts}, None, Silent())["text"], strict=True):
         logs = log_probabilities(stock, tokens)
         best = logs.topk(base_answers.KEPT)
         assert torch.equal(found.tokens.long(), best.indices)
@@ -51,7 +51,7 @@ def test_divergence_is_the_full_one_where_all_is_kept_and_a_little_less_otherwis
     logs = log_probabilities(stock, tokens)
     other = (logs + 0.3 * torch.randn(logs.shape, generator=torch.Generator().manual_seed(0))).float()
     expected = full(logs, other)
-    (kept,) = distributions(model, [tokens], Silent())
+    (kept,) = read_base(model, {"text": [tokens]}, None, Silent())["text"]
     found = top_divergence(kept, other)
     assert (found <= expected + 1e-5).all() and (found > 0.8 * expected).all()
     whole = logs.float().topk(logs.shape[-1])
@@ -77,7 +77,7 @@ def test_on_the_demos_text_what_is_kept_tells_the_divergence_within_a_hundredth(
     model = open_model(locate(str(DEMO)), "float32", "cpu")
     text = calibrate("demo", load_tokenizer(DEMO), samples=8, length=128, seed=0, vocab=model.vocabulary)
     tokens = torch.cat(list(text.batches))
-    (kept,) = distributions(model, [tokens], Silent())
+    (kept,) = read_base(model, {"text": [tokens]}, None, Silent())["text"]
     stock = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     logs = log_probabilities(stock, tokens)
     stock.model.layers[0].mlp.gate.weight.data.zero_()
@@ -89,4 +89,4 @@ def test_on_the_demos_text_what_is_kept_tells_the_divergence_within_a_hundredth(
 def test_a_model_without_a_head_expects_nothing(tmp_path: Path) -> None:
     stock, model = opened("openai_privacy_filter", tmp_path)
     with pytest.raises(CompressionError, match="no language-model head"):
-        distributions(model, batches(stock, (1,)), Silent())
+        read_base(model, {"text": batches(stock, (1,))}, None, Silent())["text"]

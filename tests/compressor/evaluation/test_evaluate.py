@@ -16,9 +16,8 @@ from compressor.checkpoint.source import locate
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import run_tasks
-from compressor.evaluation.quiet import quiet_lm_eval
 from compressor.evaluation.scores import ItemScores, item_scores
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.generation.decoders import stock_decoder
 from compressor.progress import Silent
 from tests import small

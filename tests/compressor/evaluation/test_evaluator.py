@@ -80,8 +80,8 @@ def test_streamed_models_have_the_figures_of_whole_ones(
             run(model, plans, with_heldout(stock) if make is drops else None, riding=riding)
         check(riding.figures[0], plain(stock, small, entries))
         check(evaluator.measure_loaded(small), plain(stock, small, entries))
-        by_domain, means = riding.figures[0].by_domain, riding.figures[0].means
-        assert [each.sequences for each in by_domain.values()] == [5, 2] and list(by_domain) == ["first", "second"]
+        means = riding.figures[0].means
+        assert [riding.figures[0].of({domain}).sequences for domain in (0, 1)] == [5, 2]
         weighted = np.average(riding.figures[0].kl, weights=[11] * 5 + [6] * 2)
         assert means["kl"] == pytest.approx(weighted) and means["kl"] > 1e-3
     assert len(head._forward_hooks) == hooks

@@ -8,8 +8,7 @@ import pytest
 
 from compressor.errors import CompressionError
 from compressor.evaluation.items import Item, item_lines, read_items, rows_of
-from compressor.evaluation.task_items import task_items
-from compressor.evaluation.tasks import EvaluationOptions
+from compressor.evaluation.tasks import EvaluationOptions, task_items
 from tests import small
 from tests.evaluations import own_tasks
 

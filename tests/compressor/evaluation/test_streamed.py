@@ -14,13 +14,12 @@ from safetensors.torch import load_file
 from compressor import memory
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation import room, streamed
-from compressor.evaluation.evaluate import plan_evaluation, run_tasks
-from compressor.evaluation.model import AnswerWatch, loaded_model
-from compressor.evaluation.room import streams, weight_bytes
+from compressor.evaluation import evaluate as evaluating
+from compressor.evaluation import streamed
+from compressor.evaluation.evaluate import plan_evaluation, run_tasks, streams, weight_bytes
+from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
 from compressor.evaluation.scores import ResultStore
 from compressor.evaluation.streamed import batches_of, inputs_of, scores
-from compressor.evaluation.streamed_model import streamed_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small
@@ -138,8 +137,8 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     tensors = load_file(source.folder / "model.safetensors")
     assert weights == sum(value.numel() for value in tensors.values()) * 4
     assert weight_bytes(source, "bfloat16") == weights // 2
-    for left, expected in ((None, False), (2**40, False), (room.HEADROOM + weights, True), (0, True)):
-        monkeypatch.setattr(room, "available", lambda left=left: left)
+    for left, expected in ((None, False), (2**40, False), (evaluating.HEADROOM + weights, True), (0, True)):
+        monkeypatch.setattr(evaluating, "available", lambda left=left: left)
         assert streams(source, wanted) is expected
         assert streams(source, options(stream=not expected)) is not expected
     written = tmp_path / "own"

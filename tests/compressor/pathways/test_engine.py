@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import is_greedy, likelihoods
-from compressor.evaluation.items import Row
+from compressor.evaluation.items import Row, is_greedy, likelihoods
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.options import Tokens

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import likelihoods
-from compressor.evaluation.items import Row
+from compressor.evaluation.items import Row, likelihoods
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import (
     Neighbour,

@@ -15,8 +15,7 @@ from compressor.evaluation.evaluate import run_tasks
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.model import AnswerWatch, loaded_model
 from compressor.evaluation.scores import ItemScores, Spent
-from compressor.evaluation.task_items import task_items
-from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
+from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.pathways.answering import open_answering, refuse_other_tasks, routed_answerer, trusted_reference
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.options import PathwayOptions, Routing

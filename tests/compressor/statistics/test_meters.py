@@ -34,9 +34,9 @@ def seen(stats: LayerStatistics, parts: list[Tensor]) -> Collector:
         stats.layer.name: stats.weights.experts, stats.layer.router: stats.weights.router, stats.layer.block: block
     }[name]  # fmt: skip
     needs = frozenset({"largest_input", "routed_count"})
-    collector = Collector(stats.layer, model, needs, torch.arange(0), [len(part) for part in parts], 0)
-    for number, part in enumerate(parts):
-        collector.enter(number)
+    collector = Collector(stats.layer, model, needs, 0)
+    for part in parts:
+        collector.enter(len(part), torch.arange(0))
         with torch.no_grad():
             block(part[None])
         collector.detach()

@@ -16,7 +16,7 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.statistics import collecting
-from compressor.statistics.meters import METERS
+from compressor.statistics.meters import METERS, mix_tokens
 from compressor.statistics.statistics import (
     ALL,
     DENSE,
@@ -25,7 +25,6 @@ from compressor.statistics.statistics import (
     SAMPLED,
     LayerStatistics,
     check_needs,
-    mix_tokens,
     needs_data,
 )
 from tests import zoo

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import distributions
+from compressor.evaluation.base_answers import read_base
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
@@ -44,7 +44,8 @@ def disturbed(own: Weights, seed: int, size: float) -> dict[str, Tensor]:
 
 
 def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Text]:
-    return [Text((part,), (made,)) for part, made in zip(parts, distributions(model, parts, Silent()), strict=True)]
+    answers = read_base(model, {"text": parts}, None, Silent())["text"]
+    return [Text((part,), (made,)) for part, made in zip(parts, answers, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["olmoe", "mixtral", "gpt_oss"])
