@@ -39,7 +39,7 @@ from compressor.surgery.tensors import (
 from compressor.workdir.layer_files import LayerWriter, index_json, made_by, shards
 
 JOURNAL = "journal.json"
-SMALL = 2**28  # bytes of a layer's file that is joined with others
+SMALL = 2**25  # bytes of a layer's file that is joined with others, which writes it a second time
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 Advance = Callable[[str], None]
 
