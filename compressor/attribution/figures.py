@@ -5,7 +5,9 @@ A router's logits are the sum of sub-scores, one for each earlier component that
 routers (receivers), T tokens, E experts.
 """
 
-from collections.abc import Container, Mapping
+import math
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,8 @@ from typing import Any
 # that of the projection which mixes an attention's heads
 KINDS = ("token", "attention", "head", "bias", "mlp", "moe", "expert", "shared", "other")
 UNRANKED = ("head", "bias")  # kinds whose AARV is not measured
+COMPONENTS = ("token", "attention", "mlp", "moe", "other")  # whose sub-scores add up to the logits
+ZEROED = (*COMPONENTS, "shared")  # whose AARV is compared with their influence, apart from that of single experts
 
 
 def adds_up(kind: str, module: str, split: Container[str]) -> bool:
@@ -137,3 +141,94 @@ class Attribution:
         """The senders whose sub-scores add up to the logits, each part once: heads instead of their attention."""
         split = {head.module for head in self.of_kind("head")}
         return tuple(sender for sender in self.senders if adds_up(sender.kind, sender.module, split))
+
+
+@dataclass(frozen=True, slots=True)
+class KindShare:
+    """How much of the influence comes from components of one kind."""
+
+    kind: str
+    senders: int
+    influence: float  # summed over senders and receivers
+    share: float | None  # of all components' influence; None where there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What one sender does to one receiver."""
+
+    sender: Sender
+    influence: float
+    rank_change: float
+
+
+def expert_label(layer: int, expert: int) -> str:
+    """1, 9 -> 'L1 E9'."""
+    return f"L{layer} E{expert}"
+
+
+def sender_label(sender: Sender) -> str:
+    """Short and unique unless a layer has several of a kind: 'token', 'L1 E9', 'L3 head 5', 'L3 attention'."""
+    if sender.layer is None or sender.kind == "other":
+        return sender.kind if sender.kind == "token" else sender.name
+    if sender.number is None:
+        return f"L{sender.layer} {sender.kind}"
+    if sender.kind == "expert":
+        return expert_label(sender.layer, sender.number)
+    return f"L{sender.layer} {sender.kind} {sender.number}"
+
+
+def sender_labels(senders: Iterable[Sender]) -> list[str]:
+    """The label of each, or its full name where two would be labelled alike."""
+    return _told_apart([(sender_label(sender), sender.name) for sender in senders])
+
+
+def router_labels(receivers: Iterable[Receiver]) -> list[str]:
+    """'L3 router' for each, or with its experts module's name where a layer has several."""
+    labels = [(f"L{receiver.layer} router", receiver.module) for receiver in receivers]
+    return _told_apart([(label, f"{label} of {module}") for label, module in labels])
+
+
+def _told_apart(named: Sequence[tuple[str, str]]) -> list[str]:
+    """The first, short name of each, or its second where two have the same short one."""
+    often = Counter(label for label, _ in named)
+    return [label if often[label] == 1 else name for label, name in named]
+
+
+def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
+    """At most `top` senders with any influence, the greatest total first, model order among equal ones."""
+    found = [sender for sender in senders if sender.total_influence > 0]
+    return tuple(sorted(found, key=lambda sender: -sender.total_influence)[:top])
+
+
+def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
+    """Which kinds of component shape routing; heads, experts and shared experts are parts of others."""
+    totals = {kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in COMPONENTS}
+    whole = math.fsum(value for found in totals.values() for value in found)
+    return tuple(
+        KindShare(kind, len(found), math.fsum(found), math.fsum(found) / whole if whole else None)
+        for kind, found in totals.items()
+        if found
+    )
+
+
+def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
+    """Influence and AARV of each sender of these kinds on each receiver for which both were measured."""
+    for sender in attribution.of_kind(*kinds):
+        for influence, change in zip(sender.influence, sender.rank_change, strict=True):
+            if influence is not None and change is not None and math.isfinite(influence) and math.isfinite(change):
+                yield Pair(sender, influence, change)
+
+
+def rank_correlation(found: Sequence[Pair]) -> float | None:
+    """Spearman's, of influence and AARV."""
+    return spearman([pair.influence for pair in found], [pair.rank_change for pair in found])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The rank correlation; None where all values of one side are the same, or there are fewer than 3."""
+    if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
+        return None
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(first, second).statistic)

@@ -1,4 +1,4 @@
-"""Who writes what into whose routing, as a networkx graph.
+"""Who writes what into whose routing, as a networkx graph, and the communities of experts that are routed to together.
 
 Nodes are the token's embedding, attention heads (or the whole attention where its heads cannot be told apart), dense
 MLPs, shared experts, routed experts and routers; their id is a short label, such as `token`, `L3 head 5`, `L1 E9`,
@@ -11,19 +11,23 @@ MLPs, shared experts, routed experts and routers; their id is a short label, suc
   It makes paths: whoever steers a router decides which experts write to later ones.
 - `scores`, sender -> later expert, where that was asked for: `influence` on that expert's score. The edges from one
   sender to all experts of a router add up to its influence on the router, so no centrality counts them again.
+
+T tokens, R routers in model order, E experts, K top-k. Chance would send n_i * n_j / T tokens through expert i of one
+router and expert j of the next one, of which n_i and n_j tokens are routed to each.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from compressor.attribution.communities import communities
-from compressor.attribution.figures import Attribution, Sender
-from compressor.attribution.summary import router_labels, sender_labels, spearman
+from compressor.attribution.figures import Attribution, Together, router_labels, sender_labels, spearman
+from compressor.distributed.ranks import here
 from compressor.ties import rounded
 from compressor.words import one_line
 
@@ -34,8 +38,13 @@ INFLUENCE, AARV, DEGREE, PAGERANK = "influence", "AARV", "out-degree", "PageRank
 STANDING, BETWEENNESS, CORE = "standing", "betweenness", "core"
 MEASURES = (INFLUENCE, AARV, DEGREE, PAGERANK, STANDING, BETWEENNESS, CORE)
 TOP = 10
+STEERS, ROUTES, SCORES = "steers", "routes", "scores"
+BEFORE = -1  # the layer of the token's embedding
+NOTABLE = 3.0  # standard deviations of a Poisson count by which two experts exceed chance
+FOLLOWING = 8  # experts of the next router that are kept for each expert
 
 Centrality = Mapping[str, Mapping[str, float]]  # by measure, of every expert by its label
+Expert = tuple[int, int]  # number of its router among the receivers, and its own
 
 
 def centralities(graph: "nx.DiGraph") -> Centrality:
@@ -125,10 +134,6 @@ def most_central(attribution: Attribution, count: int) -> Sequence[tuple[str, in
     return [(graph.nodes[label]["module"], graph.nodes[label]["number"]) for label in chosen]
 
 
-STEERS, ROUTES, SCORES = "steers", "routes", "scores"
-BEFORE = -1  # the layer of the token's embedding
-
-
 def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     """The graph of an attribution, nodes in model order; `seed` is for the communities of experts."""
     import networkx as nx
@@ -136,25 +141,30 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     graph = nx.DiGraph(model=one_line(attribution.model), tokens=attribution.tokens)
     senders, routers = attribution.parts(), router_labels(attribution.receivers)
     labels = dict(zip([sender.name for sender in senders], sender_labels(senders), strict=True))
-    experts = _experts(attribution, senders)
+    numbers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
+    experts = {
+        (numbers[sender.module], sender.number or 0): sender
+        for sender in senders
+        if sender.kind == "expert" and sender.module in numbers
+    }
     groups = communities(experts, attribution.together, seed)
     of = {sender.name: groups[expert] for expert, sender in experts.items()}
     for sender in senders:
-        layer = BEFORE if sender.layer is None else sender.layer
-        more = {"number": sender.number, "community": of.get(sender.name)}
-        _add_node(graph, labels[sender.name], sender.kind, layer, sender.module, share=sender.share, **more)
+        layer, label = BEFORE if sender.layer is None else sender.layer, labels[sender.name]
+        more = _finite(share=sender.share, number=sender.number, community=of.get(sender.name))
+        graph.add_node(label, label=label, kind=sender.kind, layer=layer, module=sender.module, **more)
     for label, receiver in zip(routers, attribution.receivers, strict=True):
-        figures = {"variance": receiver.variance, "unexplained": receiver.unexplained}
-        _add_node(graph, label, "router", receiver.layer, receiver.module, **figures)
+        more = _finite(variance=receiver.variance, unexplained=receiver.unexplained)
+        graph.add_node(label, label=label, kind="router", layer=receiver.layer, module=receiver.module, **more)
     for number, label in enumerate(routers):
-        total = math.fsum(_known(sender.influence[number] for sender in senders))
-        for sender in senders:
-            if not (known := [*_known([sender.influence[number]])]):
-                continue
-            covariance = sender.covariance[number] if sender.covariance else None
-            figures = _finite(influence=known[0], aarv=sender.rank_change[number], covariance=covariance)
-            weight = known[0] / total if total else 0.0
-            graph.add_edge(labels[sender.name], label, kind=STEERS, weight=weight, **figures)
+        influences = [_finite(influence=sender.influence[number]) for sender in senders]
+        total = math.fsum(each["influence"] for each in influences if each)
+        for sender, each in zip(senders, influences, strict=True):
+            if each:
+                covariance = sender.covariance[number] if sender.covariance else None
+                weight = each["influence"] / total if total else 0.0
+                more = _finite(aarv=sender.rank_change[number], covariance=covariance)
+                graph.add_edge(labels[sender.name], label, kind=STEERS, weight=weight, **each, **more)
         own = [sender for (router, _), sender in experts.items() if router == number and sender.share > 0]
         visits = math.fsum(sender.share for sender in own)
         for sender in own:
@@ -165,24 +175,9 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     return graph
 
 
-def _experts(attribution: Attribution, senders: Iterable[Sender]) -> dict[tuple[int, int], Sender]:
-    """The routed experts by the number of their router among the receivers, and their own."""
-    found = {(sender.module, sender.number): sender for sender in senders if sender.kind == "expert"}
-    numbers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
-    return {(numbers[name], expert or 0): sender for (name, expert), sender in found.items() if name in numbers}
-
-
-def _known(values: Iterable[float | None]) -> Iterable[float]:
-    return (value for value in values if value is not None and math.isfinite(value))
-
-
-def _finite(**figures: Any) -> dict[str, Any]:
+def _finite(**figures: float | None) -> dict[str, Any]:
     """Those that are there and are numbers, for GraphML has no word for others."""
     return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
-
-
-def _add_node(graph: "nx.DiGraph", label: str, kind: str, layer: int, module: str, **figures: Any) -> None:
-    graph.add_node(label, label=label, kind=kind, layer=layer, module=module, **_finite(**figures))
 
 
 def edges_of(graph: "nx.DiGraph", *kinds: str) -> "nx.DiGraph":
@@ -193,3 +188,70 @@ def edges_of(graph: "nx.DiGraph", *kinds: str) -> "nx.DiGraph":
     found.add_nodes_from(graph.nodes(data=True))
     found.add_edges_from((start, end, data) for start, end, data in graph.edges(data=True) if data["kind"] in kinds)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A graph, and the measures that are attributes of its experts, too."""
+
+    graph: "nx.DiGraph"
+    centrality: Centrality
+
+
+def measured_graph(attribution: Attribution) -> Measured:
+    """The graph of an attribution, with every measure of centrality."""
+    import networkx as nx
+
+    graph = routing_graph(attribution)
+    found = centralities(graph)
+    for measure, values in found.items():
+        nx.set_node_attributes(graph, values, measure)
+    return Measured(graph, found)
+
+
+def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tokens: int) -> tuple[Together, ...]:
+    """Pairs of experts of consecutive routers that meet in more tokens than by chance, of batches [T, R, K].
+
+    `chosen` are this rank's batches, and `tokens` those of all ranks. `valid` [R, K] marks the slots that a router
+    uses. Of every expert those of the next router are kept with which the excess is greatest. Memory is that of two
+    routers' choices and one table [E, E].
+    """
+    found: list[Together] = []
+    for first, second in pairwise(range(len(valid))):
+        table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=valid.device)
+        for batch in chosen:
+            one, other = (_visited(batch[:, number][:, valid[number]], experts) for number in (first, second))
+            table += torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]).double()
+        counts, visits = here().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
+        expected = visits[0][:, None] * visits[1] / tokens
+        excess = counts - expected
+        excess[excess <= NOTABLE * expected.sqrt()] = 0
+        values, following = excess.sort(descending=True, stable=True)
+        for expert, (row, others) in enumerate(zip(values.tolist(), following.tolist(), strict=True)):
+            kept = zip(row[:FOLLOWING], others, strict=False)
+            found += [Together(first, expert, other, value / tokens) for value, other in kept if value > 0]
+    return tuple(found)
+
+
+def _visited(chosen: Tensor, experts: int) -> Tensor:
+    """[T, K] -> [T, E]: 1 for each chosen expert."""
+    return torch.zeros(len(chosen), experts, device=chosen.device).scatter_(1, chosen, 1.0)
+
+
+def communities(experts: Iterable[Expert], together: Sequence[Together], seed: int = 0) -> dict[Expert, int]:
+    """The number of each expert's community: Louvain's method on the excess over chance, the largest community first.
+
+    An expert that goes with no other is a community of its own. Blondel et al. 2008, arXiv:0803.0476.
+    """
+    import networkx as nx
+
+    order = {expert: number for number, expert in enumerate(experts)}
+    graph = nx.Graph()
+    graph.add_nodes_from(order.values())  # numbers: sets of them are walked through in the same order in every process
+    for pair in together:
+        ends = (pair.receiver, pair.expert), (pair.receiver + 1, pair.following)
+        graph.add_edge(*(order[end] for end in ends), weight=pair.excess)
+    made = [sorted(members) for members in nx.community.louvain_communities(graph, seed=seed)] if order else []
+    ranked = sorted(made, key=lambda members: (-len(members), members))
+    place = {member: number for number, members in enumerate(ranked) for member in members}
+    return {expert: place[number] for expert, number in order.items()}

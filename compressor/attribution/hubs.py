@@ -36,24 +36,12 @@ class Hub:
 
 
 @dataclass(frozen=True, slots=True)
-class SuperExpert:
-    """An expert with massive activations among its outputs, before its gate weight."""
-
-    module: str
-    layer: int
-    expert: int
-    max_entry: float  # largest absolute entry of an output
-    max_norm: float  # L2
-    mean_norm: float  # over its tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Overlap:
     """Which hubs are super experts, each part with the strongest first."""
 
     both: tuple[Hub, ...]
     only_hubs: tuple[Hub, ...]
-    only_supers: tuple[SuperExpert, ...]
+    only_supers: tuple[Output, ...]
 
     @property
     def jaccard(self) -> float | None:
@@ -89,21 +77,13 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
         influence = outlier_scores([sender.total_influence for sender in experts])
         aarv = outlier_scores([sender.total_rank_change for sender in experts])
         for sender, first, second in zip(experts, influence, aarv, strict=True):
-            least = LEAST_SHARE * _variance(attribution, sender)
+            reached = zip(attribution.receivers, sender.influence, strict=True)
+            variance = sum(receiver.variance for receiver, influence in reached if influence is not None)
+            least = LEAST_SHARE * variance  # of the logits of the routers that come after the sender
             if exceeds(min(first, second), threshold) and not exceeds(least, sender.total_influence):
                 assert sender.layer is not None and sender.number is not None
-                found.append(
-                    Hub(
-                        sender.module,
-                        sender.layer,
-                        sender.number,
-                        sender.total_influence,
-                        sender.total_rank_change,
-                        first,
-                        second,
-                        sender.share,
-                    )
-                )
+                totals = sender.total_influence, sender.total_rank_change
+                found.append(Hub(sender.module, sender.layer, sender.number, *totals, first, second, sender.share))
     strength = _equal_where_tied([hub.influence for hub in found])
     order = sorted(zip(strength, found, strict=True), key=lambda pair: (-pair[0], *_place(pair[1])))
     return tuple(hub for _, hub in order)
@@ -118,14 +98,8 @@ def _place(each: Hub | Output) -> tuple[int, str, int]:
     return each.layer, each.module, each.expert
 
 
-def _variance(attribution: Attribution, sender: Sender) -> float:
-    """Variance of the logits of the routers that come after the sender, summed over them."""
-    reached = zip(attribution.receivers, sender.influence, strict=True)
-    return sum(receiver.variance for receiver, influence in reached if influence is not None)
-
-
-def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
-    """Experts of the model with massive activations; the strongest first.
+def super_experts(attribution: Attribution) -> tuple[Output, ...]:
+    """Experts of the model with massive activations before their gate weights; the strongest first.
 
     The rule of the paper: the largest absolute entry is beyond the 99.5th percentile of all experts, and above a tenth
     of the largest one. Some expert always meets that, so here the entry must be an outlier of the model's experts too.
@@ -144,13 +118,10 @@ def super_experts(attribution: Attribution) -> tuple[SuperExpert, ...]:
         for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True)
         if exceeds(score, THRESHOLD) and entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
     ]
-    return tuple(
-        SuperExpert(each.module, each.layer, each.expert, each.max_entry, each.max_norm, each.mean_norm)
-        for *_, each in sorted(found, key=lambda entry: entry[:4])
-    )
+    return tuple(output for *_, output in sorted(found, key=lambda entry: entry[:4]))
 
 
-def overlap(hubs: Sequence[Hub], supers: Sequence[SuperExpert]) -> Overlap:
+def overlap(hubs: Sequence[Hub], supers: Sequence[Output]) -> Overlap:
     """Sort the experts into hubs that are super experts, hubs alone and super experts alone."""
     massive = {(each.module, each.expert) for each in supers}
     steering = {(each.module, each.expert) for each in hubs}

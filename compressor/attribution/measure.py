@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from compressor.attribution.communities import routed_together
 from compressor.attribution.figures import KINDS, UNRANKED, Attribution, KeyInfluence, Output, Receiver, Sender
+from compressor.attribution.graph import routed_together
 from compressor.attribution.keys import key_influence
 from compressor.attribution.projecting import Projection, Tally
 from compressor.attribution.stream_maps import ObservedRouters, observe_routers, run_traced

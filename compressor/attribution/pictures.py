@@ -3,15 +3,15 @@
 After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compressor.attribution.figures import Attribution, Sender
-from compressor.attribution.hubs import Hub
-from compressor.attribution.summary import (
+from compressor.attribution.figures import (
     COMPONENTS,
+    Attribution,
     Pair,
+    Sender,
     expert_label,
     kind_shares,
     pairs,
@@ -19,11 +19,14 @@ from compressor.attribution.summary import (
     sender_labels,
     strongest,
 )
+from compressor.attribution.graph import STANDING, STEERS, Measured, edges_of, ranking
+from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import Panel, Scale, draw_panels, log_scale, panels_size
 from compressor.drawing.lines import colour
-from compressor.drawing.palette import FONT, MARKERS, scale_axis
+from compressor.drawing.palette import COLOURS, FONT, MARKERS, scale_axis
 from compressor.drawing.picture import Drawing
+from compressor.words import counted, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +38,8 @@ GROUPS = {**TITLES, "shared": "shared experts"}
 HUB = "★"
 HUBS_NAMED = 8  # in a legend
 RECEIVERS = "layer of the receiving router"
+EDGES_DRAWN, EXPERTS_NAMED = 60, 8  # of the graph
+PLACES = {"token": 0.4, "router": 0.4, "expert": 0.75, "shared": 0.75, "mlp": 0.6}  # within a layer, which is 1 wide
 
 Rows = Sequence[float | None]
 Group = tuple[str, list[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
@@ -208,3 +213,59 @@ def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]
         *((f"hub {label}", members, _style(place)) for place, (label, members) in enumerate(named[:HUBS_NAMED])),
     ]
     return [group for group in groups if group[1]]
+
+
+def graph_figure(made: Measured) -> Figure:
+    """Layers from left to right, the heaviest edges between senders and routers, the most central experts by name."""
+    nodes, named = made.graph.nodes, ranking(made.centrality, STANDING)[:EXPERTS_NAMED]
+    steering = edges_of(made.graph, STEERS).edges(data="weight")
+    edges = sorted((edge for edge in steering if edge[2] > 0), key=lambda edge: -edge[2])[:EDGES_DRAWN]
+    ends = {*named, *(end for edge in edges for end in edge[:2])}
+    at = _places({node: data for node, data in nodes(data=True) if node in ends})
+    layers = sorted({nodes[node]["layer"] for node in at})
+    title = f"{counted(len(edges), 'heaviest edge')} into routers, experts first by {STANDING}"
+    title = f"{made.graph.graph['model']}: {title}"
+    paths = ", ".join(f"{start} to {end}" for start, end, _ in edges[:EXPERTS_NAMED]) or "none"
+    alt = f"Heaviest edges: {paths}. Experts first by {STANDING}: {', '.join(named) or 'none'}."
+    draw = partial(_draw_graph, nodes=nodes, edges=edges, at=at, named=named, layers=layers)
+    return Figure("graph", title, "", (Drawing(title, alt, (min(16, 4 + 1.1 * len(layers)), 5), draw),))
+
+
+def _draw_graph(
+    figure: "FigureBase",
+    nodes: Any,
+    edges: Sequence[Any],
+    at: Mapping[str, tuple[float, float]],
+    named: Sequence[str],
+    layers: Sequence[int],
+) -> None:
+    axes = figure.subplots()
+    for start, end, weight in reversed(edges):
+        strength = (weight / edges[0][2]) ** 0.5
+        look = {"color": "#444444", "linewidth": 0.3 + 3 * strength, "alpha": 0.3 + 0.6 * strength}
+        bow = {"arrowstyle": "-", "connectionstyle": "arc3,rad=-0.15"}
+        axes.annotate("", at[end], at[start], arrowprops={**bow, **look})
+    for place, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
+        if own := [at[node] for node in at if nodes[node]["kind"] == kind]:
+            look = {"marker": MARKERS[place], "color": COLOURS[place], "markersize": 7, "markeredgecolor": "#222222"}
+            axes.plot(*zip(*own, strict=True), linestyle="none", label=kind, zorder=3, **look)
+    for node in named:
+        style: Any = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "weight": "bold"}
+        axes.annotate(readable(node), at[node], (0, 6), **style)
+    axes.set_xticks([layer + 0.4 for layer in layers], labels=["token" if x < 0 else f"L{x}" for x in layers])
+    axes.set(yticks=[], ylim=(-1.3, 1.3))
+    axes.spines["left"].set_visible(False)
+    if at:
+        figure.legend(loc="outside right upper")
+
+
+def _places(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Routers in the middle; a layer's other nodes spread over the height, kind by kind from left to right."""
+    columns: dict[float, list[str]] = {}
+    for node, data in shown.items():
+        columns.setdefault(data["layer"] + PLACES.get(data["kind"], 0.1), []).append(node)
+    return {
+        node: (x, 0.0 if shown[node]["kind"] == "router" else 2 * (place + 1) / (len(nodes) + 1) - 1)
+        for x, nodes in columns.items()
+        for place, node in enumerate(nodes)
+    }

@@ -15,8 +15,7 @@ from compressor.gates.verdict import GateResult
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.api.searching import Gated
-    from compressor.attribution.figures import Attribution
-    from compressor.attribution.hubs import Hub, SuperExpert
+    from compressor.attribution.report import Findings
     from compressor.publishing.push import PushSummary
 
 TRIED_COLUMNS = ("experts per layer", "verdict", "accepted")
@@ -63,18 +62,9 @@ def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Pat
     tell(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
 
 
-def show_attribution(
-    attribution: "Attribution",
-    hubs: "Sequence[Hub]",
-    supers: "Sequence[SuperExpert]",
-    threshold: float,
-    top: int,
-    as_json: bool,
-    written: Sequence[Path] = (),
-) -> None:
+def show_attribution(found: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
     """Hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
-    from compressor.attribution.document import brief_blocks
-    from compressor.attribution.summary import brief_content
+    from compressor.attribution.report import brief_blocks, brief_content
 
-    content = {**brief_content(attribution, hubs, supers), "written": [str(path) for path in written]}
-    tell(as_json, content, (*brief_blocks(attribution, hubs, supers, threshold, top), *written_line(written)))
+    content = {**brief_content(found), "written": [str(path) for path in written]}
+    tell(as_json, content, (*brief_blocks(found), *written_line(written)))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from compressor.attribution.summary import expert_label
+from compressor.attribution.figures import expert_label
 from compressor.document.blocks import Block, Code, Details, Facts, Heading, Link, Note, Strong, Table, Text, Words
 from compressor.report.data import LayerReport, ReportData
 from compressor.report.layers import fates, listed, mean, merged, named, share, shown, within

@@ -149,8 +149,7 @@ def attribute(
     edges_kept: Annotated[int, typer.Option(min=1, help="Strongest edges to experts' scores to keep.")] = 2000,
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
-    from compressor.attribution.hubs import find_hubs, super_experts
-    from compressor.attribution.report import NAMES, write_attribution
+    from compressor.attribution.report import NAMES, findings, write_attribution
     from compressor.cli.results import show_attribution
     from compressor.files import check_folder
 
@@ -159,7 +158,7 @@ def attribute(
     if output is not None:
         here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
     with held(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
-        found = compressor.attribute(
+        attribution = compressor.attribute(
             model,
             calibration=TextOptions(**text.given()),
             seed=text.seed or 0,
@@ -171,7 +170,7 @@ def attribute(
             revision=running.revision,
             progress=progress,
         )
-        hubs, supers, written = find_hubs(found, threshold), super_experts(found), list[Path]()
+        found, written = findings(attribution, threshold, top), list[Path]()
         if output is not None and here().is_first:
-            written = write_attribution(found, hubs, supers, output, running.overwrite, threshold, top)
-    show_attribution(found, hubs, supers, threshold, top, running.as_json, written)
+            written = write_attribution(found, output, running.overwrite)
+    show_attribution(found, running.as_json, written)

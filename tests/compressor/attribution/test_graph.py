@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.attribution.communities import routed_together
 from compressor.attribution.figures import Attribution, ScoreEdge, Together
 from compressor.attribution.graph import (
     MEASURES,
@@ -27,12 +26,15 @@ from compressor.attribution.graph import (
     agreements,
     centralities,
     edges_of,
+    measured_graph,
     most_central,
     ranking,
+    routed_together,
     routing_graph,
     strong_edges,
 )
-from compressor.attribution.graph_files import DRAWN, graph_figure, graph_tables, measured_graph, write_graph
+from compressor.attribution.pictures import EDGES_DRAWN, graph_figure
+from compressor.attribution.report import graph_tables, write_graph
 from tests.attributions import attribution, module, sender
 from tests.drawn import axes_of
 
@@ -302,7 +304,8 @@ def test_files_open_in_networkx_as_they_were(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from compressor.attribution.graph_files import measured_graph, write_graph
+from compressor.attribution.graph import measured_graph
+from compressor.attribution.report import write_graph
 from tests.compressor.attribution.test_graph import WHOLE
 write_graph(measured_graph(WHOLE), Path(sys.argv[1]))
 """
@@ -323,7 +326,7 @@ def test_the_picture_names_hubs_and_draws_the_heaviest_edges() -> None:
     (axes,) = axes_of(graph_figure(made))
     texts = {text.get_text() for text in axes.texts}
     assert HUB in texts and {*ranking(made.centrality, "standing")[:8]} == texts - {""}
-    assert len([text for text in axes.texts if not text.get_text()]) == DRAWN
+    assert len([text for text in axes.texts if not text.get_text()]) == EDGES_DRAWN
     assert [label.get_text() for label in axes.get_xticklabels()] == ["token", "L0", "L1", "L2", "L3"]
     routers = next(line for line in axes.lines if line.get_label() == "router")
     assert sorted(routers.get_xdata()) == pytest.approx([1.4, 2.4, 3.4])  # from left to right

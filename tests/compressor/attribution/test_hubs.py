@@ -14,7 +14,6 @@ from compressor.attribution.figures import Attribution, Output, Receiver, Sender
 from compressor.attribution.hubs import (
     SUPER_QUANTILE,
     Hub,
-    SuperExpert,
     find_hubs,
     outlier_scores,
     overlap,
@@ -55,7 +54,7 @@ def outputs(entries: Sequence[float], tokens: Sequence[int] | None = None, layer
     return replace(attribution(), outputs=found)
 
 
-def places(found: Sequence[Hub | SuperExpert]) -> list[tuple[int, int]]:
+def places(found: Sequence[Hub | Output]) -> list[tuple[int, int]]:
     return [(each.layer, each.expert) for each in found]
 
 
@@ -212,7 +211,8 @@ def test_super_experts_are_the_outliers_that_the_papers_rule_names(count: int, s
 
 def test_a_super_expert_has_its_figures() -> None:
     made = with_massive(attribution(), 2, 5, 40.0)
-    assert super_experts(made) == (SuperExpert(module(2), 2, 5, 40.0, 80.0, 1.0),)
+    (found,) = super_experts(made)
+    assert (found.module, found.expert, found.max_entry, found.max_norm) == (module(2), 5, 40.0, 80.0)
 
 
 def test_experts_of_like_size_hold_no_super_expert_though_one_is_always_beyond_the_percentile() -> None:
@@ -241,8 +241,8 @@ def hub(layer: int, expert: int) -> Hub:
     return Hub(module(layer), layer, expert, 1.0, 1.0, 4.0, 4.0, 0.5)
 
 
-def massive(layer: int, expert: int) -> SuperExpert:
-    return SuperExpert(module(layer), layer, expert, 9.0, 9.0, 1.0)
+def massive(layer: int, expert: int) -> Output:
+    return Output(module(layer), layer, expert, 7, 1.0, 9.0, 9.0)
 
 
 def test_overlap_by_hand() -> None:

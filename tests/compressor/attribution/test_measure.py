@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from compressor.attribution import projecting
-from compressor.attribution.figures import Attribution, Sender
+from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
 from compressor.attribution.measure import attribute
-from compressor.attribution.summary import router_labels
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError

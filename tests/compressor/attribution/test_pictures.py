@@ -26,8 +26,7 @@ from compressor.attribution.pictures import (
     pictures,
     scores_figure,
 )
-from compressor.attribution.report import write_attribution
-from compressor.attribution.summary import full_content
+from compressor.attribution.report import Findings, findings, full_content, write_attribution
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import log_scale
 from compressor.drawing.palette import ticks
@@ -159,7 +158,7 @@ def test_the_rank_correlation_is_in_the_title() -> None:
         replace(each, rank_change=tuple(each.rank_change[1:] + each.rank_change[:1])) for each in SMALL.senders
     )
     made = replace(SMALL, senders=turned)
-    said = full_content(made, (), (), 3.5)["rank_correlation"]
+    said = full_content(Findings(made, (), (), 3.5, 10))["rank_correlation"]
     for axes, kind in zip(axes_of(causal_figure(made, ())), ("components", "experts"), strict=True):
         assert f"Spearman rank correlation {said[kind]:.2f}" in axes.get_title()
     assert "no rank correlation" in flat.get_title()
@@ -234,7 +233,7 @@ def test_ticks_are_few_inside_the_scale_and_apart(low: float, factor: float) -> 
 def test_the_files_are_pngs_and_the_same_each_time(tmp_path: Path) -> None:
     made = attribution(layers=3, heads=1, dense=(), hubs={(0, 3): 400.0})
     for folder in ("one", "two"):
-        write_attribution(made, find_hubs(made), (), tmp_path / folder, False, 3.5, 10)
+        write_attribution(findings(made), tmp_path / folder, False)
     for name in NAMES:
         content = (tmp_path / "one" / f"{name}.png").read_bytes()
         assert content == (tmp_path / "two" / f"{name}.png").read_bytes()

@@ -15,21 +15,22 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from compressor.attribution import report as attribution_report
-from compressor.attribution.document import exactness, whole_blocks
-from compressor.attribution.figures import Attribution, KeyInfluence, Receiver, Sender
-from compressor.attribution.graph_files import measured_graph
-from compressor.attribution.hubs import Hub, SuperExpert, find_hubs, super_experts
-from compressor.attribution.report import write_attribution
-from compressor.attribution.summary import (
+from compressor.attribution.figures import (
     COMPONENTS,
+    Attribution,
+    KeyInfluence,
+    Receiver,
+    Sender,
     kind_shares,
     pairs,
     rank_correlation,
-    rounded,
     sender_label,
     sender_labels,
     strongest,
 )
+from compressor.attribution.graph import measured_graph
+from compressor.attribution.hubs import Hub
+from compressor.attribution.report import Findings, exactness, findings, rounded, whole_blocks, write_attribution
 from compressor.cli.results import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
@@ -42,7 +43,8 @@ NAMES = [
     "hubs.json", "influence.png", "scores.png",
 ]  # fmt: skip
 MADE = with_massive(attribution(hubs={(1, 3): 400.0, (2, 6): 90.0}), 1, 3, 50.0)
-HUBS, SUPERS = find_hubs(MADE), super_experts(MADE)
+FOUND = findings(MADE)
+HUBS, SUPERS = FOUND.hubs, FOUND.supers
 assert [(hub.layer, hub.expert) for hub in HUBS] == [(1, 3), (2, 6)] and len(SUPERS) == 1
 
 
@@ -54,7 +56,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(made: Attribution, folder: Path, overwrite: bool = False, hubs: Sequence[Hub] = HUBS) -> list[Path]:
-    return write_attribution(made, hubs, SUPERS, folder, overwrite, threshold=3.5, top=10)
+    return write_attribution(replace(FOUND, attribution=made, hubs=hubs), folder, overwrite)
 
 
 def strict(text: str) -> Any:
@@ -127,7 +129,7 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     infinite = [replace(HUBS[0], influence_score=math.inf)]
     write(odd, tmp_path / "out", hubs=infinite)
-    show_attribution(odd, infinite, SUPERS, 3.5, 5, as_json=True)
+    show_attribution(Findings(odd, infinite, SUPERS, 3.5, 5), as_json=True)
     assert strict(capsys.readouterr().out)["hubs"][0]["influence_score"] is None
     content = strict((tmp_path / "out" / "attribution.json").read_text())
     assert content["senders"][-1]["influence"] == [None, None, None]
@@ -146,7 +148,7 @@ def test_numbers_keep_six_digits(value: float) -> None:
 
 
 def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
-    text = markdown(whole_blocks(MADE, HUBS, SUPERS, 3.5, 6, measured_graph(MADE)))
+    text = markdown(whole_blocks(replace(FOUND, top=6), measured_graph(MADE)))
     found = tables(text)
     assert [cells[0] for cells in found["Hubs"]] == ["L1 E3", "L2 E6"]
     assert float(found["Hubs"][0][1]) == pytest.approx(HUBS[0].influence, rel=6e-3)
@@ -167,7 +169,7 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
 
 
 def test_without_hubs_the_text_says_so() -> None:
-    text = markdown(whole_blocks(MADE, (), (), 4.25, 3, measured_graph(MADE)))
+    text = markdown(whole_blocks(Findings(MADE, (), (), 4.25, 3), measured_graph(MADE)))
     assert "No expert is a hub" in text and "above 4.25" in text and "--protect" not in text
     assert "Neither hubs nor super experts were found." in text
 
@@ -175,7 +177,7 @@ def test_without_hubs_the_text_says_so() -> None:
 def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
     odd = replace(sender("other", 2, (9.0, 9.0, 9.0)), name="a|b *c*")
     made = replace(MADE, senders=(odd, *MADE.senders), model="org/[x]")
-    text = markdown(whole_blocks(made, HUBS, SUPERS, 3.5, 2, measured_graph(made)))
+    text = markdown(whole_blocks(Findings(made, HUBS, SUPERS, 3.5, 2), measured_graph(made)))
     assert tables(text)["Strongest senders"][0][0] == r"a\|b \*c\*"
     assert text.startswith(r"# org/\[x\]: ")
 
@@ -193,13 +195,13 @@ def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
     ],
 )
 def test_any_attribution_has_reports(made: Attribution, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hubs, supers = find_hubs(made), super_experts(made)
-    written = write_attribution(made, hubs, supers, tmp_path / "out", False, 3.5, 5)
+    found = findings(made, top=5)
+    written = write_attribution(found, tmp_path / "out", False)
     assert sorted(path.name for path in written) == NAMES
     content = strict(written[0].read_text())
     assert len(content["senders"]) == len(made.senders)
     tables(written[1].read_text())
-    show_attribution(made, hubs, supers, 3.5, 5, as_json=False)
+    show_attribution(found, as_json=False)
     assert f"{made.tokens:,} tokens" in capsys.readouterr().out
 
 
@@ -298,7 +300,7 @@ def test_the_terminal_shows_hubs_senders_kinds_and_exactness(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    show_attribution(MADE, HUBS, SUPERS, 3.5, 4, as_json=False, written=[Path("out/hubs.json")])
+    show_attribution(replace(FOUND, top=4), as_json=False, written=[Path("out/hubs.json")])
     text = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in text.splitlines() if "│" in line]
     hubs, senders, kinds = rows[:2], rows[2:6], rows[6:]
@@ -310,15 +312,15 @@ def test_the_terminal_shows_hubs_senders_kinds_and_exactness(
     ]
     assert [cells[0] for cells in kinds] == ["token", "attention", "mlp", "moe"]
     assert "within 4e-07 of the largest logit" in text and "Written: out/hubs.json" in text
-    show_attribution(MADE, (), (), 3.5, 4, as_json=False)
+    show_attribution(replace(FOUND, hubs=(), supers=()), as_json=False)
     assert "No expert is a hub" in capsys.readouterr().out
 
 
 def test_json_on_stdout_has_the_agreed_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    show_attribution(MADE, HUBS, SUPERS, 3.5, 4, as_json=True, written=[Path("out/hubs.json")])
+    show_attribution(FOUND, as_json=True, written=[Path("out/hubs.json")])
     content = strict(capsys.readouterr().out)
     assert list(content) == [
         "model", "tokens", "hubs", "super_experts", "overlap", "receivers", "kinds", "seconds", "written",
     ]  # fmt: skip
     assert content["written"] == ["out/hubs.json"] and len(content["hubs"]) == 2
-    assert isinstance(SUPERS[0], SuperExpert) and content["super_experts"][0]["expert"] == SUPERS[0].expert
+    assert content["super_experts"][0]["expert"] == SUPERS[0].expert
