@@ -16,8 +16,8 @@ from typing import Any
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import fits
-from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_as, read_object
 from compressor.replaceable import TOOL

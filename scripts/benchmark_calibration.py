@@ -22,8 +22,7 @@ def calibration_report(folder: Path, vocabulary: int, device: str, tokens: int) 
     from compressor.checkpoint.source import locate
     from compressor.data.batches import Calibration
     from compressor.data.documents import as_rows
-    from compressor.model.ahead import ReadAhead
-    from compressor.model.loading import PartialModel
+    from compressor.model.loading import PartialModel, ReadAhead
     from compressor.model.opened import open_model
     from compressor.progress import Silent, quiet_transformers
     from compressor.statistics.collecting import collect

@@ -19,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.reverse import ReversePass, ReverseVisitor
+from compressor.model.streaming import ReversePass, ReverseVisitor
 from scripts.benchmark_correction import layer_bytes, measured
 
 

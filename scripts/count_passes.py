@@ -80,10 +80,10 @@ def counted(base: Path) -> Counts:
     """Compress `base`, a folder in the current one, and count."""
     from compressor.cli.main import main
     from compressor.data import documents
-    from compressor.model import opened, reverse, streaming
+    from compressor.model import opened, streaming
 
     counts = Counts(base.resolve())
-    lockstep, back = streaming._Lockstep.__init__, reverse.ReversePass.run
+    lockstep, back = streaming._Lockstep.__init__, streaming.ReversePass.run
     pack, open_checkpoint = documents.pack, opened.open_checkpoint
 
     def pass_forward(self: Any, stream: Any, *more: Any) -> None:
@@ -107,7 +107,7 @@ def counted(base: Path) -> Counts:
 
     with (
         patch.object(streaming._Lockstep, "__init__", pass_forward),
-        patch.object(reverse.ReversePass, "run", pass_back),
+        patch.object(streaming.ReversePass, "run", pass_back),
         patch.object(documents, "pack", tokenise),
         patch.object(opened, "open_checkpoint", open_counted),
         patch.object(sys, "argv", ["moe-compress", *shlex.split(COMMAND)]),

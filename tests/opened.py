@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.model.architecture import Architecture, MoeLayer
-from compressor.model.buffers import Spill
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.streaming import Spill
 from compressor.progress import Silent
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics

@@ -652,7 +652,7 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 MOMENTS = [
-    ("compressor.model.ahead", "refuse_nan", 20),  # while planning
+    ("compressor.model.loading", "refuse_nan", 20),  # while planning
     ("pathlib", "Path.replace", 1),  # before the plan is kept
     ("os", "replace", 1),
     ("os", "replace", 5),  # before the result is renamed

@@ -12,8 +12,7 @@ from torch import Tensor
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
-from compressor.model.reverse import ReversePass
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from compressor.progress import Silent
 from compressor.recipe.step import TextOptions
 from compressor.statistics.collecting import collect

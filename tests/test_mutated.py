@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from compressor.checkpoint.headers import read_header
-from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
+from compressor.checkpoint.reader import INDEX_NAME, Checkpoint, read_header
 from compressor.comoe.adapters import FACTS, TENSORS, load_adapters, save_adapters
 from compressor.comoe.layer import inject
 from compressor.document.markdown import markdown
@@ -31,8 +30,7 @@ from compressor.gates.document import gate_blocks
 from compressor.gates.junit import junit
 from compressor.gates.report import differing, gate_json, read_gate
 from compressor.generation.generate import read_facts
-from compressor.model.architecture import build_meta, discover, load_config
-from compressor.model.bounds import most_parts
+from compressor.model.architecture import build_meta, discover, load_config, most_parts
 from compressor.model.loading import PartialModel
 from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from compressor.distributed.process_group import process_group
-from compressor.distributed.ranks import here, owners
+from compressor.distributed.ranks import here, owners, process_group
 from compressor.errors import CompressionError
 from compressor.steps.correct.tuning import AGAIN
 from tests import small

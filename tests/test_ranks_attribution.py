@@ -17,8 +17,7 @@ from compressor.attribution import measure, projecting, report, stream_maps
 from compressor.attribution.linear_maps import Factor
 from compressor.attribution.projecting import Projection, Tallies
 from compressor.attribution.stream_maps import LeafMap
-from compressor.distributed.process_group import process_group
-from compressor.distributed.ranks import here
+from compressor.distributed.ranks import here, process_group
 from compressor.errors import CompressionError
 from compressor.recipe.step import TextOptions
 from compressor.records import plain_json

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from compressor.checkpoint.headers import read_header
+from compressor.checkpoint.reader import read_header
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, faults_told

@@ -12,8 +12,7 @@ from typing import Any
 from compressor.api.compressing import compress
 from compressor.api.trials import gate_facts, keep_trial, kept_trial, trial_key
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.process_group import held
-from compressor.distributed.ranks import here
+from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import REPORT
 from compressor.evaluation.tasks import resolve_tasks
@@ -21,8 +20,7 @@ from compressor.files import file_digest
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict
-from compressor.model.opened import OpenModel, open_model
-from compressor.model.served import counts_below, unwarned
+from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.repeating import answers, note_request, request_key
 from compressor.pipeline.run_context import find_model

@@ -17,9 +17,8 @@ from compressor.evaluation.scores import identity
 from compressor.evaluation.tasks import item_options, items_of
 from compressor.files import check_folder
 from compressor.model.architecture import load_config
-from compressor.model.opened import pick_device, pick_dtype
+from compressor.model.opened import load_whole, pick_device, pick_dtype
 from compressor.model.tokenizer import load_tokenizer
-from compressor.model.whole import load_whole
 from compressor.progress import Progress, quiet_transformers
 from compressor.words import label
 

@@ -19,9 +19,8 @@ from compressor.attribution.unit_trace import STREAM, UnitTrace, router_width, t
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, layers_by_unit
-from compressor.model.buffers import BUDGET, allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.model.streaming import BUDGET, Forward, LayerVisitor, Pass, allocate
 from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by

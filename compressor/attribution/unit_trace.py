@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressor.attribution.tracing import Context, Term, Traced, ignore, plain, untraced
 from compressor.model.architecture import MoeLayer
-from compressor.model.watch import Watch
+from compressor.model.experts import Watch
 
 STREAM = "stream"
 HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")

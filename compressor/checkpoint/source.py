@@ -1,18 +1,286 @@
-"""Where a model comes from: a local folder, or a Hub id that is downloaded (or of which only headers are)."""
+"""Where a model comes from: a local folder, or a Hub id that is downloaded (or of which only headers are).
 
+Downloads go into the Hub's own cache: small files first, then only the shards that the index names.
+"""
+
+import errno
+import logging
 import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, Literal
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
 
-from compressor.checkpoint import download as fetching
-from compressor.checkpoint.faults import hub_fault
-from compressor.checkpoint.headers import TensorInfo
-from compressor.checkpoint.links import refuse_links
-from compressor.checkpoint.reader import INDEX_NAME, NAME_ONE, Checkpoint
-from compressor.errors import CompressionError, without_tokens
+from compressor.checkpoint.reader import (
+    INDEX_NAME,
+    MODEL_NAME,
+    NAME_ONE,
+    PICKLE_PATTERNS,
+    SINGLE_NAME,
+    Checkpoint,
+    TensorInfo,
+    read_weight_map,
+    refuse_links,
+)
+from compressor.errors import CompressionError, first_line, without_tokens
 from compressor.progress import Progress, Silent
+from compressor.replaceable import TEMPLATES
+
+PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the Hub answered, and said no; otherwise it could not be asked, or is in trouble itself."""
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
+    return status < 500 and status not in PASSING
+
+
+def told_reason(error: Exception) -> str:
+    """The first line of what went wrong; where the client only says that it found nothing, of what led to that."""
+    led = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
+    return first_line(led or error)
+
+
+def hub_fault(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
+    """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
+    at = f" at revision {revision!r}" if revision else ""
+    if isinstance(error, errors.GatedRepoError):
+        said = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        said = f"{model} has no revision {revision!r} on the Hub; check --revision"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        said = f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
+    elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        said = f"{model}{at} lacks a file that is needed on the Hub: {first_line(error)}"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk is full, {file or 'the files'} of {model} could not be kept"
+        said = f"{what}; free some space, or set HF_HOME to a folder on a larger disk"
+    elif file is not None:
+        said = f"{file} of {model} could not be downloaded ({told_reason(error)}); run the same command again to go on"
+    else:
+        what = f"{model!r} is no folder here, and the Hub could not be asked for it ({told_reason(error)})"
+        said = f"{what}; check the path or the network"
+    return CompressionError(said)
+
+
+logger = logging.getLogger(__name__)
+
+Weights = Literal["safetensors", "any"]  # any: where there are no safetensors, an ONNX graph will do
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+COMPANIONS = (
+    *("*.json", "*.jinja", f"{TEMPLATES}/*"),
+    *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
+    *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"),
+)
+CARD = "README.md"  # which names the licence
+NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")
+STEP_BYTES = 10**6  # one step of the progress
+SPARE_BYTES = 2**26  # of the disk, for the cache's own folders and for whatever else is running
+TRIES = 3  # the Hub client itself goes on after most cuts, but not after a reset
+PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """What a model's repository holds at one commit: the files at its top, and its chat templates."""
+
+    model: str
+    commit: str
+    files: Mapping[str, RepoFile]
+
+
+def download(model: str, revision: str | None, progress: Progress, weights: Weights = "safetensors") -> Path:
+    """Fetch what a model needs and return its folder in the cache, named after the commit.
+
+    Where the Hub cannot be asked, a cached copy will do if it is whole. Raises `CompressionError`.
+    """
+    found = find_repository(model, revision, weights)
+    if isinstance(found, Path):
+        return found
+    head = weights_file(model, found.files, weights)
+    folder = fetch_small(found, revision, companions(found.files) or [head])
+    wanted = [found.files[name] for name in shard_names(found, folder, head)]
+    missing = [file for file in wanted if _kept_size(folder, file) != file.size]
+    if missing:
+        check_room(model, sum(file.size for file in missing))
+        progress.start("download (MB)", sum(steps(file.size) for file in missing))
+    for file in missing:
+        _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)
+    for file in wanted:  # what the cache had for another commit takes its place in this one
+        _fetch(model, file.path, found.commit)
+    return folder
+
+
+def find_repository(model: str, revision: str | None, weights: Weights = "safetensors") -> Repository | Path:
+    """What the Hub holds, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
+    api = HfApi()
+    try:
+        commit = api.model_info(model, revision=revision).sha or revision or "main"
+        entries = list(api.list_repo_tree(model, revision=commit))
+        if any(entry.path == TEMPLATES for entry in entries):
+            entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
+        return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
+    except Exception as error:
+        folder = None if is_refusal(error) else cached_folder(model, revision)
+        if folder is None:
+            raise hub_fault(model, revision, error) from error
+        if lost := _lost(folder, weights):
+            raise CompressionError(
+                f"{model}: {lost} is not in the cache, and the Hub could not be asked for it ({told_reason(error)}); "
+                "run the command again with a network"
+            ) from error
+        logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
+        return folder
+
+
+def cached_folder(model: str, revision: str | None) -> Path | None:
+    """Where the cache has a revision as it was last seen; no request is made."""
+    known = [try_to_load_from_cache(model, name, revision=revision) for name in (CONFIG, MODEL_NAME)]
+    return next((Path(found).parent for found in known if isinstance(found, str)), None)
+
+
+def weights_file(model: str, names: Collection[str], weights: Weights = "safetensors") -> str:
+    """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
+    found = next((name for name in (INDEX_NAME, SINGLE_NAME) if name in names), None)
+    if found is not None and CONFIG in names:
+        return found
+    if ADAPTER in names:
+        raise CompressionError(f"{model} is an adapter, not a model; merge it into its base model and save that first")
+    if found is None and weights == "any" and MODEL_NAME in names:
+        return MODEL_NAME
+    if CONFIG not in names:
+        raise CompressionError(f"{model} has no {CONFIG} on the Hub; name the repository of a transformers checkpoint")
+    stray = min((name for name in names if name.endswith(".safetensors")), default=None)
+    if stray is None and any(fnmatchcase(name, pattern) for name in names for pattern in PICKLE_PATTERNS):
+        raise CompressionError(
+            f"{model} has no safetensors weights on the Hub; pickle checkpoints are refused, convert it first"
+        )
+    raise CompressionError(
+        f"{model} has {stray or 'no weights'} on the Hub, but neither {SINGLE_NAME} nor {INDEX_NAME}; name the "
+        "repository of a safetensors checkpoint"
+    )
+
+
+def companions(names: Iterable[str]) -> list[str]:
+    """The small files that are read or travel with the weights, in the order in which they are fetched."""
+    found = [
+        name
+        for name in names
+        if name in (CARD, INDEX_NAME)
+        or (any(fnmatchcase(name, pattern) for pattern in COMPANIONS) and not name.endswith(NOT_COMPANIONS))
+    ]
+    return sorted(found, key=lambda name: (name != CONFIG, name != INDEX_NAME, name))
+
+
+def fetch_small(found: Repository, revision: str | None, names: Sequence[str]) -> Path:
+    """Fetch some files and return their folder; the cache notes which commit the revision was."""
+    if revision != found.commit:
+        _fetch(found.model, names[0], revision)
+    paths = [_fetch(found.model, name, found.commit) for name in names]
+    return paths[0].parents[names[0].count("/")]
+
+
+def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
+    """The weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
+    names = _placed(folder, head)
+    if head == MODEL_NAME:  # its weights may lie beside it, under a name that exporters choose
+        names += sorted(name for name in found.files if name.startswith((f"{head}.", f"{head}_")))
+    for name in names:
+        if name not in found.files:
+            raise CompressionError(
+                f"{found.model}: {INDEX_NAME} names the shard {name!r}, which is missing on the Hub; ask its owner to "
+                "upload it, or choose another --revision"
+            )
+    return names
+
+
+def _placed(folder: Path, head: str) -> list[str]:
+    """The shards of an index that has been fetched; a file that is no index stands for itself."""
+    return sorted({str(file) for file in read_weight_map(folder / head).values()}) if head == INDEX_NAME else [head]
+
+
+def _lost(folder: Path, weights: Weights) -> str | None:
+    """What a folder in the cache lacks of its weights; None if nothing."""
+    names = {path.name for path in folder.iterdir()}
+    heads = (INDEX_NAME, SINGLE_NAME, *((MODEL_NAME,) if weights == "any" else ()))
+    head = next((name for name in heads if name in names), SINGLE_NAME)
+    return next((name for name in _placed(folder, head) if name not in names), None)
+
+
+def _kept_size(folder: Path, file: RepoFile) -> int | None:
+    """Bytes that the cache has of a file, for this commit or for another one with the same content."""
+    tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
+    for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
+        if path.is_file():
+            return path.stat().st_size
+    return None
+
+
+def check_room(model: str, nbytes: int) -> None:
+    """Refuse when the disk of the cache cannot hold what is still to be fetched."""
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
+    if free < nbytes + SPARE_BYTES:
+        raise CompressionError(
+            f"downloading {model} needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {cache} has {free / 1e9:.2f} GB free; "
+            "free some space, or set HF_HOME to a folder on a larger disk"
+        )
+
+
+def steps(nbytes: int) -> int:
+    """Steps that the progress is told of for a file."""
+    return max(1, -(-nbytes // STEP_BYTES))
+
+
+def _fetch_weights(found: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
+    left = last = steps(file.size)
+
+    def come(nbytes: int) -> None:
+        nonlocal left
+        while left > max(1, last - nbytes // STEP_BYTES):  # the last step is told when the file is in place
+            left -= 1
+            progress.advance(file.path)
+
+    _fetch(found.model, file.path, found.commit, come, damaged)
+    for _ in range(left):
+        progress.advance(file.path)
+
+
+def _fetch(
+    model: str, name: str, revision: str | None, tell: Callable[[int], None] = lambda come: None, anew: bool = False
+) -> Path:
+    """One file's place in the cache, where it is brought if need be; `tell` hears how many bytes have come."""
+    bar, left = _silent_bar(tell), TRIES
+    while True:
+        try:
+            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=bar, force_download=anew))
+        except Exception as error:
+            left -= 1
+            if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
+                raise hub_fault(model, revision, error, name) from error
+            time.sleep(PAUSE_SECONDS)
+
+
+def _silent_bar(tell: Callable[[int], None]) -> Any:
+    """A progress bar class for the Hub client that draws nothing; it may use several at once for one file."""
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            tell(int(self.n))
+
+    return Bar
+
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -37,7 +305,7 @@ def is_local(model: str) -> bool:
 
 
 def locate(
-    model: str, revision: str | None = None, progress: Progress | None = None, weights: fetching.Weights = "safetensors"
+    model: str, revision: str | None = None, progress: Progress | None = None, weights: Weights = "safetensors"
 ) -> ModelSource:
     """Find a local folder, or download from the Hub what a model needs, shard by shard.
 
@@ -56,7 +324,7 @@ def locate(
         folder = Path(model).resolve()
         refuse_links(folder)
         return ModelSource(str(folder), None, folder)
-    folder = fetching.download(model, revision, progress or Silent(), weights)
+    folder = download(model, revision, progress or Silent(), weights)
     return ModelSource(model, folder.name, folder)
 
 
@@ -71,12 +339,12 @@ class HubHeaders:
 
 def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
     """config.json and the safetensors headers of a Hub model, by range requests; from the cache if need be."""
-    found = fetching.find_repository(model, revision)
+    found = find_repository(model, revision)
     if isinstance(found, Path):
         return HubHeaders(found, found.name, Checkpoint(found).tensors)
-    head, small = fetching.weights_file(model, found.files), (fetching.CONFIG, INDEX_NAME)
-    folder = fetching.fetch_small(found, revision, [name for name in small if name in found.files])
-    fetching.shard_names(found, folder, head)
+    head, small = weights_file(model, found.files), (CONFIG, INDEX_NAME)
+    folder = fetch_small(found, revision, [name for name in small if name in found.files])
+    shard_names(found, folder, head)
     try:
         metadata = HfApi().get_safetensors_metadata(model, revision=found.commit)
     except Exception as error:

@@ -10,8 +10,7 @@ from typing import Any
 import typer
 
 from compressor.cli.terminal import PROGRAM
-from compressor.distributed.process_group import process_group
-from compressor.distributed.ranks import refuse_several
+from compressor.distributed.ranks import process_group, refuse_several
 
 Command = Callable[..., None]
 

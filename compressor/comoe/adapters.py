@@ -9,7 +9,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compressor.checkpoint.headers import read_header
+from compressor.checkpoint.reader import read_header
 from compressor.comoe.layer import Model, comoe_layers, inject_config, refuse_injected
 from compressor.comoe.options import ComoeConfig
 from compressor.errors import CompressionError

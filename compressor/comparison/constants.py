@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures

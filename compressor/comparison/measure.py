@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Size
 from compressor.comparison.constants import STRATEGY as CONSTANTS
 from compressor.comparison.constants import Substituted, evaluate_substituted, substituted_models
 from compressor.comparison.rows import Comparison, Row

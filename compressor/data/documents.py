@@ -15,8 +15,7 @@ from torch import Tensor
 from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE, is_file
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError, faults_told, first_line, reason_of
-from compressor.model.chat import has_chat_template, render_chat
-from compressor.model.tokenizer import first_tokens, no_token, says_something
+from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
 
 OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none

@@ -20,9 +20,8 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
 from compressor.kept import keep_tensors, kept_tensors, told_of
-from compressor.model.buffers import allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.model.streaming import Forward, LayerVisitor, Pass, allocate
 from compressor.progress import Progress
 
 KEPT = 64  # log probabilities of each position

@@ -18,8 +18,7 @@ from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
 from compressor.memory import available
-from compressor.model.architecture import build_meta, load_config
-from compressor.model.bounds import most_parts
+from compressor.model.architecture import build_meta, load_config, most_parts
 from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import Progress
 from compressor.records import plain_json, read_as

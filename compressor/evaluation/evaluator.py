@@ -19,9 +19,8 @@ from compressor.data.batches import EvaluationSet
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
-from compressor.model.buffers import BUDGET, allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
 from compressor.progress import Progress, Silent
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32

@@ -19,9 +19,8 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.streamed import stream_answers
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.model.opened import OpenModel, open_model, pick_device
+from compressor.model.opened import OpenModel, load_whole, open_model, pick_device
 from compressor.model.tokenizer import load_tokenizer
-from compressor.model.whole import load_whole
 from compressor.progress import Progress, Silent
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU

@@ -19,9 +19,8 @@ from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, faults_told, reason_of
 from compressor.generation.decoders import onnx_decoder, stock_decoder
-from compressor.model.chat import has_chat_template, render_chat
 from compressor.model.opened import DTYPES
-from compressor.model.tokenizer import load_tokenizer, no_token, says_something
+from compressor.model.tokenizer import has_chat_template, load_tokenizer, no_token, render_chat, says_something
 from compressor.progress import Progress
 from compressor.records import read_object
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from compressor.errors import CompressionError
 from compressor.gguf_files.header import Tensor
 from compressor.gguf_files.parts import Gguf
-from compressor.model.architecture import MoeLayer
-from compressor.model.routers import check_count
+from compressor.model.architecture import MoeLayer, check_count
 from compressor.recipe.steps_plan import MOST_EXPERTS, MOST_IN_ALL, MOST_LAYERS
 from compressor.words import counted
 

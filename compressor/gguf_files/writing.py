@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.files import full_disk_told
 from compressor.gguf_files.blocks import Blocks, cut

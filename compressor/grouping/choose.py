@@ -11,8 +11,7 @@ import torch
 
 from compressor.errors import CompressionError
 from compressor.grouping.learned import learn_coefficients
-from compressor.model.architecture import MoeLayer
-from compressor.model.routers import check_count
+from compressor.model.architecture import MoeLayer, check_count
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.ties import rounded

@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 from compressor.model.architecture import ExpertTensor
-from compressor.model.buffers import as_call
+from compressor.model.streaming import as_call
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.equal_rows import has_equal, told_apart

@@ -1,21 +1,201 @@
-"""What a model is made of, asked of the stock transformers model built on meta: no tables of module names."""
+"""What a model is made of, asked of the stock transformers model built on meta: no tables of module names.
+
+Bounds on what a config may ask for, routers and the numbers of experts that they can take, and the MoE layers.
+"""
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules import module as registering
 
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError, reason_of
-from compressor.model.bounds import MOST_PARTS, bounded_build, check_config
-from compressor.model.routers import find_router, routing_groups_of, top_k_of, value_tables
+from compressor.records import RESTORE, read_object
+
+
+class Router(Protocol):
+    """What decides which numbers of experts a router can take: of a model's layer, or of a layer's plan."""
+
+    @property
+    def experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def routing_groups(self) -> int: ...
+    @property
+    def chosen_groups(self) -> int: ...
+    @property
+    def experts_per_group(self) -> int: ...
+
+
+def check_count(layer: Router, count: int, where: str) -> None:
+    """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
+    groups, chosen, top_k = layer.routing_groups, layer.chosen_groups, layer.top_k
+    own, needed = count // groups, layer.experts_per_group  # of each group
+    if count > layer.experts:
+        fault = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
+    elif top_k < 1:
+        fault = f"with a top-k of {top_k} would never be asked; correct it to 1 at the least"
+    elif count < top_k:
+        fault = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
+    elif groups > 1 and count % groups:
+        fault = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
+    elif groups > 1 and own < needed:
+        fault = f"leave {own} in each of its {groups} routing groups, its router needs {needed}; keep at least "
+        fault += f"{groups * needed}"
+    elif groups > 1 and chosen * own < top_k:
+        fault = f"leave {chosen * own} within a token's {chosen} routing groups, fewer than the top-k of {top_k}; "
+        fault += f"keep at least {math.ceil(top_k / chosen) * groups}"
+    else:
+        return
+    raise CompressionError(f"{where}: {count} experts {fault}")
+
+
+def takes(layer: Router, count: int) -> bool:
+    """Whether the router can take that many experts."""
+    try:
+        check_count(layer, count, "")
+    except CompressionError:
+        return False
+    return True
+
+
+def find_router(block: nn.Module, experts: nn.Module, prefix: str, keys: set[str]) -> tuple[str, nn.Module]:
+    """The one child of an MoE block, beside its experts, that owns expert-sized tensors."""
+    routers = [
+        (name, child)
+        for name, child in block.named_children()
+        if child is not experts and any(key.startswith(f"{prefix}{name}.") for key in keys)
+    ]
+    if len(routers) != 1:
+        raise CompressionError(
+            f"MoE block {prefix[:-1]!r} has {len(routers)} routers beside its experts; one is supported"
+        )
+    return routers[0]
+
+
+def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
+    """Experts that a token visits."""
+    text = config.get_text_config()
+    named = [(owner, "top_k") for owner in (router, block)]
+    for owner in (getattr(router, "config", text), text):
+        named += [(owner, name) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
+    for owner, name in named:
+        if isinstance(value := getattr(owner, name, None), int):
+            if value < 1:
+                raise CompressionError(
+                    f"the config sends a token to {value} experts ({name}); restore config.json from its source"
+                )
+            return value
+    raise CompressionError(
+        "neither the router nor the config says how many experts a token visits (top-k); not supported"
+    )
+
+
+def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
+    """(groups, groups a token may choose, fewest experts per group) of a router; (1, 1, 1) for one without groups."""
+    groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
+    method = getattr(router, "topk_method", None)
+    if int(groups) <= 1 or method == "greedy":
+        return 1, 1, 1
+    chosen = getattr(router, "topk_group", None) or groups
+    # a group's score is the sum of its two best experts, except where the method scores it by its best one
+    return int(groups), int(chosen), 1 if method else 2
+
+
+def value_tables(router: nn.Module, prefix: str, top_k: int) -> tuple[str, ...]:
+    """Integer tables [rows, top-k] of a router: their values are expert ids."""
+    return tuple(
+        f"{prefix}{name}"
+        for name, value in router.state_dict().items()
+        if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
+    )
+
+
+REPEATED = re.compile(r"(?<!per_)(layers?|labels?|blocks?|depths?|stages?|kernel_size)$")  # made lists of by a config
+MOST_ENTRIES = 10_000  # of such a list, and of one that it has
+MOST_BYTES = 2**25  # of config.json
+MOST_PARTS = 100_000  # modules, parameters and buffers of a model
+SPARE_PARTS, PARTS_EACH = 5_000, 16  # at the least, and for each stored tensor: a fused one may be several
+SPARE_ELEMENTS, ELEMENTS_EACH = 2**26, 16  # at the least, and for each stored byte: some are packed
+
+
+def check_config(path: Path) -> None:
+    """Refuse a config.json that would keep transformers busy for long, or have it read another file instead."""
+    if not path.is_file():
+        return  # which transformers says
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise CompressionError(f"{path} has {size:,} bytes, the most is {MOST_BYTES:,}; {RESTORE}")
+    raw = read_object(path)
+    if "configuration_files" in raw:
+        raise CompressionError(f"{path} names other files to be read in its place (configuration_files); {RESTORE}")
+    nodes: list[tuple[str, Any]] = [("this object", raw)]
+    while nodes:
+        name, node = nodes.pop()
+        if name == "quantization_config":  # which may name every module
+            continue
+        if isinstance(node, list | dict):
+            _refuse_many(f"{path}: {name} has {len(node)} entries", len(node))
+            nodes += node.items() if isinstance(node, dict) else [(name, entry) for entry in node]
+        elif isinstance(node, int) and REPEATED.search(name):
+            _refuse_many(f"{path}: {name} is {node}", node)
+
+
+def _refuse_many(what: str, count: float) -> None:
+    if count > MOST_ENTRIES:
+        raise CompressionError(f"{what}, the most is {MOST_ENTRIES:,}; {RESTORE}")
+
+
+@contextmanager
+def bounded_build(most: int = MOST_PARTS) -> Iterator[None]:
+    """Raise `CompressionError` as soon as a model built within this has more than `most` parts."""
+    parts = 0
+
+    def count(*_: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts > most:
+            raise CompressionError(
+                f"config.json asks for a model of more than {most:,} modules and tensors, which this checkpoint cannot "
+                f"fill; {RESTORE}"
+            )
+
+    handles = [
+        registering.register_module_module_registration_hook(count),
+        registering.register_module_parameter_registration_hook(count),
+        registering.register_module_buffer_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def most_parts(checkpoint: Checkpoint) -> int:
+    """Modules and tensors that the model of a checkpoint may have."""
+    return SPARE_PARTS + PARTS_EACH * len(checkpoint.tensors)
+
+
+def refuse_unfilled(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Refuse a model on meta with far more elements than are stored; its computed buffers would fill the memory."""
+    asked = sum(value.numel() for value in (*model.parameters(), *model.buffers()))
+    stored = sum(info.nbytes for info in checkpoint.tensors.values())
+    if asked > SPARE_ELEMENTS + ELEMENTS_EACH * stored:
+        raise CompressionError(
+            f"config.json asks for a model of {asked:,} elements, the checkpoint stores {stored:,} bytes; {RESTORE}"
+        )
+
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 KERNEL_FIELDS = {

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.headers import TensorInfo
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import Checkpoint, TensorInfo
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import apply_expert, expert_parameters, routed

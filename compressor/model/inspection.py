@@ -11,18 +11,14 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.headers import TensorInfo, tensor_bytes
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import Checkpoint, TensorInfo, tensor_bytes
 from compressor.checkpoint.source import fetch_headers, is_local, locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer, build_meta, discover, load_config
-from compressor.model.bounds import most_parts
+from compressor.model.architecture import MoeLayer, build_meta, check_count, discover, load_config, most_parts
 from compressor.model.constant_experts import NOT_STOCK, SUFFIX, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
-from compressor.model.opened import pick_dtype
-from compressor.model.routers import check_count
-from compressor.model.served import advice_on, quantization_of, served_as
+from compressor.model.opened import advice_on, pick_dtype, quantization_of, served_as
 from compressor.serving.advice import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")

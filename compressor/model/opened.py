@@ -1,23 +1,36 @@
 """An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from compressor.checkpoint.headers import TORCH_DTYPES
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import Architecture, MoeLayer, build_meta, discover, load_config
-from compressor.model.bounds import most_parts
+from compressor.model.architecture import (
+    Architecture,
+    MoeLayer,
+    build_meta,
+    check_count,
+    discover,
+    load_config,
+    most_parts,
+    takes,
+)
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
+from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout, fingerprint
 from compressor.model.loading import PartialModel
-from compressor.model.routers import check_count
+from compressor.model.verification import check_filled
+from compressor.serving.advice import Advice, Served, advise, broken, warnings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -160,3 +173,87 @@ def refuse_shared_experts(model: OpenModel) -> None:
             f"{shared} shares its experts with another layer, so it cannot be compressed in order; use --correct none "
             "and leave out --sequential"
         )
+
+
+logger = logging.getLogger(__name__)
+
+
+def served_as(architecture: Architecture, stock: nn.Module, quantization: str = "") -> Served:
+    """A model as servers see it, from its architecture and the stock model (on meta)."""
+    layer, text = architecture.layers[0], architecture.config.get_text_config()
+    return Served(
+        architecture.family,
+        layer.experts,
+        layer.top_k,
+        width_of(stock.get_submodule(layer.name)),
+        groups=layer.routing_groups,
+        chosen_groups=layer.chosen_groups,
+        selection_bias=_selection_bias(layer),
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        quantization=quantization,
+    )
+
+
+def _selection_bias(layer: MoeLayer) -> bool:
+    """Whether the router has a bias beside that of its logits, which is called just so."""
+    names = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
+    return any("bias" in name and name != "bias" for name in names)
+
+
+def quantization_of(raw_config: Any) -> str:
+    """The method that a checkpoint's config.json names; empty for none."""
+    found = raw_config.get("quantization_config") or {}
+    return str(found.get("quant_method")) if found else ""
+
+
+def served_model(model: OpenModel) -> Served:
+    """An opened model as servers see it."""
+    return served_as(model.architecture, model.partial.model, quantization_of(model.checkpoint.raw_config))
+
+
+def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
+    """Numbers of experts below their own that all layers can take."""
+    return [count for count in range(1, layers[0].experts) if all(takes(layer, count) for layer in layers)]
+
+
+def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advice:
+    """What servers make of a model that keeps `experts` of its `layers`; `served` says the rest: top-k, width ..."""
+    return advise(replace(served, experts=experts), counts_below(layers))
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """No warnings of servers within: what tries many numbers would warn of each."""
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
+
+
+def warn_of_servers(before: Served, after: Served, layers: Sequence[MoeLayer]) -> None:
+    """Warn of what servers do worse with a model after a cut or a split; `layers` are those that experts go from.
+
+    A split's `after` has the number, the top-k and the width that come of it, and its `layers` are the split ones.
+    """
+    for line in warnings(advice_on(after, layers, after.experts), broken(before)):
+        logger.warning("%s", line)
+
+
+def load_whole(folder: Path, **settings: Any) -> Any:
+    """A causal language model with `from_pretrained`'s settings, on the CPU unless they say otherwise.
+
+    Raises `CompressionError` for a checkpoint that lacks weights: they would be random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = settings["config"] = load_config(folder)  # which names no kernels
+    check_filled(Checkpoint(folder), config)
+    model, info = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
+    absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if absent:
+        raise CompressionError(
+            f"{folder.name} lacks {len(absent)} tensors that its config asks for, such as {absent[0]!r}; "
+            "download or write it again"
+        )
+    return model

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer as stock transformers loads it, refused where that makes one up for want of files."""
+"""A checkpoint's tokenizer and chat template as stock transformers load them; a made-up one is refused."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,3 +84,13 @@ def no_token(text: str) -> CompressionError:
         f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the tokenizer's files "
         "from the original model, or give text that it was made for"
     )
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return True if the tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Any], add_generation_prompt: bool = False) -> str:
+    """Return the text of a conversation; a template is a program, so that any exception may come."""
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))

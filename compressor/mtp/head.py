@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from compressor.checkpoint.headers import TORCH_DTYPES, TensorInfo
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint, TensorInfo
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, discover, head_of, layer_number

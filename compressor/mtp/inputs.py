@@ -20,9 +20,8 @@ from torch.nn.functional import embedding, linear
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
-from compressor.model.buffers import allocate
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import LayerVisitor, Pass, allocate
 from compressor.mtp.head import Head
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.items import Row
 from compressor.model.architecture import MoeLayer, head_of
+from compressor.model.experts import Watch
 from compressor.model.opened import OpenModel
-from compressor.model.watch import Watch
 from compressor.pathways.options import Tokens
 from compressor.pathways.router_logits import Product, Score, find_score, watched, weights_of
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from compressor.checkpoint.headers import read_header
+from compressor.checkpoint.reader import read_header
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, rows_of

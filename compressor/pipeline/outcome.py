@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
-from compressor.model.opened import OpenModel
-from compressor.model.served import advice_on, served_model
+from compressor.model.opened import OpenModel, advice_on, served_model
 from compressor.recipe.steps_plan import Plan
 from compressor.records import readable_json
 from compressor.replaceable import TOOL

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Size
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.locking import alone, clear, work_folder
 from compressor.memory import PeakMemory
-from compressor.model.carried import check_carried
 from compressor.model.opened import OpenModel, open_alike
+from compressor.model.verification import check_carried
 from compressor.pipeline.making import Stage, make_all
 from compressor.pipeline.outcome import Outcome, outcome_of, record_of
 from compressor.pipeline.repeating import answers, note_request, request_key, tell_in_place

@@ -29,9 +29,8 @@ from compressor.grouping.similarity import (
     pairwise_distances,
     rbf_cka,
 )
-from compressor.model.architecture import MoeLayer
+from compressor.model.architecture import MoeLayer, check_count
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
-from compressor.model.routers import check_count
 from compressor.progress import Progress
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.plugins import option

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.checkpoint.headers import header_bytes
-from compressor.checkpoint.links import refuse_link, refuse_links
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, header_bytes, refuse_link, refuse_links
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.scores import identity

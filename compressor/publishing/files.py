@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from compressor.checkpoint.links import refuse_link
-from compressor.checkpoint.reader import INDEX_NAME
+from compressor.checkpoint.reader import INDEX_NAME, refuse_link
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import RECIPE
 from compressor.replaceable import TEMPLATES

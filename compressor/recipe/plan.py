@@ -96,7 +96,7 @@ class LayerPlan:
             raise CompressionError(f"{self.module}: {fault}")
         if self.constants:
             return  # the router stays as it is
-        from compressor.model.routers import check_count
+        from compressor.model.architecture import check_count
 
         check_count(self, len(self.groups), self.module)
         if self.routing_groups > 1 and (fault := self._fault_of_routing_groups()):

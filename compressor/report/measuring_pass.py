@@ -23,9 +23,9 @@ from compressor.data.batches import sample_rows
 from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
+from compressor.model.experts import Watch
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor, Pass
-from compressor.model.watch import Watch
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compressor.distributed.ranks import here
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import as_call, token_dim
 from compressor.model.experts import apply_expert, expert_parameters
+from compressor.model.streaming import as_call, token_dim
 
 SmallerRouter = Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import as_arguments
-from compressor.model.watch import Watch
+from compressor.model.experts import Watch
+from compressor.model.streaming import as_arguments
 from compressor.statistics.meters import METERS, ExpertsCall, Meter, Observed, RouterCall, Sample
 from compressor.statistics.meters import LayerWeights as LayerWeights
 from compressor.statistics.meters import RouterArguments as RouterArguments

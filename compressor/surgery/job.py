@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.headers import Size
-from compressor.checkpoint.links import refuse_links
+from compressor.checkpoint.reader import Size, refuse_links
 from compressor.model.architecture import build_meta
 from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel

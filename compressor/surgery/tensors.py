@@ -12,8 +12,15 @@ from pathlib import Path
 
 import torch
 
-from compressor.checkpoint.headers import DTYPE_NAMES, TORCH_DTYPES, TensorInfo, tensor_bytes
-from compressor.checkpoint.reader import Checkpoint, is_finite, refuse_nan
+from compressor.checkpoint.reader import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    Checkpoint,
+    TensorInfo,
+    is_finite,
+    refuse_nan,
+    tensor_bytes,
+)
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from compressor.checkpoint.headers import DTYPE_BITS
+from compressor.checkpoint.reader import DTYPE_BITS
 from compressor.errors import CompressionError
 from compressor.surgery.tensors import FileRange, OutputTensor, Piece
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compressor.checkpoint.headers import TensorInfo, read_header
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorInfo, read_header
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.files import full_disk_told, replace_folder, write_whole

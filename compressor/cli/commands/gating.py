@@ -15,8 +15,7 @@ from compressor.cli.commands.publishing import push_made
 from compressor.cli.options import Computing, GateOptions, Publishing, Running, UnderGate, listed
 from compressor.cli.routing import RoutingOptions
 from compressor.cli.terminal import command_line, progress_bars
-from compressor.distributed.process_group import held
-from compressor.distributed.ranks import here, refuse_several
+from compressor.distributed.ranks import held, here, refuse_several
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
 from compressor.progress import Progress

@@ -24,8 +24,7 @@ from compressor.cli.options import (
 from compressor.cli.parameters import CALIBRATION, Flags
 from compressor.cli.step_flags import SetFlag, flags, recipe_of_flags
 from compressor.cli.terminal import command_line, progress_bars
-from compressor.distributed.process_group import held
-from compressor.distributed.ranks import here, refuse_several
+from compressor.distributed.ranks import held, here, refuse_several
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import GateOptions as RecipeGate
 from compressor.recipe.recipe import OutputOptions, Recipe

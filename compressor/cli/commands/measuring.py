@@ -10,8 +10,7 @@ import compressor
 from compressor.cli.options import Computing, Model, Running, TextFlags, counts, listed, shares
 from compressor.cli.parameters import CALIBRATION, KEEP
 from compressor.cli.terminal import progress_bars
-from compressor.distributed.process_group import held
-from compressor.distributed.ranks import here
+from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError
 from compressor.recipe.step import TextOptions
 

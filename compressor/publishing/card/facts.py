@@ -8,8 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from compressor.checkpoint.headers import Size
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.gates.report import belonging, card_metrics, find_gate

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.headers import DTYPE_NAMES
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.carried import check_carried
 from compressor.model.constant_experts import FIELD, SUFFIX, declared
 from compressor.model.layout import expert_prefixes
 from compressor.model.opened import OpenModel
+from compressor.model.verification import check_carried
 from compressor.recipe.plan import CompressionPlan
 from compressor.surgery.configuration import config_with
 from compressor.surgery.conversion import changed_unit

@@ -15,10 +15,9 @@ import torch
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import allocate, as_arguments, as_call, picked, token_dim
-from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
+from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
-from compressor.model.watch import Watch
+from compressor.model.streaming import allocate, as_arguments, as_call, picked, token_dim
 
 CHUNK = 4096  # tokens computed at once
 GROUPS = 8  # of batches, whose sums over tokens are added up first

@@ -16,10 +16,10 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Riding
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
-from compressor.model.watch import Watch
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.collecting import Observers, Routers, smaller_routers

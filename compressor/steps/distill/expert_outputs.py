@@ -14,9 +14,8 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.experts import apply_expert, expert_parameters
+from compressor.model.experts import Watch, apply_expert, expert_parameters
 from compressor.model.opened import OpenModel
-from compressor.model.watch import Watch
 from compressor.steps.distill.contrastive import contrastive_loss
 from compressor.steps.distill.step import Distill
 

@@ -16,8 +16,7 @@ from compressor.distributed.ranks import here
 from compressor.evaluation.base_answers import top_divergence
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
-from compressor.model.reverse import ReverseVisitor
-from compressor.model.streaming import Forward
+from compressor.model.streaming import Forward, ReverseVisitor
 from compressor.steps.distill.expert_outputs import ExpertCall, experts_apart, noted_call, seeded
 from compressor.steps.distill.step import Distill
 from compressor.steps.distill.text import Batch

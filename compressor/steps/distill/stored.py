@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.headers import TORCH_DTYPES
+from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.steps.distill.trained import TrainedLayer

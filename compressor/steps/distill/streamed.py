@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.model.opened import OpenModel
-from compressor.model.reverse import ReversePass, ReverseVisitor
+from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import Objective
 from compressor.steps.distill.step import Distill
 from compressor.steps.distill.trained import TrainedLayer

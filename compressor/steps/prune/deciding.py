@@ -7,8 +7,7 @@ from typing import Any
 from compressor.data.batches import Calibration
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count
-from compressor.model.served import served_model, warn_of_servers
+from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions

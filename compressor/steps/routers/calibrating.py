@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.headers import TORCH_DTYPES
+from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions

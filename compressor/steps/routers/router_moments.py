@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressor.distributed.ranks import here
 from compressor.model.architecture import MoeLayer
-from compressor.model.reverse import ReverseVisitor
+from compressor.model.streaming import ReverseVisitor
 from compressor.pathways.router_logits import Product, router_weight, watched
 
 

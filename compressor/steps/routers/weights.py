@@ -16,8 +16,7 @@ from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel
-from compressor.model.reverse import ReversePass, ReverseVisitor
-from compressor.model.streaming import Forward
+from compressor.model.streaming import Forward, ReversePass, ReverseVisitor
 from compressor.progress import Progress
 from compressor.steps.routers.router_moments import Moments, RouterGradients
 

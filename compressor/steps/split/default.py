@@ -6,8 +6,7 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
-from compressor.model.opened import OpenModel, resolve_count
-from compressor.model.served import served_model
+from compressor.model.opened import OpenModel, resolve_count, served_model
 from compressor.recipe.plan import MOST_PARTS
 from compressor.recipe.step import Step
 from compressor.serving.advice import broken

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer
-from compressor.model.experts import expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass
-from compressor.model.watch import Watch
 from compressor.progress import Progress
 
 SAMPLE = 256  # tokens of each expert whose activations are kept

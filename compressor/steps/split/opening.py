@@ -11,8 +11,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
-from compressor.model.opened import OpenModel
-from compressor.model.served import served_model, warn_of_servers
+from compressor.model.opened import OpenModel, served_model, warn_of_servers
 from compressor.recipe.plan import MOST_PARTS, CompressionPlan, check_source
 from compressor.steps.split.entry import digest_of, packed_orders, read_orders
 from compressor.steps.split.exact import factors_of

@@ -44,7 +44,7 @@ class Split(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own where it is named: else neurons are measured on what others read, or on their weights."""
-        from compressor.model.served import served_model, warn_of_servers
+        from compressor.model.opened import served_model, warn_of_servers
 
         if self.by == "clusters" and self.calibration is None and all(step.name == self.name for step in steps):
             raise CompressionError("--split-by clusters needs text on which neurons fire; pass --calibration")

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.headers import TensorInfo
-from compressor.checkpoint.reader import is_finite, refuse_nan
+from compressor.checkpoint.reader import TensorInfo, is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import width_of

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from safetensors.torch import save_file
 
-from compressor.checkpoint import download as downloading
-from compressor.checkpoint.headers import read_header
+from compressor.checkpoint import source as downloading
+from compressor.checkpoint.reader import read_header
 from compressor.checkpoint.source import fetch_headers, locate
 from compressor.errors import CompressionError
 from compressor.generation.generate import prepare

@@ -8,8 +8,7 @@ import pytest
 
 from compressor import compress
 from compressor.api.exporting import export_checkpoint
-from compressor.checkpoint.links import refuse_link, refuse_links
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import Checkpoint, refuse_link, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.progress import Silent

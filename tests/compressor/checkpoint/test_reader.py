@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from compressor.checkpoint.headers import DTYPE_BITS, TORCH_DTYPES, tensor_bytes
-from compressor.checkpoint.reader import Checkpoint, contains_nan, refuse_nan
+from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint, contains_nan, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
 from tests import small
 

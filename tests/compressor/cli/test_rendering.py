@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compressor.checkpoint.headers import Size
+from compressor.checkpoint.reader import Size
 from compressor.cli import rendering
 from compressor.model.architecture import MoeLayer
 from compressor.model.inspection import Inspection, Part

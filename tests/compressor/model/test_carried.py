@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.model.carried import OBJECTS, check_carried
+from compressor.model.verification import OBJECTS, check_carried
 from tests import small
 from tests.plans import plan_of
 

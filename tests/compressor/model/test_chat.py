@@ -6,7 +6,7 @@ import pytest
 
 from compressor.errors import CompressionError
 from compressor.generation.generate import encode_prompt
-from compressor.model.chat import has_chat_template, render_chat
+from compressor.model.tokenizer import has_chat_template, render_chat
 from tests import small
 from tests.texts import run, write
 

@@ -13,7 +13,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.reverse import ReversePass, ReverseVisitor
+from compressor.model.streaming import ReversePass, ReverseVisitor
 from tests import zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.opened import batches, note_spills, opened

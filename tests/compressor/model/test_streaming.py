@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.buffers import Spill
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
+from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spill
 from tests import zoo
 from tests.opened import batches, note_spills, opened, plain_calls, watch
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.model.watch import Watch
+from compressor.model.experts import Watch
 from tests.opened import batches, opened
 
 SOME = pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
-from compressor.model.reverse import ReversePass
+from compressor.model.streaming import ReversePass
 from compressor.pathways.router_logits import Product, router_weight, watched
 from compressor.steps.routers.router_moments import Moments, RouterGradients
 from tests import zoo

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.model.served import served_model
+from compressor.model.opened import served_model
 from compressor.serving.advice import RULES, SERVERS, Served, advise, broken, warnings
 from tests import small, zoo
 from tests.command_line import Run, runner

@@ -23,8 +23,7 @@ from safetensors import safe_open
 
 from compressor import files as whole_files
 from compressor.attribution.report import NAMES as ATTRIBUTION
-from compressor.checkpoint.headers import DTYPE_BITS, TORCH_DTYPES
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
 from compressor.comparison.report import NAMES as COMPARISON
 from compressor.errors import CompressionError
 from compressor.gates.report import NAMES as GATE

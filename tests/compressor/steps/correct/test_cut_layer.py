@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.model.architecture import MoeLayer
-from compressor.model.buffers import allocate, token_dim
+from compressor.model.streaming import allocate, token_dim
 from compressor.steps.correct import cut_layer
 from compressor.steps.correct.cut_layer import Recording, _Rows
 from tests import zoo

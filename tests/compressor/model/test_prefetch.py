@@ -17,11 +17,10 @@ from torch import Tensor
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import ahead
-from compressor.model.ahead import ReadAhead, Staging
+from compressor.model import loading
+from compressor.model.loading import ReadAhead, Staging
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.reverse import ReversePass
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
 from tests.opened import batches, opened
@@ -131,7 +130,7 @@ def test_passes_give_the_same_bits(
     with monkeypatch.context() as without:
         without.setattr(ReadAhead, "begin", never)
         expected, plain = outputs(model, parts), gradients(model, parts)
-    monkeypatch.setattr(ahead, "STAGE", 96)
+    monkeypatch.setattr(loading, "STAGE", 96)
     if device:
         reader.cuda = lagging = LaggingDevice()
         reader.staging = Staging(lagging, size=96)  # so that every tensor goes through both buffers
@@ -204,15 +203,15 @@ def test_an_abandoned_pass_ends_its_thread(
             if how == "fail":
                 raise ValueError("a visitor's own")
 
-    end = ahead._Work.end
+    end = loading._Work.end
 
-    def ending(self: ahead._Work) -> None:
+    def ending(self: loading._Work) -> None:
         self.ended.set()
         go_on.set()
         end(self)
 
-    monkeypatch.setattr(ahead, "refuse_nan", slowly)
-    monkeypatch.setattr(ahead._Work, "end", ending)
+    monkeypatch.setattr(loading, "refuse_nan", slowly)
+    monkeypatch.setattr(loading._Work, "end", ending)
     units = model.architecture.units
     passing = Pass(model, [torch.ones(1, 4, dtype=torch.long)]).layers(Failing())
     if how == "fail":
@@ -234,7 +233,7 @@ def test_only_where_there_is_room_and_something_to_read(tmp_path: Path, monkeypa
     size = sum(model.checkpoint.tensors[name].nbytes for name in names)
     cached, room = [False], [2 * size]
     monkeypatch.setattr(Checkpoint, "cached", lambda self, names: cached[0])
-    monkeypatch.setattr(ahead, "available", lambda: room[0])
+    monkeypatch.setattr(loading, "available", lambda: room[0])
 
     def begins(reader: ReadAhead) -> bool:
         reader.begin(names)
