@@ -27,8 +27,7 @@ from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
 from compressor.gates.document import gate_blocks
-from compressor.gates.junit import junit
-from compressor.gates.report import differing, gate_json, read_gate
+from compressor.gates.report import differing, gate_json, junit, read_gate
 from compressor.generation.generate import read_facts
 from compressor.model.architecture import build_meta, discover, load_config, most_parts
 from compressor.model.loading import PartialModel

@@ -1,31 +1,26 @@
-"""The gate's result in words and as blocks: what a task lost, the verdict, what would decide it, how it was tested."""
+"""The gate's result in words, as blocks and as a figure.
+
+What each task lost, the verdict, what would decide it, and how it was tested.
+"""
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from compressor.document.blocks import Block, Facts, Heading, Items, Strong, Table, Text, Tone, Toned
+from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned
+from compressor.drawing.dots import Dots, draw_dots
+from compressor.drawing.picture import Drawing
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import GateResult, RoutedBy, TaskGate, Verdict
-from compressor.words import counted
+from compressor.words import counted, one_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
 
 MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
 DIGITS = 12  # shown of a digest
-COLUMNS = (
-    "task",
-    "metric",
-    "items",
-    "base",
-    "compressed",
-    "drop",
-    "at least",
-    "at most",
-    "detectable",
-    "lost / gained",
-    "verdict",
-)
-TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),
     "fail": ("bad", "✗"),
@@ -50,27 +45,44 @@ def change(value: float, kind: Literal["score", "likelihood"]) -> str:
     return f"{shown}{unit}" if shown.startswith("-") else f"+{shown}{unit}"
 
 
+COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
+    "task": lambda task: task.task,
+    "metric": lambda task: task.metric,
+    "items": lambda task: f"{task.items:,}",
+    "base": lambda task: level(task.base),
+    "compressed": lambda task: level(task.compressed),
+    "drop": lambda task: change(task.drop, task.kind),
+    "at least": lambda task: change(task.lower, task.kind),
+    "at most": lambda task: change(task.upper, task.kind),
+    "detectable": lambda task: change(task.detectable, task.kind),
+    "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
+    "verdict": lambda task: task.verdict,
+}
+TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
+OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
+
+
 def cells(task: TaskGate) -> dict[str, str]:
     """A task's figures by column, names as they are."""
-    drops = {"drop": task.drop, "at least": task.lower, "at most": task.upper, "detectable": task.detectable}
-    return {
-        "task": task.task,
-        "metric": task.metric,
-        "items": f"{task.items:,}",
-        "base": level(task.base),
-        "compressed": level(task.compressed),
-        **{name: change(value, task.kind) for name, value in drops.items()},
-        "lost / gained": f"{task.lost:,} / {task.gained:,}",
-        "verdict": task.verdict,
-    }
+    return {name: show(task) for name, show in COLUMNS.items()}
 
 
 def verdict_line(result: GateResult) -> str:
     """The verdict as a sentence, with the tasks it is due to; and one more where the compressed model was routed."""
-    return _verdict(result) + (f" {routing_line(result.routing)}" if result.routing is not None else "")
+    sure, most = f"with confidence {100 * result.confidence:g}%", margin(result)
+    tasks = ", ".join(task.task for task in result.tasks if task.verdict == result.verdict)
+    sentences: Mapping[Verdict, str] = {
+        "pass": f"Pass: {sure}, no task lost more than {most}.",
+        "fail": f"Fail: {sure}, more than {most} was lost on {tasks or 'a task'}.",
+        "inconclusive": (
+            f"Inconclusive: {sure}, it cannot be said whether more than {most} was lost on {tasks or 'any task'}."
+        ),
+    }
+    routed = "" if result.routing is None else f" {_routing_line(result.routing)}"
+    return sentences[result.verdict] + routed
 
 
-def routing_line(routing: RoutedBy) -> str:
+def _routing_line(routing: RoutedBy) -> str:
     """What the compressed model was routed by and what that cost, as a sentence."""
     options = routing.options
     near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
@@ -82,35 +94,11 @@ def routing_line(routing: RoutedBy) -> str:
     )
 
 
-def streamed_line(result: GateResult) -> str:
-    """Which models answered with one layer in memory at a time, as a sentence."""
-    names = {"base": "the base", "compressed": "the compressed model"}
-    told = " and ".join(names[name] for name in result.streamed)
-    return f"With one layer in memory at a time: {told}."
-
-
-def _verdict(result: GateResult) -> str:
-    sure = f"with confidence {100 * result.confidence:g}%"
-    named_by = {verdict: ", ".join(_names(result, verdict)) for verdict in ("fail", "inconclusive")}
-    if result.verdict == "pass":
-        return f"Pass: {sure}, no task lost more than {margin(result)}."
-    if result.verdict == "fail":
-        return f"Fail: {sure}, more than {margin(result)} was lost on {named_by['fail'] or 'a task'}."
-    return (
-        f"Inconclusive: {sure}, it cannot be said whether more than {margin(result)} was lost on "
-        f"{named_by['inconclusive'] or 'any task'}."
-    )
-
-
 def margin(result: GateResult, *tasks: TaskGate) -> str:
     """The drop allowed, in the terms of what was measured: by these tasks, or all."""
     kinds = {task.kind for task in tasks or result.tasks}
     score, rise = f"{result.max_drop:g}", f"{100 * result.max_drop:g}% of perplexity"
     return rise if kinds == {"likelihood"} else f"{score} ({rise})" if "likelihood" in kinds else score
-
-
-def _names(result: GateResult, verdict: Verdict) -> list[str]:
-    return [task.task for task in result.tasks if task.verdict == verdict]
 
 
 def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int = 1) -> int | None:
@@ -119,8 +107,10 @@ def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int 
     If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
     of items: n * (now / needed)^2. With perplexities this holds of logarithms.
     """
-    scores = task.drop, task.lower, task.upper, max_drop
-    drop, lower, upper, allowed = map(_logarithm, scores) if task.kind == "likelihood" else scores
+    scores = [task.drop, task.lower, task.upper, max_drop]
+    if task.kind == "likelihood":
+        scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
+    drop, lower, upper, allowed = scores
     normal, alpha = NormalDist(), 1 - confidence
     wider = (normal.inv_cdf(1 - alpha / tasks) + normal.inv_cdf(POWER)) / normal.inv_cdf(1 - alpha)
     now, needed = wider * (upper - drop if drop < allowed else drop - lower), abs(allowed - drop)
@@ -128,10 +118,6 @@ def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int 
         return None
     estimate = math.ceil(task.items * (now / needed) ** 2)
     return estimate if estimate <= MOST_ITEMS else None
-
-
-def _logarithm(rise: float) -> float:
-    return math.log1p(rise) if rise > -1 else -math.inf
 
 
 def advice(result: GateResult) -> list[str]:
@@ -165,12 +151,15 @@ def method(result: GateResult) -> str:
     )
 
 
-OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
-
-
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     """The whole document."""
-    ratios = tuple(_perplexity(task) for task in result.tasks if task.perplexity_ratio is not None)
+    ratios = tuple(
+        "{}: the perplexity is {} times the base's, at least {}, at most {}.".format(
+            task.task, *map(level, task.perplexity_ratio)
+        )
+        for task in result.tasks
+        if task.perplexity_ratio is not None
+    )
     return (
         Heading(f"Accuracy gate: {result.verdict}", level=1),
         verdict_block(result),
@@ -190,7 +179,9 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
 def gate_brief(result: GateResult) -> tuple[Block, ...]:
     """What a terminal shows: the tasks, the verdict and what would decide it."""
     stored = [Text("The base's results were stored by an earlier run.")] if result.reused_base else []
-    streamed = [Text(streamed_line(result))] if result.streamed else []
+    names = {"base": "the base", "compressed": "the compressed model"}
+    models = " and ".join(names[name] for name in result.streamed)
+    streamed = [Text(f"With one layer in memory at a time: {models}.")] if models else []
     return task_table(result), verdict_block(result), *advice_blocks(result), *stored, *streamed
 
 
@@ -209,7 +200,7 @@ def task_table(result: GateResult) -> Table:
         tuple(_toned(task.verdict, said) if name == "verdict" else said for name, said in cells(task).items())
         for task in result.tasks
     )
-    return Table(caption, COLUMNS, rows, TEXTS, OPTIONAL)
+    return Table(caption, tuple(COLUMNS), rows, TEXTS, OPTIONAL)
 
 
 def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:
@@ -238,18 +229,57 @@ def _toned(verdict: Verdict, text: str) -> Toned:
     return Toned(text, *SIGNS[verdict])
 
 
-def _perplexity(task: TaskGate) -> str:
-    ratio, lower, upper = map(level, task.perplexity_ratio or ())
-    return f"{task.task}: the perplexity is {ratio} times the base's, at least {lower}, at most {upper}."
-
-
 def _commit(identity: Mapping[str, Any]) -> str:
     return f", commit {identity['commit']}" if "commit" in identity else ", files as in gate.json" if identity else ""
 
 
 def _pairs(entries: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_shown(value)}" for name, value in entries.items())
+    shown = {
+        name: " ".join(map(str, value)) if isinstance(value, list | tuple) else "not set" if value is None else value
+        for name, value in entries.items()
+    }
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
-def _shown(value: Any) -> str:
-    return "not set" if value is None else " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
+MOST_LETTERS = 28  # of a task's name
+MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
+FARTHEST = 10.0  # drops beyond it are drawn there
+MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
+CAPTION = (
+    "Each line runs from the lower to the upper confidence bound of a task's drop. Left of the dashed line is a pass "
+    "(circle), right of it a fail (cross), across it inconclusive (hollow diamond)."
+)
+
+
+def gate_figure(result: GateResult) -> Figure | None:
+    """A line for each task from the drop's lower to its upper bound; None without tasks, or with too many."""
+    if not 0 < len(result.tasks) <= MOST_DRAWN:
+        return None
+    size = (WIDTH, ROW * len(result.tasks) + AROUND)
+    drops = [
+        f"{task.task}: drop {change(task.drop, task.kind)}, at least {change(task.lower, task.kind)}, at most "
+        f"{change(task.upper, task.kind)}, {task.verdict}"
+        for task in result.tasks
+    ]
+    alt = f"{verdict_line(result)} {'; '.join(drops)}."
+    drawing = Drawing("Drops and the drop allowed", alt, size, partial(_draw, result=result))
+    return Figure("gate", "Drops of the gate's tasks with their bounds", CAPTION, (drawing,))
+
+
+def placed(value: float) -> float:
+    """Where a drop is drawn; those out of all proportion, and no numbers, at the edge."""
+    return FARTHEST if math.isnan(value) else min(max(value, -FARTHEST), FARTHEST)
+
+
+def _draw(canvas: "FigureBase", result: GateResult) -> None:
+    names = [f"{SIGNS[task.verdict][1]} {one_line(task.task, MOST_LETTERS)}\n{task.verdict}" for task in result.tasks]
+    kinds = []
+    for verdict, marker in MARKERS.items():
+        own = [task if task.verdict == verdict else None for task in result.tasks]
+        drops = [None if task is None else placed(task.drop) for task in own]
+        bounds = [None if task is None else (placed(task.lower), placed(task.upper)) for task in own]
+        kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
+    rises = "; of a perplexity its rise" if any(task.kind == "likelihood" for task in result.tasks) else ""
+    label = f"drop, worse to the right{rises}\ndashed: the drop allowed, {margin(result)}"
+    draw_dots(canvas.add_subplot(), names, kinds, label, placed(result.max_drop), scaled=False)

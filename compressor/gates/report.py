@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as Xml
 
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
@@ -18,14 +19,15 @@ from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.files import file_digest, whole_folder
-from compressor.gates.document import change, gate_blocks, level
-from compressor.gates.junit import junit
-from compressor.gates.verdict import GateResult, TaskGate, gate_content, gate_from_content
+from compressor.gates.document import advice, cells, change, gate_blocks, level, margin, verdict_line
+from compressor.gates.verdict import EXIT_STATUS, GateResult, RoutedBy, TaskGate, gate_content, gate_from_content
 from compressor.records import read_json
+from compressor.words import readable
 
 logger = logging.getLogger(__name__)
 
 NAMES = (REPORT, "gate.xml", "gate.md")
+SUITE = "moe-compress gate"
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 
 
@@ -39,6 +41,81 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
         (made / NAMES[1]).write_bytes(junit(result))
         (made / NAMES[2]).write_text(markdown(gate_blocks(result)), encoding="utf-8", errors=LONE_HALVES)
     return [folder / name for name in NAMES]
+
+
+def junit(result: GateResult) -> bytes:
+    """JUnit XML for CI servers: each task is a test case; failed ones are failures, inconclusive ones are skipped."""
+    verdicts = [task.verdict for task in result.tasks]
+    counts = {
+        "tests": str(len(verdicts)),
+        "failures": str(verdicts.count("fail")),
+        "errors": "0",
+        "skipped": str(verdicts.count("inconclusive")),
+        "time": f"{sum(result.seconds.values()):.3f}",
+    }
+    root = Xml.Element("testsuites", {"name": SUITE, **counts})
+    suite = _add(root, "testsuite", {"name": f"{SUITE}: {result.base}, {result.compressed}", **counts})
+    properties = _add(suite, "properties", {})
+    facts = {
+        "verdict": result.verdict,
+        "exit-status": EXIT_STATUS[result.verdict],
+        "base": result.base,
+        "compressed": result.compressed,
+        "max-drop": result.max_drop,
+        "confidence": result.confidence,
+        "reused-base": str(result.reused_base).lower(),
+        **_given("option.", result.options),
+        **_routing(result.routing),
+        **_given("version.", result.versions),
+        **_given("seconds.", result.seconds),
+    }
+    for name, value in facts.items():
+        _add(properties, "property", {"name": name, "value": str(value)})
+    for task in result.tasks:
+        _add_case(suite, result, task)
+    _add(suite, "system-out", {}, "\n".join([verdict_line(result), *advice(result)]))
+    Xml.indent(root)
+    found: bytes = Xml.tostring(root, encoding="utf-8", xml_declaration=True)
+    return found
+
+
+def _given(prefix: str, entries: Mapping[str, object]) -> dict[str, object]:
+    return {f"{prefix}{name}": value for name, value in entries.items() if value is not None}
+
+
+def _routing(routing: RoutedBy | None) -> dict[str, object]:
+    if routing is None:
+        return {}
+    facts = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
+    return _given("routing.", {**facts, "left-plain": routing.left_plain, **_given("option.", routing.options)})
+
+
+def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
+    timed = {"time": f"{result.seconds[task.task]:.3f}"} if task.task in result.seconds else {}
+    case = _add(suite, "testcase", {"classname": "moe-compress.gate", "name": task.task, **timed})
+    shown = cells(task)
+    message = (
+        f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
+        f"{margin(result, task)} is allowed"
+    )
+    if task.verdict == "fail":
+        _add(case, "failure", {"message": message, "type": "fail"}, message)
+    elif task.verdict == "inconclusive":
+        status = EXIT_STATUS[task.verdict]
+        _add(case, "skipped", {"message": f"inconclusive: {message}; alone this ends the gate with status {status}"})
+    figures = "\n".join(f"{name}: {value}" for name, value in shown.items())
+    _add(
+        case,
+        "system-out",
+        {},
+        f"{figures}\nversion: {task.version}\np of pass: {task.p_pass:.4g}\np of fail: {task.p_fail:.4g}",
+    )
+
+
+def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
+    made = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+    made.text = None if text is None else readable(text)
+    return made
 
 
 def full_content(result: GateResult) -> dict[str, Any]:

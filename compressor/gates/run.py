@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def run_gate(
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
-        routing=None if answerer is None else _routed_by(answerer, after.values()),
+        routing=None if answerer is None else _routed_by(answerer, after),
         streamed=(*(("base",) if _streamed(before) else ()), *(("compressed",) if _streamed(after) else ())),
     )
 
@@ -93,8 +93,8 @@ def _streamed(results: Mapping[str, ItemScores]) -> bool:
     return any(scores.streamed for scores in results.values())
 
 
-def _routed_by(answerer: Answerer, results: Iterable[ItemScores]) -> RoutedBy:
-    spent = [scores.spent for scores in results if scores.spent is not None]
+def _routed_by(answerer: Answerer, results: Mapping[str, ItemScores]) -> RoutedBy:
+    spent = [scores.spent for scores in results.values() if scores.spent is not None]
     plain = sum(each.plain_work for each in spent)
     cost = sum(each.work for each in spent) / plain if plain else 1.0
     return RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))

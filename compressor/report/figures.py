@@ -12,7 +12,7 @@ from compressor.drawing.dots import Dots, draw_dots
 from compressor.drawing.lines import Line, draw_lines, spaced
 from compressor.drawing.palette import FONT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
-from compressor.gates.picture import gate_figure
+from compressor.gates.document import gate_figure
 from compressor.recipe.document import changed, result_of
 from compressor.report.data import LayerReport, Load, ReportData
 from compressor.report.layers import brief_end, named, roles, share

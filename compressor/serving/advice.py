@@ -64,20 +64,12 @@ class Rule:
     evidence: Evidence = "read"
 
 
-def _sizes(numbers: tuple[int, ...]) -> str:
-    return joined([str(number) for number in numbers])
-
-
 def said(rule: Rule, model: Served) -> str:
     """What the server does with a model that does not keep the rule."""
-    divide = tuple(size for size in SIZES if model.experts % size == 0)
-    even = f" (over {_sizes(divide)} it can)" if divide else ""
-    numbers = {"experts": model.experts, "top_k": model.top_k, "width": model.width}
-    return rule.says.format(**numbers, uneven=_sizes(model.uneven), even=even)
-
-
-def _ungrouped(model: Served) -> bool:
-    return model.groups == 1
+    dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
+    uneven = joined([str(size) for size in model.uneven])
+    even = f" (over {dividing} it can)" if dividing else ""
+    return rule.says.format(experts=model.experts, top_k=model.top_k, width=model.width, uneven=uneven, even=even)
 
 
 def _grouped(model: Served) -> bool:
@@ -121,6 +113,20 @@ TENSOR_PARALLEL = ("cohere2_moe", "exaone_moe", "laguna", "lfm2_moe", "minimax_m
 _vllm, _sglang = partial(Rule, "vLLM", VLLM), partial(Rule, "SGLang", SGLANG)
 _flashinfer, _llama = partial(Rule, "FlashInfer", FLASHINFER), partial(Rule, "llama.cpp", LLAMA)
 
+
+def _tensor_parallel(server: Callable[..., Rule], source: str) -> Rule:
+    return server(
+        source,
+        "fails",
+        "experts",
+        ", ".join(TENSOR_PARALLEL),
+        "E is at least the size of tensor parallelism",
+        "takes no tensor parallelism over more GPUs than the {experts} experts",
+        lambda model: model.family in TENSOR_PARALLEL,
+        lambda model: model.experts >= max(SIZES),
+    )
+
+
 RULES = (
     _vllm(
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
@@ -141,7 +147,7 @@ RULES = (
         "softmax or sigmoid, no routing groups",
         "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
         "routes among {experts} experts by a slower kernel",
-        lambda model: _ungrouped(model) and model.family != "deepseek_v4",
+        lambda model: not _grouped(model) and model.family != "deepseek_v4",
         lambda model: model.experts in TO_512 | MULTIPLES,
     ),
     Rule(
@@ -166,16 +172,7 @@ RULES = (
         lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4",
         lambda model: not model.uneven,
     ),
-    _vllm(
-        "vllm/model_executor/models/qwen3_moe.py and others",
-        "fails",
-        "experts",
-        ", ".join(TENSOR_PARALLEL),
-        "E is at least the size of tensor parallelism",
-        "takes no tensor parallelism over more GPUs than the {experts} experts",
-        lambda model: model.family in TENSOR_PARALLEL,
-        lambda model: model.experts >= max(SIZES),
-    ),
+    _tensor_parallel(_vllm, "vllm/model_executor/models/qwen3_moe.py and others"),
     _vllm(
         "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
         "slower",
@@ -237,16 +234,7 @@ RULES = (
         _any,
         lambda model: not model.uneven,
     ),
-    _sglang(
-        "python/sglang/srt/models/qwen3_moe.py and others",
-        "fails",
-        "experts",
-        ", ".join(TENSOR_PARALLEL),
-        "E is at least the size of tensor parallelism",
-        "takes no tensor parallelism over more GPUs than the {experts} experts",
-        lambda model: model.family in TENSOR_PARALLEL,
-        lambda model: model.experts >= max(SIZES),
-    ),
+    _tensor_parallel(_sglang, "python/sglang/srt/models/qwen3_moe.py and others"),
     _sglang(
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
@@ -310,7 +298,7 @@ RULES = (
         "softmax, no routing groups, on AMD",
         "E is a power of two up to 512",
         "routes among {experts} experts by a slower kernel",
-        lambda model: _ungrouped(model) and not model.selection_bias,
+        lambda model: not _grouped(model) and not model.selection_bias,
         lambda model: model.experts in TO_512,
     ),
     _llama(
@@ -340,7 +328,7 @@ RULES = (
         "no routing groups, on CUDA",
         "E is a power of two up to 512, 288 or 576",
         "routes among {experts} experts by slower kernels on CUDA",
-        _ungrouped,
+        lambda model: not _grouped(model),
         lambda model: model.experts in LLAMA_CUDA,
     ),
     _llama(

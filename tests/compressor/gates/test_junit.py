@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from compressor.gates.junit import junit
+from compressor.gates.report import junit
 from compressor.gates.verdict import EXIT_STATUS, GateResult
 from tests.gates import gate, gates, likelihood, mixed, task
 
