@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor import CompressionError
-from compressor.data.batches import load_tokenizer, recalibrate
+from compressor.data.batches import load_tokenizer, repeat_text
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 from tests import mtp_heads, small
@@ -93,7 +93,7 @@ def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch
     assert pruned(record_of(tmp_path / "out")["plan"])["mtp"] == "keep"
     figures = summary.plan.stage.layers[-1].figures["correction"]
     assert figures["heldout_error"] < figures["heldout_error_before"]
-    data = recalibrate(summary.plan.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY)
+    data = repeat_text(summary.plan.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY).fit
     tokens = torch.cat([data.batches[number] for number in sorted(data.heldout)])
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     halved = replace(made, folder=tmp_path / "out", model=smaller)

@@ -7,7 +7,7 @@ last of them held out; the sequences reserved for evaluation; the parts; and fur
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.documents import as_rows, read_tokens
-from compressor.data.sources import MOST_TOKENS, divide, refuse_floods, shares, short_names
+from compressor.data.sources import MOST_TOKENS, divide, shares, short_names
 from compressor.data.sources import WeightedSource as WeightedSource
 from compressor.errors import CompressionError
 from compressor.model import tokenizer as checkpoint_tokenizer
@@ -50,16 +50,9 @@ class Calibration:
     reserved: tuple[EvaluationSet, ...] = ()  # what follows the calibration's sequences in each source
 
     def __post_init__(self) -> None:
-        if self.sources and len(self.sources) != len(self.batches):
-            raise CompressionError(f"{len(self.batches)} batches have {len(self.sources)} sources; name one for each")
-        if not set(self.sources) <= set(range(len(self.weights))):
-            raise CompressionError(
-                f"batches are of source {max(self.sources)}, but {len(self.weights)} have weights; give one for each"
-            )
-        if not self.heldout <= set(range(len(self.batches))):
-            raise CompressionError(
-                f"held-out batches {sorted(self.heldout)} are not among the {len(self.batches)}; name existing ones"
-            )
+        assert len(self.sources) in (0, len(self.batches)), "each batch has a source, or none"
+        assert set(self.sources) <= set(range(len(self.weights))), "each source has a weight"
+        assert self.heldout <= set(range(len(self.batches))), "held-out batches are batches"
 
     @property
     def tokens(self) -> int:
@@ -146,8 +139,11 @@ class TextSpec:
         else:
             blocks = [(samples, length), (reserve, length)]
             blocks += [(part.sequences + part.heldout, part.length) for part in self.parts.values()]
-            for block in blocks:
-                refuse_floods(*block)
+            for count, tokens in blocks:
+                if count * tokens > MOST_TOKENS:
+                    raise CompressionError(
+                        f"{count:,} samples of {tokens:,} tokens are more than {MOST_TOKENS:,} tokens; ask for fewer"
+                    )
             if (total := sum(count * tokens for count, tokens in blocks)) <= MOST_TOKENS:
                 return
             fault = f"calibration and its parts ask for {total:,} tokens, more than {MOST_TOKENS:,}; ask for fewer"
@@ -273,13 +269,6 @@ def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
     if share > 0 and not any(counts):
         counts[max(range(len(shapes)), key=lambda number: tuple(shapes[number]))] = 1
     return counts
-
-
-def _digest(parts: Iterable[Tensor]) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part.contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
@@ -419,8 +408,11 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
 
 
 def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for own in rows:
+        digest.update(own.contiguous().numpy().tobytes())
     counts = {"samples": sum(map(len, rows)), "tokens": sum(own.numel() for own in rows)}
-    return {**counts, "sha256": _digest(rows)}
+    return {**counts, "sha256": digest.hexdigest()}
 
 
 def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, Any]:
@@ -524,11 +516,6 @@ def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, ba
     if only not in names:
         raise CompressionError(f"the plan's calibration names the source {only!r}, which it does not have; restore it")
     return made.only(names.index(only))
-
-
-def recalibrate(identity: Mapping[str, Any], tokenizer: Any, vocab: int, batch_size: int = BATCH_SIZE) -> Calibration:
-    """Repeat the calibration that a plan names; see `repeat_text`."""
-    return repeat_text(identity, tokenizer, vocab, batch_size).fit
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:

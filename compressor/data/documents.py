@@ -25,28 +25,25 @@ SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled to
 
 
 def _document(entry: Any, tokenizer: Any, where: str) -> str:
+    """The text of an entry, refused if it holds half of a character, which JSON can write and no tokenizer takes."""
     if not isinstance(entry, dict):
         raise CompressionError(f"{where}: each line should be a JSON object with 'text' or 'messages'")
     if isinstance(entry.get("text"), str):
-        return _whole(entry["text"], where)
-    if isinstance(entry.get("messages"), list):
-        if not has_chat_template(tokenizer):
-            raise CompressionError(
-                f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
-            )
+        text: str = entry["text"]
+    elif not isinstance(entry.get("messages"), list):
+        raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
+    elif not has_chat_template(tokenizer):
+        raise CompressionError(
+            f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
+        )
+    else:
         try:
-            templated = render_chat(tokenizer, entry["messages"])
+            text = render_chat(tokenizer, entry["messages"])
         except Exception as error:  # a template raises what it likes
             raise CompressionError(
                 f"{where}: the chat template cannot take these messages ({reason_of(error)}); mend or remove them, or "
                 "give lines with 'text'"
             ) from error
-        return _whole(templated, where)
-    raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
-
-
-def _whole(text: str, where: str) -> str:
-    """The text, refused if it holds half of a character, which JSON can write and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

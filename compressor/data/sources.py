@@ -100,14 +100,6 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def refuse_floods(samples: Any, length: Any) -> None:
-    """Refuse more calibration text than any model can be run on, where sequences and their tokens are counted."""
-    if isinstance(samples, int) and isinstance(length, int) and samples * length > MOST_TOKENS:
-        raise CompressionError(
-            f"{samples:,} samples of {length:,} tokens are more than {MOST_TOKENS:,} tokens; ask for fewer"
-        )
-
-
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
     return tuple(distinct(Path(source).stem if is_file(source) else source for source in sources))
@@ -118,12 +110,9 @@ def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
     stored = identity.get("sources")
     entries = [dict(entry) for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
     for entry in entries:
-        entry["source"] = _plain_name(str(entry.get("source")))
+        source = str(entry.get("source"))
+        # the id of a data set has no folders; a file that is gone is known by its suffix
+        is_id = DATA_SET_ID.fullmatch(source) and not is_file(source) and Path(source).suffix not in TEXT_SUFFIXES
+        entry["source"] = without_tokens(source if is_id else Path(source).name)
     joined = " + ".join(entry["source"] for entry in entries) or without_tokens(Path(identity["source"]).name)
     return {**identity, "source": joined, **({"sources": entries} if "sources" in identity else {})}
-
-
-def _plain_name(source: str) -> str:
-    """A file's name without its folders; the id of a data set has none. A file that is gone is known by its suffix."""
-    is_id = DATA_SET_ID.fullmatch(source) and not is_file(source) and Path(source).suffix not in TEXT_SUFFIXES
-    return without_tokens(source if is_id else Path(source).name)

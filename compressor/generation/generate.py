@@ -106,7 +106,18 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     if prompt.strip() and not says_something(tokenizer, [x for x, own in zip(ids, added, strict=True) if not own]):
         raise no_token("the prompt")
     if chat:
-        return _encode_chat(tokenizer, prompt)
+        if not has_chat_template(tokenizer):
+            raise CompressionError(
+                "the tokenizer has no chat template; leave out --chat to continue the prompt as it is"
+            )
+        try:
+            text = render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # templates are programs
+            fault = f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat"
+            raise CompressionError(fault) from error
+        if not ids:
+            raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
     if ids:
         return tuple(map(int, ids))
     if tokenizer.bos_token_id is not None:
@@ -114,19 +125,6 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     raise CompressionError(
         "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
     )
-
-
-def _encode_chat(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    if not has_chat_template(tokenizer):
-        raise CompressionError("the tokenizer has no chat template; leave out --chat to continue the prompt as it is")
-    try:
-        text = render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-        encoded = tokenizer(text, add_special_tokens=False)
-    except Exception as error:  # templates are programs
-        raise CompressionError(f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat") from error
-    if ids := tuple(int(token) for token in encoded["input_ids"]):
-        return ids
-    raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
 
 
 class TextStream:
@@ -195,6 +193,21 @@ class ModelFacts:
     vocabulary: int | None
     positions: int | None  # that the model was made for
 
+    def check(self, ids: Sequence[int], most: int) -> None:
+        """Refuse a prompt of tokens that the model does not know; warn of one too long for `most` new tokens."""
+        if self.vocabulary is not None and max(ids) >= self.vocabulary:
+            raise CompressionError(
+                f"the tokenizer makes token {max(ids)}, the model knows {self.vocabulary}; they do not belong together"
+            )
+        if self.positions is not None and len(ids) + most > self.positions:
+            logger.warning(
+                "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
+                "what comes after them may be nonsense",
+                len(ids),
+                most,
+                self.positions,
+            )
+
 
 @dataclass(slots=True)
 class Continuation:
@@ -239,13 +252,12 @@ def prepare(
     open_decoder = _opener(folder)
     facts, tokenizer = read_facts(folder), load_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)
-    check_tokens(ids, facts)
+    facts.check(ids, options.max_new_tokens)
     own = tokenizer.eos_token_id
     stops = facts.stops or frozenset(() if own is None else (int(own),))
     before = () if options.chat else ids  # an answer opens a text of its own
     told = faults_told(f"{folder} cannot be run", *REMEDIES)
     decoder = told(told(open_decoder)(folder, options.device, options.dtype))  # the opening and each call
-    warn_of_length(len(ids), options.max_new_tokens, facts)
     return Continuation(decoder, chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before))
 
 
@@ -289,23 +301,3 @@ def read_facts(folder: Path) -> ModelFacts:
 
 def _first(nodes: Sequence[Mapping[str, Any]], name: str) -> Any:
     return next((node[name] for node in nodes if node.get(name) is not None), None)
-
-
-def check_tokens(ids: Sequence[int], facts: ModelFacts) -> None:
-    """Refuse tokens that the model does not know."""
-    if facts.vocabulary is not None and max(ids) >= facts.vocabulary:
-        raise CompressionError(
-            f"the tokenizer makes token {max(ids)}, the model knows {facts.vocabulary}; they do not belong together"
-        )
-
-
-def warn_of_length(length: int, most: int, facts: ModelFacts) -> None:
-    """Warn of a prompt and new tokens that go beyond the positions that the model was made for."""
-    if facts.positions is not None and length + most > facts.positions:
-        logger.warning(
-            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
-            "what comes after them may be nonsense",
-            length,
-            most,
-            facts.positions,
-        )

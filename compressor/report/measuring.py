@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import is_local, locate
-from compressor.data.batches import Calibration, calibrate, load_tokenizer, recalibrate
+from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text
 from compressor.data.sources import DEMO_SOURCE, divide, is_file, parse_sources, without_folders
 from compressor.errors import CompressionError
 from compressor.memory import give_back
@@ -237,7 +237,7 @@ def _text(
         )
     try:
         identity = _identity(plan, record)
-        made = identity and recalibrate(identity, load_tokenizer(model.source.folder), model.vocabulary)
+        made = identity and repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit
     except (CompressionError, OSError) as error:
         logger.debug("the calibration text cannot be had: %s", error)
         return None

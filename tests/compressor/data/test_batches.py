@@ -278,20 +278,9 @@ def test_evaluation_sets_are_packed_like_calibration(tmp_path: Path) -> None:
         evaluation_sets(names[:1], Numbers(), length=100, seed=3, vocab=99, most=1)
 
 
-def test_a_calibration_checks_itself() -> None:
-    batches = (torch.zeros(1, 4), torch.ones(1, 4))
-    with pytest.raises(CompressionError, match="2 batches have 1 sources"):
-        Calibration(batches, {}, sources=(0,))
-    with pytest.raises(CompressionError, match="batches are of source 1, but 1 have weights"):
-        Calibration(batches, {}, sources=(0, 1))
-    with pytest.raises(CompressionError, match=r"held-out batches \[2\] are not among the 2"):
-        Calibration(batches, {}, heldout=frozenset({2}))
-    plain = Calibration(batches, {})
-    assert plain.source_of(1) == 0 and fit_tokens(plain) == plain.tokens == 8
-
-
 def test_sources_have_names_and_weights(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     made = numbered([WeightedSource(count_up(tmp_path, 0, 90), 1), WeightedSource(count_up(tmp_path / "x", 0, 90), 3)])
     assert made.source_names == ("s0", "s0-2") and made.weights == (0.25, 0.75)
-    assert Calibration((torch.zeros(1, 4),), {}).source_names == ("source 0",)
+    plain = Calibration((torch.zeros(1, 4), torch.ones(1, 4)), {})
+    assert plain.source_names == ("source 0",) and plain.source_of(1) == 0 and fit_tokens(plain) == plain.tokens == 8

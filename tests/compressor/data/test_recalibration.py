@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.data.batches import Calibration, WeightedSource, recalibrate
+from compressor.data.batches import Calibration, WeightedSource, repeat_text
 from compressor.errors import CompressionError
 from tests.texts import VOCAB, Numbers, count_up, numbered
 
@@ -27,7 +27,7 @@ def as_stored(calibration: Calibration) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", [{}, {"heldout": 0, "reserve": 0}, {"samples": 2, "reserve": 2}, {"length": 300}])
 def test_a_calibration_can_be_repeated(settings: dict[str, Any], tmp_path: Path) -> None:
     made = mixed(tmp_path, **settings)
-    again = recalibrate(as_stored(made), Numbers(), VOCAB)
+    again = repeat_text(as_stored(made), Numbers(), VOCAB).fit
     assert again.identity == made.identity
     assert (again.sources, again.weights, again.heldout) == (made.sources, made.weights, made.heldout)
     pairs = [(made.batches, again.batches)]
@@ -40,15 +40,15 @@ def test_a_changed_source_is_named(tmp_path: Path) -> None:
     stored = as_stored(mixed(tmp_path))
     count_up(tmp_path, 0, 500)
     with pytest.raises(CompressionError, match=r"s0.txt no longer gives the tokens that the plan was made with"):
-        recalibrate(stored, Numbers(), VOCAB)
+        repeat_text(stored, Numbers(), VOCAB)
     count_up(tmp_path, 0, 400)
-    assert recalibrate(stored, Numbers(), VOCAB).identity == stored
+    assert repeat_text(stored, Numbers(), VOCAB).identity == stored
     (tmp_path / "s1.txt").write_text("5 " * 30)
     with pytest.raises(CompressionError, match=r"s1.txt no longer gives"):
-        recalibrate(stored, Numbers(), VOCAB)
+        repeat_text(stored, Numbers(), VOCAB)
     (tmp_path / "s1.txt").unlink()
     with pytest.raises(CompressionError, match=r"s1.txt does not exist"):
-        recalibrate(stored, Numbers(), VOCAB)
+        repeat_text(stored, Numbers(), VOCAB)
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -77,4 +77,4 @@ def test_an_edited_calibration_is_refused(edit: str, tmp_path: Path) -> None:
     stored = as_stored(mixed(tmp_path))
     change(stored)
     with pytest.raises(CompressionError, match=message):
-        recalibrate(stored, Numbers(), VOCAB)
+        repeat_text(stored, Numbers(), VOCAB)

@@ -19,13 +19,11 @@ from compressor.generation.decoders import StockDecoder, stock_decoder
 from compressor.generation.generate import (
     GenerationOptions,
     ModelFacts,
-    check_tokens,
     chooser,
     continue_tokens,
     prepare,
     probabilities,
     read_facts,
-    warn_of_length,
 )
 from tests import small, zoo
 
@@ -186,11 +184,11 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 def test_prompts_that_the_model_was_not_made_for(caplog: pytest.LogCaptureFixture) -> None:
     facts = ModelFacts(frozenset(), vocabulary=10, positions=6)
     with pytest.raises(CompressionError, match="makes token 10, the model knows 10"):
-        check_tokens((3, 10), facts)
+        facts.check((3, 10), 1)
     with caplog.at_level(logging.WARNING):
-        warn_of_length(2, 4, facts)
+        facts.check((3, 4), 4)
         assert not caplog.records
-        warn_of_length(2, 5, facts)
+        facts.check((3, 4), 5)
     assert "beyond the 6 positions" in caplog.text
 
 
