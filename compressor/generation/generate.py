@@ -193,12 +193,15 @@ class ModelFacts:
     vocabulary: int | None
     positions: int | None  # that the model was made for
 
-    def check(self, ids: Sequence[int], most: int) -> None:
-        """Refuse a prompt of tokens that the model does not know; warn of one too long for `most` new tokens."""
+    def check(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt of tokens that the model does not know."""
         if self.vocabulary is not None and max(ids) >= self.vocabulary:
             raise CompressionError(
                 f"the tokenizer makes token {max(ids)}, the model knows {self.vocabulary}; they do not belong together"
             )
+
+    def warn(self, ids: Sequence[int], most: int) -> None:
+        """Warn of a prompt and `most` new tokens that go beyond the positions that the model was made for."""
         if self.positions is not None and len(ids) + most > self.positions:
             logger.warning(
                 "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
@@ -252,12 +255,13 @@ def prepare(
     open_decoder = _opener(folder)
     facts, tokenizer = read_facts(folder), load_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)
-    facts.check(ids, options.max_new_tokens)
+    facts.check(ids)
     own = tokenizer.eos_token_id
     stops = facts.stops or frozenset(() if own is None else (int(own),))
     before = () if options.chat else ids  # an answer opens a text of its own
     told = faults_told(f"{folder} cannot be run", *REMEDIES)
     decoder = told(told(open_decoder)(folder, options.device, options.dtype))  # the opening and each call
+    facts.warn(ids, options.max_new_tokens)
     return Continuation(decoder, chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before))
 
 

@@ -184,11 +184,11 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 def test_prompts_that_the_model_was_not_made_for(caplog: pytest.LogCaptureFixture) -> None:
     facts = ModelFacts(frozenset(), vocabulary=10, positions=6)
     with pytest.raises(CompressionError, match="makes token 10, the model knows 10"):
-        facts.check((3, 10), 1)
+        facts.check((3, 10))
     with caplog.at_level(logging.WARNING):
-        facts.check((3, 4), 4)
+        facts.warn((3, 4), 4)
         assert not caplog.records
-        facts.check((3, 4), 5)
+        facts.warn((3, 4), 5)
     assert "beyond the 6 positions" in caplog.text
 
 
