@@ -24,7 +24,7 @@ from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import STRATEGIES, load_strategy, names
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import make_plan
+from compressor.steps.prune.planning import Planner, Wish
 from scripts.benchmark import save_tokenizer, write_synthetic
 
 
@@ -52,7 +52,9 @@ def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer
     found = {}
     for name in ["count-guided", *sorted(set(names(STRATEGIES)) - {"count-guided"})]:
         strategy = load_strategy(name)
-        found[name] = measured(lambda strategy=strategy: make_plan(model, strategy, keep, {}, calibration, Silent()))
+        found[name] = measured(
+            lambda strategy=strategy: Planner(model, calibration, Silent()).plans([Wish(strategy, keep, {})])[0].plan
+        )
         seconds, peak, _ = found[name]
         ratio = seconds / found["count-guided"][0]
         print(f"planning by {name:14} {ratio:6.2f} times count-guided, peak {peak / layer:.2f} layers", flush=True)

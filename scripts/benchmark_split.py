@@ -37,7 +37,7 @@ from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import TextOptions
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Wish, make_plans
+from compressor.steps.prune.planning import Planner, Wish
 from exporters.onnx import ExportOptions, export
 from scripts import benchmark_onnx
 
@@ -117,7 +117,7 @@ def cases(parts: int, found: Found, args: argparse.Namespace) -> Iterator[tuple[
         Wish(load_strategy(name), round(model.architecture.experts * share), {})
         for share in args.shares for name in args.strategies
     ]  # fmt: skip
-    made = make_plans(model, wishes, data, Silent())
+    made = Planner(model, data, Silent()).plans(wishes)
     seconds = dict.fromkeys(args.strategies, 0.0)
     for planned in made:
         seconds[wishes[planned.wish].strategy.name] += planned.seconds

@@ -7,9 +7,15 @@ from typing import Any
 
 import compressor
 from compressor.api.compressing import default_steps, make_recipe
+from compressor.data.batches import Calibration
+from compressor.model.opened import OpenModel
+from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import Recipe
+from compressor.recipe.registry import Strategy
 from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
+from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.protecting import Protected
 
 OF_RECIPE = ("calibration", "samples", "sequence_length", "seed", "revision", "dtype")
 
@@ -23,6 +29,21 @@ def recipe_of(model: str | Path, **options: Any) -> Recipe:
 def plan_of(model: str | Path, device: str = "cpu", **options: Any) -> Plan:
     """What `plan` makes of these options."""
     return compressor.plan(recipe_of(model, **options), device=device)
+
+
+def make_plan(
+    model: OpenModel,
+    strategy: Strategy,
+    experts: int,
+    options: dict[str, Any],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int = 0,
+    protected: Protected | None = None,
+) -> CompressionPlan:
+    """Every layer planned with one strategy on the original model."""
+    planner = Planner(model, calibration, progress, seed)
+    return planner.plans([Wish(strategy, experts, options)], protected)[0].plan
 
 
 def by_hand(made: CompressionPlan) -> Plan:

@@ -24,9 +24,8 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan as StepsPlan
-from compressor.steps.prune.planning import make_plan
 from tests import zoo
-from tests.plans import by_hand, plan_of, pruned
+from tests.plans import by_hand, make_plan, plan_of, pruned
 from tests.reference import cut, forced_logits, realign, stored_bytes
 
 NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]

@@ -145,6 +145,13 @@ def plan_per_source(recipe: Recipe, *, device: str = "auto", progress: Progress 
     """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
     with open_run(str(recipe.model), recipe.revision, recipe.dtype, device, progress) as opened:
         state = _planning(recipe, opened, progress, per_source=True)
+        prune, number = state.step_of("prune"), state.number_of("prune")
+        if state.text is None:
+            raise CompressionError(
+                f"strategy {prune.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
+                "out --per-source"
+            )
+        decide(state, [each for each in state.stage if number is not None and each < number])
         return plan_sources(state)
 
 

@@ -26,8 +26,8 @@ from compressor.recipe.step import TextOptions
 from compressor.statistics.statistics import needs_attribution
 from compressor.steps.constants.planning import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct
-from compressor.steps.prune.attributed import Steering
 from compressor.steps.prune.deciding import protected_experts, refuse_per_source, refuse_sources_without_heldout
+from compressor.steps.prune.planning import Planner
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.prune.step import Prune
 from compressor.steps.split.dealing import check_way, dealt
@@ -124,14 +124,14 @@ def compare(
         ready = [
             dealt(each, data, split_by, run.progress, seed, changed=changed) if each.is_split else each for each in seen
         ]
-        steerings = [Steering(each, data, run.progress, seed) for each in ready]
-        for steering in steerings:
-            contenders = _attributable(contenders, steering, named=bool(strategies))
+        planners = [Planner(each, data, run.progress, seed) for each in ready]
+        for planner in planners:
+            contenders = _attributable(contenders, planner, named=bool(strategies))
         variants = []
         for (number, top_k), kept in counts.items():
-            variant, steering = with_top_k(ready[number], top_k), steerings[number]
-            protected = protected_experts(prune, min(kept, default=variant.architecture.experts), steering)
-            variants.append(Variant(variant, kept, protected, steering))
+            variant, planner = with_top_k(ready[number], top_k), planners[number]
+            protected = protected_experts(prune.protect, min(kept, default=variant.architecture.experts), planner)
+            variants.append(Variant(variant, kept, protected, planner))
         sets = given or data.reserved
         return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
 
@@ -153,10 +153,10 @@ def _contenders(
     return found
 
 
-def _attributable(contenders: Sequence[Contender], steering: Steering, named: bool) -> list[Contender]:
+def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
     """The contenders; those that nobody named and that need an attribution are left out where the model has none."""
     try:
-        steering.rank_changes([contender.strategy for contender in contenders])
+        planner.rank_changes([contender.strategy for contender in contenders])
     except CompressionError as error:
         if named:
             raise

@@ -24,7 +24,7 @@ from compressor.model.opened import OpenModel, counts_below, open_model, unwarne
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.repeating import answers, note_request, request_key
 from compressor.pipeline.run_context import find_model
-from compressor.pipeline.stages import stage_numbers
+from compressor.pipeline.stages import of_stage
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan
@@ -203,7 +203,7 @@ def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None
 def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
     """Numbers of the source's experts that every layer can be cut to."""
     seen, parts = model, 1
-    stage = [step for step, number in zip(recipe.steps, stage_numbers(recipe.steps), strict=True) if number == 0]
+    stage = of_stage(recipe.steps, 0)
     for step in stage:
         if (made := step.resolved(model, stage)) is not None:
             seen, parts = made.view(seen), parts * int(getattr(made, "parts", 1))

@@ -26,8 +26,7 @@ from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_data
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.attributed import Steering
-from compressor.steps.prune.planning import Planned, Wish, make_plans
+from compressor.steps.prune.planning import Planned, Planner, Wish
 from compressor.steps.prune.protecting import Protected, listed
 from compressor.surgery.job import idle_parameters, output_size
 
@@ -102,7 +101,7 @@ class Variant:
     model: OpenModel
     counts: Sequence[int]
     protected: Protected | None = None
-    steering: Steering | None = None
+    planner: Planner | None = None
 
 
 @dataclass(slots=True)
@@ -299,8 +298,7 @@ def _planned(
     pairs = [(contender, count) for count in variant.counts for contender in contenders]
     wishes = [Wish(contender.strategy, count, contender.options) for contender, count in pairs]
     begin = time.perf_counter()
-    made = make_plans(
-        variant.model, wishes, calibration, progress, seed, variant.protected, per_source, variant.steering
-    )
+    planner = variant.planner or Planner(variant.model, calibration, progress, seed)
+    made = replace(planner, model=variant.model).plans(wishes, variant.protected, per_source)
     shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
     return [(pairs[planned.wish][0], planned) for planned in made], shared

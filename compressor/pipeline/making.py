@@ -1,8 +1,7 @@
 """From a settled recipe to the finished checkpoint: stage by stage in the work folder."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial as bind
 from pathlib import Path
 
 from compressor.checkpoint.source import ModelSource
@@ -48,8 +47,10 @@ def make_all(state: State) -> Stage:
     for numbers in [each for each in state.plan.stages if each[0] >= state.first]:
         state.number = numbers[0]
         for number in numbers:
-            _take_recorded(state, work, number)
-        if state.steps[numbers[0] - state.first].order is not None:
+            if (noted := work.steps.get(number)) is not None:  # by a run that was killed
+                entry = read_as(PlannedStep, noted, "journal.json")
+                state.plan = state.plan.with_entry(number, plan=entry.plan, result=entry.result, text=entry.text)
+        if state.step_at(numbers[0]).order is not None:
             stage = _layer_stage(state, numbers, stage, work)
             continue
         if stage is None:  # the whole model is changed first: a copy of it
@@ -60,20 +61,13 @@ def make_all(state: State) -> Stage:
     return stage
 
 
-def _take_recorded(state: State, work: Workdir, number: int) -> None:
-    """What a run that was killed has noted of a step."""
-    if (noted := work.steps.get(number)) is not None:
-        entry = read_as(PlannedStep, noted, "journal.json")
-        state.plan = state.plan.with_entry(number, plan=entry.plan, result=entry.result, text=entry.text)
-
-
 def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, work: Workdir) -> Stage:
     """Decide, refit in order and write the layers of one stage."""
     if before is not None:
         state.model = before.opened(state.base)
         before.model = None
     decide(state, numbers)
-    steps = [state.steps[number - state.first] for number in numbers]
+    steps = [state.step_at(number) for number in numbers]
     folder = work.stage(numbers[0])
     if not work.is_written(folder):
         for number, step in zip(numbers, steps, strict=True):
@@ -91,18 +85,16 @@ def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, wor
 
 
 def decide(state: State, numbers: Sequence[int]) -> None:
-    """The decisions of a stage's steps, those that are there already excepted."""
-    steps = [state.steps[number - state.first] for number in numbers]
-    for step in steps:
-        state.model = step.view(state.model)
-    for number, step in zip(numbers, steps, strict=True):
-        state.number = number
+    """The decisions of these steps of a stage, in its order; those that are there already excepted."""
+    for number in state.stage:
+        state.model = state.step_at(number).view(state.model)
+    for number in numbers:
+        state.number, step = number, state.step_at(number)
         decided = state.plan.steps[number].plan
         if decided is None:
             with state.clock.phase("plan"):
                 decided = dict(step.plan(state))
-            own = None if step.calibration is None or state.text is None else state.text.identity
-            state.plan = state.plan.with_entry(number, plan=decided or None, text=own)
+            state.plan = state.plan.with_entry(number, plan=decided or None, text=state.own_text)
             if state.work is not None and decided:
                 state.work.record(number, state.plan.steps[number].to_dict())
         step.take(decided, state)
@@ -154,23 +146,22 @@ def _change(state: State, steps: Sequence[Step]) -> LayerChange | None:
     return change
 
 
-def _put_all(folder: Path, made: Iterable[Tensors], label: str) -> None:
-    for tensors in made:
-        put_tensors(folder, tensors, label)
-
-
 def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
     """Have a step change the checkpoint as it is now, and note what came of it."""
     number = state.number
-    step = state.steps[number - state.first]
+    step = state.step_at(number)
     state.model = stage.opened(state.base)
     with state.clock.phase(step.name):
         made = step.whole(state)
     if made is None:
         return
-    here().broadcast(bind(_put_all, stage.folder, made.tensors, f"{number}-{step.name}"))
+
+    def put_all() -> None:
+        for tensors in made.tensors:
+            put_tensors(stage.folder, tensors, f"{number}-{step.name}")
+
+    here().broadcast(put_all)
     stage.model = None  # its files are others now
-    own = None if step.calibration is None or state.text is None else state.text.identity
-    state.plan = state.plan.with_entry(number, result=dict(made.figures), text=own)
+    state.plan = state.plan.with_entry(number, result=dict(made.figures), text=state.own_text)
     work.record(number, state.plan.steps[number].to_dict())
     work.drop_kept(number)

@@ -24,6 +24,11 @@ def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
     return found
 
 
+def of_stage(steps: Sequence[Step], stage: int) -> list[Step]:
+    """The steps that are done together in a stage, of those of a run."""
+    return [step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage]
+
+
 def check_order(steps: Sequence[Step]) -> None:
     """Refuse an order that cannot work, and what several processes cannot do."""
     numbers = stage_numbers(steps)
@@ -35,7 +40,7 @@ def check_order(steps: Sequence[Step]) -> None:
                     f"steps[{number}]: {step.name} cannot stand after {before.name}: {reason}; put it before, or leave "
                     "one of them out"
                 )
-        together = {other.name for other, stage in zip(steps, numbers, strict=True) if stage == numbers[number]}
+        together = {other.name for other in of_stage(steps, numbers[number])}
         if step.only_after and not together & set(step.only_after):
             raise CompressionError(
                 f"steps[{number}]: {step.name} works on what {' or '.join(step.only_after)} leaves; put "

@@ -14,7 +14,7 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.model.opened import OpenModel
-from compressor.pipeline.stages import check_order, stage_numbers
+from compressor.pipeline.stages import check_order, of_stage, stage_numbers
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe, make_step, text_options
 from compressor.recipe.step import Needs, Step, TextOptions
@@ -83,13 +83,11 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
         check_source(plan.source, model.fingerprint)
     if base is not model:
         check_base(model, base)
-    stages = stage_numbers(recipe.steps)
-    resolved = list[Step]()
+    stages, resolved = stage_numbers(recipe.steps), list[Step]()
     for number, step in enumerate(recipe.steps):
-        together = [other for other, stage in zip(recipe.steps, stages, strict=True) if stage == stages[number]]
         if plan is not None:
             resolved.append(step)
-        elif (made := step.resolved(model, together)) is not None:
+        elif (made := step.resolved(model, of_stage(recipe.steps, stages[number]))) is not None:
             resolved.append(made)
     if not resolved:
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
@@ -103,14 +101,13 @@ def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[
     stages, seen, found = stage_numbers(steps), model, list[Needs]()
     first = next((stage for step, stage in zip(steps, stages, strict=True) if step.order is not None), None)
     for number, step in enumerate(steps):
-        together = [other for other, stage in zip(steps, stages, strict=True) if stage == stages[number]]
         planned = plan is not None and plan.steps[number].plan is not None
         if step.order is not None and stages[number] == first:
             seen = step.view(seen)
         if step.order is None:
             found.append(step.needs(model, steps[:number], planned))
         elif stages[number] == first:
-            found.append(step.needs(seen, together, planned))
+            found.append(step.needs(seen, of_stage(steps, stages[number]), planned))
         else:
             found.append(Needs(text=True, heldout=1))
     return found, seen

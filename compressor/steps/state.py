@@ -66,6 +66,16 @@ class State:
         run, own = self.texts
         return own.get(self.number - self.first, run)
 
+    def step_at(self, number: int) -> Step:
+        """The step of that number in the plan."""
+        return self.steps[number - self.first]
+
+    @property
+    def own_text(self) -> Mapping[str, Any] | None:
+        """Identity of the step's own text; None where it reads that of the run."""
+        own = self.step_at(self.number).calibration is not None
+        return self.text.identity if own and self.text is not None else None
+
     @property
     def seed(self) -> int:
         """The seed of everything that is drawn."""
@@ -83,7 +93,7 @@ class State:
     def step_of(self, name: str) -> Any:
         """The step of that name in this stage; None if there is none."""
         number = self.number_of(name)
-        return None if number is None else self.steps[number - self.first]
+        return None if number is None else self.step_at(number)
 
     def stage_plan(self) -> CompressionPlan:
         """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
@@ -118,8 +128,8 @@ class State:
         The base is asked once for all steps that share a text: one pass, which processes share.
         """
         assert self.text is not None
-        own = self.steps[self.number - self.first].calibration is not None
-        name, sha256 = OWN if own else part_name(self.number - self.first), str(self.text.identity["sha256"])
+        sha256 = str(self.text.identity["sha256"])
+        name = part_name(self.number - self.first) if self.own_text is None else OWN
         if sha256 not in self.shared:
             self.shared[sha256] = self._asked(sha256)
         evaluator, batches, answers = self.shared[sha256]

@@ -17,9 +17,9 @@ from compressor.plugins.testing import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import aimer
 from tests.opened import batches, calibration, opened
+from tests.plans import make_plan
 
 
 def stats(vectors: Tensor, **groups: Any) -> LayerStatistics:

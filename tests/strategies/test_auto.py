@@ -17,12 +17,11 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.steps_plan import decisions
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import auto
 from strategies.auto import Options
 from tests import reference, zoo
 from tests.opened import batches, calibration, opened, watch
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 SIZES = (3, 2, 2)
 HELD = (1,)  # number of the batch that judges

@@ -11,10 +11,9 @@ from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies.count_guided import plan
 from tests.opened import batches, calibration, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 
 def stats(counts: list[float], top_k: int = 2, **groups: Any) -> LayerStatistics:

@@ -14,12 +14,11 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
-from compressor.steps.prune.planning import make_plan
 from strategies import data_centric
 from strategies.data_centric import Options, distances
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 
 def naive_cka(left: Tensor, right: Tensor, kernel: str) -> float:

@@ -17,12 +17,11 @@ from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import enumerate_subsets
 from strategies.enumerate_subsets import NEEDS, Options, _Block, _Greedy, _search, plan
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 from tests.stock import Small
 
 NAMES = ["mixtral", "qwen3_moe-norm_topk_false", "gpt_oss", "minimax_m2", "zaya", "deepseek_v4"]

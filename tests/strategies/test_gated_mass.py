@@ -14,11 +14,10 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import reap
 from strategies.gated_mass import plan
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 
 def stats(mass: list[float], counts: list[float] | None = None, **groups: Any) -> LayerStatistics:

@@ -24,12 +24,11 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies.data_centric import distances
 from strategies.hc_smoe import LINKAGES, Options, cluster, plan
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 GROUPS = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
 PLACES = [0.0, 1, 10, 12, 30, 31.5, 60, 90]  # mean outputs of eight experts on a line

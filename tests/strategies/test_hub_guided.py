@@ -22,14 +22,13 @@ from compressor.progress import Silent
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.attributed import Steering
-from compressor.steps.prune.planning import Wish, make_plan, make_plan_in_order, make_plans
+from compressor.steps.prune.planning import Planner, Wish
 from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan
 from tests import small, zoo
 from tests.command_line import Run, names, refused
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import pruned
+from tests.plans import make_plan, pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -289,9 +288,9 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> No
         return keep_best(found, found.rank_change, keep, protected)
 
     wish = Wish(Strategy("listening", listening, frozenset({"rank_change"})), 4, {})
-    made = make_plans(model, [wish], data, Silent(), per_source=True)
+    made = Planner(model, data, Silent()).plans([wish], per_source=True)
     assert len(seen) == 3 * LAYERS and len(made) == 3
-    ordered = make_plan_in_order(model, wish, data, Correct("none"), Silent())
+    ordered = Planner(model, data, Silent()).plan_in_order(wish, Correct("none"))
     assert len(seen) == 4 * LAYERS
     assert [layer.groups for layer in ordered.layers] == [layer.groups for layer in made[0].plan.layers]
     for name, found in seen:
@@ -316,7 +315,7 @@ def test_equal_experts_are_equally_heard(tmp_path: Path) -> None:
     for sizes in ((6,), (2, 2, 2), (1, 5)):
         data = calibration(batches(stock, sizes))
         strategy = load_strategy("hub-guided")
-        for changes in Steering(model, data, Silent()).rank_changes([strategy]).values():
+        for changes in Planner(model, data, Silent()).rank_changes([strategy]).values():
             torch.testing.assert_close(changes[[0, 1, 4, 5]], changes[[2, 3, 6, 7]], rtol=1e-6, atol=0)
         made.append([kept(layer) for layer in make_plan(model, strategy, 5, {}, data, Silent()).layers])
     assert made[0] == made[1] == made[2]

@@ -17,12 +17,11 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.collecting import collect
-from compressor.steps.prune.planning import make_plan
 from strategies import model_centric
 from strategies.model_centric import Options, surrogate_distances, vectorized_distances
 from tests import zoo
 from tests.opened import batches, calibration, opened
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 LAYOUTS = ["mixtral", "gpt_oss", "aria", "nemotron_h", "deepseek_v3", "muse_spark"]
 

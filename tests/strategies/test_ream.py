@@ -18,10 +18,10 @@ from compressor.progress import Silent
 from compressor.recipe.plan import Group
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import ream, reap
 from strategies.ream import Options
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
+from tests.plans import make_plan
 
 GROUPS = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
 

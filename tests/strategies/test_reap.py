@@ -12,11 +12,10 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import count_guided
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 SUMS: dict[str, list[float]] = {  # of three experts that are like no other, two alike and one that no token reached
     "routed_count": [4, 0, 1, 2, 3, 2],

@@ -19,12 +19,11 @@ from compressor.progress import Silent
 from compressor.recipe.plan import Group
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.planning import make_plan
 from strategies import router_guided
 from strategies.router_guided import Options
 from tests import zoo
 from tests.opened import batches, calibration
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 TWINS = {0: 5, 1: 4, 2: 7, 3: 6}
 

@@ -17,9 +17,8 @@ from compressor.steps.constants.measure import LayerConstants, measure
 from compressor.steps.constants.step import Constants
 from compressor.steps.constants.uneven import divide, spare
 from compressor.steps.correct.step import CONSTANTS
-from compressor.steps.prune.deciding import attributed, protected_experts
+from compressor.steps.prune.deciding import planner_of, protected_experts
 from compressor.steps.prune.protecting import given_protected
-from compressor.steps.prune.step import Prune
 from compressor.steps.state import State
 
 MONE = "mone"  # the format in which constants stand for experts
@@ -106,8 +105,7 @@ def plan_stage(asked: Constants, state: State) -> Mapping[str, Any]:
     assert state.text is not None
     model, calibration, total = state.model, state.text.fit, _kept(state.model, asked)
     layers = model.architecture.layers
-    steering = attributed(state, calibration)
-    protected = protected_experts(Prune(protect=asked.protect), total // len(layers), steering)
+    protected = protected_experts(asked.protect, total // len(layers), planner_of(state))
     constants = measured_constants(state)
     removed = sum(layer.experts for layer in layers) - total
     most = [spare(layer, protected) for layer in layers]

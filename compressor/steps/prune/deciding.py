@@ -1,6 +1,6 @@
 """From the options of `prune` to a plan of every layer, on the model that a run has opened."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.statistics.statistics import needs_data, needs_heldout
 from compressor.steps.correct.heads import chosen_heads, said_of_heads
-from compressor.steps.prune.attributed import Steering
-from compressor.steps.prune.planning import Wish, make_plan_in_order, make_plans
+from compressor.steps.prune.planning import Planner, Wish
 from compressor.steps.prune.protecting import Protected, given_protected, protect_found
-from compressor.steps.prune.step import Prune
+from compressor.steps.prune.step import AUTO, Prune, central_of
 from compressor.steps.split.dealing import check_way
 from compressor.steps.state import State
 
@@ -32,15 +31,15 @@ def kept_count(prune: Prune, model: OpenModel, parts: int = 1) -> int:
 def settle(prune: Prune, model: OpenModel, parts: int = 1) -> Wish:
     """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
     strategy = load_strategy(prune.strategy, prune.options)
-    layers = model.architecture.layers
     experts = kept_count(prune, model, parts)
-    given_protected(prune.protect, layers, experts)
+    given_protected(prune.protect, model.architecture.layers, experts)
     return Wish(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp))
 
 
 def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: bool) -> Needs:
     """What a prune step reads; raises `CompressionError` for what cannot be done."""
-    parts = next((int(getattr(step, "parts", 1)) for step in steps if step.name == "split"), 1)
+    split: Any = next((step for step in steps if step.name == "split"), None)
+    parts = 1 if split is None else int(split.parts)
     if prune.sequential:
         refuse_shared_experts(model)
     wish = None if planned else settle(prune, model, parts)  # a plan's strategy need not be installed
@@ -51,62 +50,55 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
         return Needs(experts=experts)
     needs = wish.strategy.needs
     reads = needs_data(needs) or prune.protects_what_data_shows
-    split: Any = next((step for step in steps if step.name == "split"), None)
     if split is not None:
         corrected = any(step.name == "correct" for step in steps)
         check_way(split.by, reads or corrected, "choose a strategy or a correction that reads it")
     return Needs(text=reads, heldout=int(needs_heldout(needs)), experts=experts)
 
 
-def protected_experts(prune: Prune, keep: int, steering: Steering) -> Protected:
+def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
     """The experts that a list names, or the hubs or central experts that the calibration shows."""
-    layers = steering.model.architecture.layers
-    if prune.protects_what_data_shows:
-        attribution = steering.attribution()  # by all processes together
-        return _of_first(lambda: protect_found(attribution, layers, keep, prune.central))
-    return given_protected(prune.protect, layers, keep)
+    layers = planner.model.architecture.layers
+    if protect != AUTO and central_of(protect) is None:
+        return given_protected(protect, layers, keep)
+    attribution = planner.attribution()  # by all processes together
+
+    def shown() -> dict[str, list[int]]:
+        experts = protect_found(attribution, layers, keep, central_of(protect))
+        return {name: sorted(numbers) for name, numbers in experts.items()}
+
+    return {name: frozenset(numbers) for name, numbers in here().broadcast(shown).items()}
 
 
-def _of_first(found: Callable[[], Protected]) -> Protected:
-    said = here().broadcast(lambda: {name: sorted(experts) for name, experts in found().items()})
-    return {name: frozenset(experts) for name, experts in said.items()}
-
-
-def attributed(state: State, calibration: Calibration | None) -> Steering:
-    """The routing attribution of the stage's model, run when it is first asked for."""
-    key = f"attribution {state.stage[0]}"
+def planner_of(state: State) -> Planner:
+    """The planner of the stage's model, whose routing attribution is run once for all steps."""
+    key = f"planner {state.stage[0]}"
     if key not in state.shared:
-        state.shared[key] = Steering(state.model, calibration, state.progress, state.seed)
-    found: Steering = state.shared[key]
-    return found
+        calibration = None if state.text is None else state.text.fit
+        state.shared[key] = Planner(state.model, calibration, state.progress, state.seed)
+    planner: Planner = state.shared[key]
+    return planner
 
 
-def plan_stage(prune: Prune, state: State) -> Mapping[str, Any]:
-    """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones."""
-    model, calibration = state.model, None if state.text is None else state.text.fit
+def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dict[str, Any]]:
+    """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones.
+
+    With `per_source` the decisions for all calibration sources together are followed by those for each source alone.
+    """
+    model, planner = state.model, planner_of(state)
     wish = settle(prune, model, state.parts)
-    steering = attributed(state, calibration)
-    protected = protected_experts(prune, wish.experts, steering)
-    correct = state.step_of("correct")
-    if prune.sequential and calibration is not None and (needs_data(wish.strategy.needs) or correct is not None):
-        made = make_plan_in_order(
-            model,
-            wish,
-            calibration,
-            correct,
-            state.progress,
-            state.seed,
-            protected,
-            None if state.work is None else state.cut(),
-            steering,
-        )
+    protected = protected_experts(prune.protect, wish.experts, planner)
+    correct, reads = state.step_of("correct"), needs_data(wish.strategy.needs)
+    if prune.sequential and planner.calibration is not None and (reads or correct is not None):
+        files = None if state.work is None else state.cut()
+        plans = [planner.plan_in_order(wish, correct, protected, files)]
     else:
         if state.observer is not None and not prune.sequential:  # which sees other inputs than the source's own
             wish = replace(wish, strategy=state.observer.planning(wish.strategy))
-        data = calibration if needs_data(wish.strategy.needs) else None
-        found = make_plans(model, [wish], data, state.progress, state.seed, protected, False, steering, wish.heads)
-        made = found[0].plan
-    return decisions(replace(made, mtp=said_of_heads(model, wish.heads)))
+        if not reads:
+            planner = replace(planner, calibration=None)
+        plans = [planned.plan for planned in planner.plans([wish], protected, per_source, wish.heads)]
+    return [decisions(replace(plan, mtp=said_of_heads(model, wish.heads))) for plan in plans]
 
 
 def refuse_per_source(steps: Sequence[Step], sources: Sequence[str]) -> None:
@@ -139,38 +131,16 @@ def plan_sources(state: State) -> list[Plan]:
 
     Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
     """
-    text, number = state.text, state.number_of("prune")
-    assert number is not None
-    prune = state.step_of("prune")
-    if text is None:
-        raise CompressionError(
-            f"strategy {prune.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
-            "out --per-source"
-        )
-    before = [each for each in state.stage if each < number]
-    for each in state.stage:
-        state.model = state.steps[each - state.first].view(state.model)
-    for each in before:
-        state.number = each
-        decided = dict(state.steps[each - state.first].plan(state))
-        state.plan = state.plan.with_entry(each, plan=decided)
-        state.steps[each - state.first].take(decided, state)
-    calibration, model = text.fit, state.model
-    wish = settle(prune, model, state.parts)
+    text, number, prune = state.text, state.number_of("prune"), state.step_of("prune")
+    assert text is not None and number is not None
     if text.identity.get("heldout"):
-        refuse_sources_without_heldout(calibration)
-    steering = attributed(state, calibration)
-    protected = protected_experts(prune, wish.experts, steering)
-    data = calibration if needs_data(wish.strategy.needs) else None
-    made = make_plans(model, [wish], data, state.progress, state.seed, protected, True, steering, wish.heads)
-    alone = range(len(text.fit.weights))
-    if data is None:
-        made = [made[0]] * (1 + len(alone))
-    identities = [text.identity, *(text.only(source).identity for source in alone)]
+        refuse_sources_without_heldout(text.fit)
+    sources = range(len(text.fit.weights))
+    plans = plan_stage(prune, state, per_source=True)
+    if len(plans) == 1:  # of a strategy that reads no text
+        plans *= 1 + len(sources)
+    identities = [text.identity, *(text.only(source).identity for source in sources)]
     return [
-        replace(
-            state.plan.with_entry(number, plan=decisions(replace(planned.plan, mtp=said_of_heads(model, wish.heads)))),
-            calibration=identity,
-        )
-        for planned, identity in zip(made, identities, strict=True)
+        replace(state.plan.with_entry(number, plan=plan), calibration=identity)
+        for plan, identity in zip(plans, identities, strict=True)
     ]

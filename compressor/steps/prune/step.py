@@ -86,17 +86,12 @@ class Prune(Step):
         """What becomes of every expert."""
         from compressor.steps.prune.deciding import plan_stage
 
-        return plan_stage(self, state)
-
-    @property
-    def central(self) -> int | None:
-        """N, where the N experts of highest centrality are to be protected."""
-        return central_of(self.protect)
+        return plan_stage(self, state)[0]
 
     @property
     def protects_what_data_shows(self) -> bool:
         """Whether the protected experts are found on the calibration data, as hubs or in the graph."""
-        return self.protect == AUTO or self.central is not None
+        return self.protect == AUTO or central_of(self.protect) is not None
 
     def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
         """How many experts stay untouched."""

@@ -14,10 +14,11 @@ from compressor.progress import Silent
 from compressor.recipe import registry
 from compressor.recipe.plugins import helps, packages
 from compressor.recipe.registry import load_strategy, names, option_fields
-from compressor.steps.prune.planning import Wish, make_plan, make_plans
+from compressor.steps.prune.planning import Planner, Wish
 from tests import small
 from tests.command_line import Run
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
+from tests.plans import make_plan
 from tests.plugins import REAP, install
 
 
@@ -249,11 +250,11 @@ def test_what_one_strategy_writes_no_other_reads(tmp_path: Path, monkeypatch: py
     install(tmp_path / "two", monkeypatch, "careful", source.replace("CLONE", "clone()"), "second_package")
     stock, model = opened("mixtral", tmp_path / "model")
     data, polite = calibration(batches(stock)), load_strategy("count-guided")
-    alone = make_plans(model, [Wish(polite, 4, {})], data, Silent())[0].plan
+    alone = Planner(model, data, Silent()).plans([Wish(polite, 4, {})])[0].plan
     wishes = [Wish(load_strategy("careful"), 4, {}), Wish(polite, 4, {})]
-    assert make_plans(model, wishes, data, Silent())[1].plan.layers == alone.layers
+    assert Planner(model, data, Silent()).plans(wishes)[1].plan.layers == alone.layers
     with pytest.raises(CompressionError, match="'rude' changed the statistic 'routed_count'"):
-        make_plans(model, [Wish(load_strategy("rude"), 4, {}), Wish(polite, 4, {})], data, Silent())
+        Planner(model, data, Silent()).plans([Wish(load_strategy("rude"), 4, {}), Wish(polite, 4, {})])
 
 
 # --- exporters, options and the packages behind them ------------------------------------------------------------------

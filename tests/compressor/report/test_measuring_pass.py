@@ -21,10 +21,9 @@ from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring_pass import Gap, likeness_of, measure_layers, shares
-from compressor.steps.prune.planning import make_plan
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
-from tests.plans import by_hand
+from tests.plans import by_hand, make_plan
 
 CASES = {  # the strategy that plans, by family
     "mixtral": "reap",

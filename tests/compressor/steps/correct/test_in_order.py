@@ -23,7 +23,7 @@ from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.carry_out import correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Wish, make_plan_in_order
+from compressor.steps.prune.planning import Planner, Wish
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.job import make_job
 from tests import zoo
@@ -194,7 +194,7 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
     data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
-    made = make_plan_in_order(model, wish, data, None, Silent())
+    made = Planner(model, data, Silent()).plan_in_order(wish, None)
     assert made.sequential and {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
@@ -217,11 +217,11 @@ def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
     stock, model = opened_wide("granitemoe_swa", tmp_path / "in")
     data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
     files, again = CutFiles(tmp_path / "cut"), CutFiles(tmp_path / "again")
-    made = make_plan_in_order(model, wish, data, TUNE, Silent(), files=files)
+    made = Planner(model, data, Silent()).plan_in_order(wish, TUNE, files=files)
     seen = watch_corrections(monkeypatch)
     for layer in model.architecture.layers[:2]:
         again.save(files.plan(layer), layer, files.tensors(layer))  # type: ignore[arg-type]
-    assert make_plan_in_order(model, wish, data, TUNE, Silent(), files=again) == made
+    assert Planner(model, data, Silent()).plan_in_order(wish, TUNE, files=again) == made
     assert list(seen) == [model.architecture.layers[2].name]
     assert files_of(again.folder) == files_of(files.folder)
     monkeypatch.setattr(carry_out, "compress_with_heads", None)  # no pass is made

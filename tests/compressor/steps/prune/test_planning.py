@@ -9,8 +9,9 @@ from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
-from compressor.steps.prune.planning import Wish, make_plan, make_plans
+from compressor.steps.prune.planning import Planner, Wish
 from tests.opened import batches, opened
+from tests.plans import make_plan
 
 NAMES = ("count-guided", "auto", "hc-smoe", "model-centric")
 
@@ -32,7 +33,7 @@ def test_plans_of_one_pass_are_those_of_a_pass_each(family: str, tmp_path: Path)
     stock, model = opened(family, tmp_path)
     data = sourced(batches(stock, (2, 1, 1)), (0, 0, 0), (1,))
     wishes = [wish(name, count) for name in NAMES for count in (4, 6)]
-    for number, planned in enumerate(make_plans(model, wishes, data, Silent(), 3)):
+    for number, planned in enumerate(Planner(model, data, Silent(), 3).plans(wishes)):
         asked = wishes[planned.wish]
         assert planned.wish == number and planned.source is None and planned.seconds >= 0
         alone = make_plan(model, asked.strategy, asked.experts, {}, data, Silent(), 3)
@@ -41,7 +42,7 @@ def test_plans_of_one_pass_are_those_of_a_pass_each(family: str, tmp_path: Path)
 
 def same_layers(model: OpenModel, name: str, data: Calibration, count: int) -> bool:
     """Whether the plan of each source alone is what its batches alone give."""
-    found = make_plans(model, [wish(name)], data, Silent(), per_source=True)
+    found = Planner(model, data, Silent()).plans([wish(name)], per_source=True)
     assert [planned.source for planned in found] == [None, *(f"source {number}" for number in range(count))]
     asked = load_strategy(name)
     assert found[0].plan == make_plan(model, asked, 4, {}, data, Silent())

@@ -21,10 +21,10 @@ from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import STRATEGIES, Strategy, load_strategy, names
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import ALL
-from compressor.steps.prune.attributed import fit_batches
-from compressor.steps.prune.planning import make_plan
+from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protecting import check_protected, given_protected, read_protected, strongest_that_fit
 from tests.opened import batches, calibration, opened
+from tests.plans import make_plan
 
 MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")
 
