@@ -16,7 +16,8 @@ from compressor.publishing.card.build import card_text
 from compressor.publishing.check import verify_folder
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.constants.forward import read_constants, written_logits
+from compressor.steps.constants.measure import Substituting
+from compressor.steps.constants.writing import logits_with, read_constants
 from tests import quantized, small, zoo
 from tests.command_line import Run
 from tests.plans import plan_of
@@ -89,16 +90,17 @@ def test_what_is_written_computes_what_a_plain_model_with_constants_does(
     assert config["num_local_experts" if name == "mixtral" else "n_routed_experts"] == 8  # which the router has
     total = sum(len(layer.groups) for layer in plan.layers)
     assert total == {"experts": 12, "experts_total": 9, "ratio": 10}[next(iter(request_))]  # of 2 layers of 8
-    written, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-    changed = {key for key in written.keys() & original.keys() if not torch.equal(written[key], original[key])}
+    tensors, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    changed = {key for key in tensors.keys() & original.keys() if not torch.equal(tensors[key], original[key])}
     if request_.get("correct") == "ridge":
         assert changed and all(".experts." in key and "down_proj" in key for key in changed)
     else:
         assert not changed  # copies of the stored bytes, routers whole
-    assert all(written[key].dtype == torch.float32 for key in written if key.endswith(SUFFIX))
+    assert all(tensors[key].dtype == torch.float32 for key in tensors if key.endswith(SUFFIX))
     tokens = torch.arange(40).reshape(2, 20) * 13 % small.VOCABULARY
     expected = zoo.logits(plain_model(out, source, tmp_path / "plain"), tokens)
-    [found] = written_logits(out, [tokens])
+    written, constants = read_constants(out)
+    [found] = logits_with(written, Substituting(written, [constants]), [tokens])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     # the plan and the source give the same bytes again
     again = tmp_path / "again"

@@ -11,17 +11,14 @@ from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
+from compressor.model.constant_experts import is_replaced
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.steps.constants.budget import even_numbers
-from compressor.steps.constants.measure import measure, replacing
-from compressor.steps.constants.uneven import divide, spare
-from compressor.steps.constants.variants import Substituting, Variant
+from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers, spare
+from compressor.steps.constants.measure import Substituting, Variant, measure, replacing
 from compressor.steps.correct.constants import InOrder, correct_constants
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.protecting import Protected
-
-BUDGETS = ("even", "uneven")
 
 logger = logging.getLogger(__name__)
 STRATEGY = "constants"
@@ -57,21 +54,19 @@ def substituted_models(
     constants = measure(model, calibration, progress, seed)
     measured = time.perf_counter() - begin
     most = [spare(layer, guarded) for layer in layers]
-    budgets: tuple[str, ...] = BUDGETS
+    budgets = [EVEN, UNEVEN]
     if (held := sum(map(len, calibration.heldout_batches))) < FEWEST:
         logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
-        budgets = BUDGETS[:1]
+        budgets = [EVEN]
     for count in counts:
         removed = sum(layer.experts - count for layer in layers)
         if sum(most) < removed:
             raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
         for budget in budgets:
             begin = time.perf_counter()
-            if budget == BUDGETS[0]:
-                numbers = even_numbers(removed, most)
-            else:
-                found = divide(model, constants, removed, guarded, calibration.heldout_batches, progress).numbers
-                numbers = [found[layer.name] for layer in layers]
+            numbers = even_numbers(removed, most)
+            if budget == UNEVEN:
+                numbers, _ = divide(model, constants, removed, guarded, calibration.heldout_batches, progress)
             variant = replacing(layers, constants, numbers, guarded)
             seconds = measured + time.perf_counter() - begin
             yield Substituted(budget, count, variant, stored_substituted(model, variant), seconds)
@@ -81,10 +76,8 @@ def stored_substituted(model: OpenModel, variant: Variant) -> Size:
     """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
     tensors, parameters, nbytes = model.checkpoint.tensors, 0, 0
     for name, role in model.layout.roles.items():
-        found = variant.get(role.layer)
-        if role.kind == "expert" and not role.is_router and found is not None and role.expert in found.dropped:
-            continue
-        parameters, nbytes = parameters + tensors[name].parameters, nbytes + tensors[name].nbytes
+        if not is_replaced(role, variant):
+            parameters, nbytes = parameters + tensors[name].parameters, nbytes + tensors[name].nbytes
     more = sum(found.values.numel() for found in variant.values())
     return Size(parameters + more, nbytes + more * model.partial.dtype.itemsize)
 

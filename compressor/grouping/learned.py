@@ -13,7 +13,7 @@ from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, observed_forward, routed
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
-from compressor.surgery.alignment import aligned_experts, mixed_parameters
+from compressor.surgery.cutting import aligned_experts, mixed_parameters
 from compressor.ties import SQUARED, least
 
 STEPS = 60

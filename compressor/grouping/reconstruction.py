@@ -14,7 +14,7 @@ from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.experts import apply_expert, routed
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
-from compressor.surgery.alignment import merged_parameters
+from compressor.surgery.cutting import merged_parameters
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing

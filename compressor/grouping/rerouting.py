@@ -13,8 +13,7 @@ from compressor.model.architecture import ExpertTensor
 from compressor.model.streaming import as_call
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
-from compressor.surgery.equal_rows import has_equal, told_apart
-from compressor.surgery.tensors import remap_table
+from compressor.surgery.tensors import has_equal, remap_table, told_apart
 
 _Select = Callable[[ExpertTensor, torch.Tensor], torch.Tensor]  # a tensor's rows for the smaller layer
 

@@ -19,6 +19,7 @@ from compressor.checkpoint.reader import Checkpoint, TensorInfo
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import apply_expert, expert_parameters, routed
+from compressor.model.layout import Role
 
 FIELD, SUFFIX = "approximate_experts", ".approx_value"
 NOT_STOCK = (
@@ -65,6 +66,13 @@ def substitute(experts: Any, substitutes: Substitutes | None) -> None:
         experts.forward = partial(substituted_forward, experts, substitutes)
 
 
+def is_replaced(role: Role, substitutes: Mapping[str, Substitutes]) -> bool:
+    """Whether a stored tensor is of an expert that a constant stands for; a router keeps all that it has."""
+    if role.kind != "expert" or role.is_router or role.layer not in substitutes:
+        return False
+    return role.expert in substitutes[role.layer].dropped
+
+
 def number_in(name: str) -> int | None:
     """The one whole number among the parts of a module's name, as vLLM finds a layer's; None if there is not one."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10]
@@ -101,17 +109,19 @@ class SubstitutedCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.constants: dict[tuple[int, int], str] = {}  # (layer, expert) -> tensor
+        self.constants: dict[tuple[int, int], TensorInfo] = {}  # by layer and expert
         self.stored = dict(self.tensors)  # what the files really hold
         wanted = declared(self.raw_config)
         prefixes: dict[int, str] = {}
-        for name in [name for name in self.tensors if name.endswith(SUFFIX)]:
+        for name, info in self.stored.items():
+            if not name.endswith(SUFFIX):
+                continue
             prefix, _, number = name.removesuffix(SUFFIX).rpartition(".")
             if (layer := number_in(prefix)) is None or not re.fullmatch(r"[0-9]{1,6}", number):
                 raise CompressionError(f"tensor {name!r} names no layer and expert; download the checkpoint again")
             if prefixes.setdefault(layer, prefix) != prefix:
                 raise CompressionError(f"layer {layer} has constants as {prefix!r} and as {prefixes[layer]!r}")
-            self.constants[layer, int(number)] = name
+            self.constants[layer, int(number)] = info
             del self.tensors[name]
         pairs = {(layer, expert) for layer, experts in wanted.items() for expert in experts}
         if odd := sorted(pairs ^ self.constants.keys()):
@@ -135,19 +145,6 @@ class SubstitutedCheckpoint(Checkpoint):
                 name = f"{prefix}.{expert}.{rest}"
                 self.tensors[name] = replace(info, name=name)
 
-    def path(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self.folder / (self.tensors.get(name) or self.stored[name]).file
-
-    def read_all(self, names: Any) -> dict[str, Tensor]:
-        """Tensors as read-only views of their files."""
-        wanted = list(names)
-        own = super().read_all([name for name in wanted if name in self.tensors])
-        return own | self._map_stored([name for name in wanted if name not in self.tensors])
-
-    def _map_stored(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._map([self.stored[name]])[name] for name in names}
-
     def substitutes(self, layers: Sequence[MoeLayer], dtype: torch.dtype, device: Any) -> dict[str, Substitutes]:
         """The constants of these layers by experts module, in the dtype for computing; refuses what is no constant."""
         by_index = {layer.index: layer for layer in layers}
@@ -158,7 +155,7 @@ class SubstitutedCheckpoint(Checkpoint):
             places.setdefault(layer, []).append(expert)
         found = {}
         for layer, experts in places.items():
-            values = [self.read(self.constants[layer, expert]) for expert in experts]
+            values = [self._map([info])[info.name] for info in (self.constants[layer, expert] for expert in experts)]
             if len({value.shape for value in values}) > 1 or values[0].dim() != 1:
                 raise CompressionError(f"{by_index[layer].name}: its constants differ in shape; restore them")
             found[by_index[layer].name] = Substitutes(tuple(experts), torch.stack(values).to(device, dtype))

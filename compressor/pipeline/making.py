@@ -16,8 +16,7 @@ from compressor.recipe.steps_plan import PlannedStep
 from compressor.records import read_as
 from compressor.steps.state import State
 from compressor.surgery.conversion import LayerChange
-from compressor.surgery.heads import check_plan
-from compressor.surgery.job import make_job
+from compressor.surgery.job import check_plan, make_job
 from compressor.surgery.tensors import OutputJob
 from compressor.workdir.workdir import Workdir, put_tensors, write_stage
 

@@ -30,7 +30,7 @@ class Group:
 
     Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without
     the scale. With a `head`, one of the members, the others' neurons are first put in its order
-    (`compressor.surgery.alignment`).
+    (`compressor.surgery.cutting`).
     """
 
     members: tuple[int, ...]

@@ -32,7 +32,7 @@ from compressor.report.measuring_run import keep_measures, kept_measures
 from compressor.run_record import RunRecord, read_record, versions
 from compressor.statistics.statistics import WEIGHTS, Collector
 from compressor.steps.split.opening import as_planned
-from compressor.surgery.heads import check_plan
+from compressor.surgery.job import check_plan
 
 logger = logging.getLogger(__name__)
 

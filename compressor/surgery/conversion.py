@@ -4,7 +4,7 @@ Needed where stored tensors cannot be mixed as they are: quantised experts that 
 experts whose neurons are aligned first, and storage that only transformers' reversible conversions understand.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from compressor.model.loading import PartialModel
 from compressor.progress import quiet_transformers
 from compressor.recipe.plan import CompressionPlan
 from compressor.surgery.cutting import CutFiles, cut_layers
-from compressor.surgery.tensors import OutputTensor, Piece, refuse_overflow, tensor_bytes_view, tensor_output
+from compressor.surgery.tensors import Named, OutputTensor, refuse_overflow, tensor_bytes_view, tensor_output
 
 LayerChange = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]  # of a layer's tensors, by key
 
@@ -61,7 +61,7 @@ def convert_unit(
     files: CutFiles | None,
     unit: str,
     change: LayerChange | None = None,
-) -> Iterator[tuple[str, Iterator[Piece]]]:
+) -> Named:
     """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
 
@@ -85,7 +85,7 @@ def changed_unit(
     made: Callable[[MoeLayer], Mapping[str, torch.Tensor]],
     unit: str,
     change: LayerChange | None = None,
-) -> Iterator[tuple[str, Iterator[Piece]]]:
+) -> Named:
     """Load a decoder layer ("" is the rest), put what is `made` of its MoE layers in place, and yield all of it.
 
     Tensors come out by the names and in the shapes in which stock `save_pretrained` would write the model `small`.

@@ -1,24 +1,99 @@
-"""Cutting a loaded decoder layer by its plan, and keeping what was cut on disk until the output is written."""
+"""Cutting a loaded decoder layer by its plan, and keeping what was cut on disk until the output is written.
 
-from collections.abc import Mapping, Sequence
+Before experts are mixed, their neurons may be brought into one order: weight matching of Ainsworth et al. 2023,
+arXiv:2209.04836, as MC-SMoE (Li et al. 2024, arXiv:2310.01334) uses it. An expert whose intermediate neurons stand in
+another order computes the same, a mean over unlike orders does not.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from compressor.checkpoint.reader import is_finite
 from compressor.errors import CompressionError
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.architecture import MoeLayer
-from compressor.model.experts import Parameters, expert_parameters, parameter_names
-from compressor.recipe.plan import LayerPlan
+from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
+from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
-from compressor.surgery.alignment import merged_parameters
-from compressor.surgery.equal_rows import is_cut, told_apart
-from compressor.surgery.tensors import mix, refuse_overflow, remap_table, weighted_members
+from compressor.surgery.tensors import is_cut, mix, refuse_overflow, remap_table, told_apart, weighted_members
 
 
-def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+@torch.no_grad()
+def matching(experts: Any, head: int, member: int) -> Tensor:
+    """The order p [I] of the member's neurons in which they fit the head's best: the same one every time.
+
+    Maximises sum_i <gate_h[i], gate_m[p(i)]> + <up_h[i], up_m[p(i)]> + <down_h[:, i], down_m[:, p(i)]> with float32
+    products; biases do not count. Raises `CompressionError` where one of these overflows.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    ours, theirs = projections(experts, head), projections(experts, member)
+    gain = ours.up.float() @ theirs.up.float().T
+    gain.addmm_(ours.down.float().T, theirs.down.float())
+    if ours.gate is not None and theirs.gate is not None:
+        gain.addmm_(ours.gate.float(), theirs.gate.float().T)
+    if not is_finite(gain):
+        raise CompressionError(
+            f"experts {head} and {member} hold weights too large to compare their neurons; plan without alignment"
+        )
+    cost = gain.neg_().cpu()  # maximise would cost one more copy [I, I]
+    return torch.from_numpy(linear_sum_assignment(cost.numpy())[1]).to(gain.device)
+
+
+def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
+    """One parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
+    if name == "down_proj_bias":
+        return value
+    if name == "down_proj":
+        return value.index_select(0 if experts.is_transposed else 1, order)
+    dim = value.dim() - 1 if experts.is_transposed else 0
+    if not experts.has_gate:
+        rows = order
+    elif experts.is_concatenated:
+        rows = torch.cat([order, order + value.shape[dim] // 2])
+    else:
+        rows = torch.stack([2 * order, 2 * order + 1], dim=1).flatten()
+    return value.index_select(dim, rows)
+
+
+def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
+    """The experts module with the neurons of the members of every group with a head in the head's order."""
+    orders = {
+        member: matching(experts, group.head, member)
+        for group in groups
+        if group.head is not None
+        for member in group.members
+        if member != group.head
+    }
+
+    def in_order(name: str, expert: int, value: Tensor) -> Tensor:
+        return reordered(experts, name, value, orders[expert]) if expert in orders else value
+
+    return ExpertsView(experts, in_order)
+
+
+@torch.no_grad()
+def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Parameters:
+    """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists at a time."""
+    shares = list(members)
+    return {
+        name: mix((getattr(experts, name)[expert], share) for expert, share in shares)
+        for name in parameter_names(experts)
+    }
+
+
+def merged_parameters(experts: Any, group: Group) -> Parameters:
+    """Parameters of one merged expert in float32: scale * sum(coefficient * member), aligned to the head if any."""
+    own = aligned_experts(experts, [group]) if group.aligned else experts
+    return mixed_parameters(own, weighted_members(group))
+
+
+def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
     """Surgery on a tensor in the model's own layout: the groups' rows along `dim`, then those of no routed expert."""
     rows = []
     for group in plan.groups:
@@ -32,10 +107,15 @@ def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router
     return torch.stack(rows, dim)
 
 
-def _aligned_experts(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
+def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
+    """A router's tensor cut by the plan, its equal rows told apart where a token may visit some of them only."""
+    made = mixed_rows(name, value, dim, plan, True)
+    return told_apart(made, dim, len(plan.groups)) if is_cut(layer, plan) else made
+
+
+def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
     """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
-    count = len(plan.groups)
-    cut = {name: torch.empty_like(getattr(experts, name)[:count]) for name in parameter_names(experts)}
+    cut = {name: torch.empty_like(getattr(experts, name)[: len(plan.groups)]) for name in parameter_names(experts)}
     for slot, group in enumerate(plan.groups):
         only = group.members[0] if group.untouched else None
         made = merged_parameters(experts, group) if only is None else expert_parameters(experts, only)
@@ -47,19 +127,18 @@ def _aligned_experts(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Paramete
 
 
 @torch.no_grad()
-def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> dict[str, torch.Tensor]:
+def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> dict[str, Tensor]:
     """New tensors, by state-dict key, of what the plans change in these loaded layers of `model`."""
-    state, cut = model.state_dict(), dict[str, torch.Tensor]()
+    state, cut = model.state_dict(), dict[str, Tensor]()
     for layer in layers:
         plan = plans[layer.name]
         if any(group.aligned for group in plan.groups):
-            cut.update(_aligned_experts(model.get_submodule(layer.name), layer, plan))
-        for tensor in layer.tensors:
-            if tensor.key not in cut:
-                router = not tensor.key.startswith(f"{layer.name}.")
-                made = mixed_rows(tensor.key, state[tensor.key], tensor.dim, plan, router)
-                apart = router and is_cut(layer, plan)
-                cut[tensor.key] = told_apart(made, tensor.dim, len(plan.groups)) if apart else made
+            cut.update(_aligned_layer(model.get_submodule(layer.name), layer, plan))
+        for key, dim in ((tensor.key, tensor.dim) for tensor in layer.tensors if tensor.key not in cut):
+            if key.startswith(f"{layer.name}."):
+                cut[key] = mixed_rows(key, state[key], dim, plan, False)
+            else:
+                cut[key] = cut_router(key, state[key], dim, layer, plan)
         for table in layer.tables:
             cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
     return cut
@@ -79,10 +158,14 @@ class CutFiles:
 
     folder: Path
 
+    def of_head(self, number: int) -> "CutFiles":
+        """Those of the multi-token-prediction head of this number."""
+        return CutFiles(self.folder / f"head-{number}")
+
     def _path(self, layer: MoeLayer) -> Path:
         return self.folder / f"{layer.name}.safetensors"
 
-    def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, torch.Tensor]) -> None:
+    def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, Tensor]) -> None:
         """Write a layer's tensors with its plan; a file is there whole or not at all."""
         keep_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
@@ -93,6 +176,6 @@ class CutFiles:
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, CompressionError):
             return None
 
-    def tensors(self, layer: MoeLayer) -> dict[str, torch.Tensor]:
+    def tensors(self, layer: MoeLayer) -> dict[str, Tensor]:
         """The tensors of a finished layer; none if it is not there."""
         return {} if self.plan(layer) is None else kept_tensors(self._path(layer))

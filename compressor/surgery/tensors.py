@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -22,9 +23,12 @@ from compressor.checkpoint.reader import (
     tensor_bytes,
 )
 from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
 from compressor.model.layout import Layout, Role
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
-from compressor.surgery.equal_rows import told_apart
+
+STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the precision of bfloat16
+MAX_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,11 @@ class OutputTensor:
     remap: tuple[int, ...] | None = None  # for tables of expert ids: the new slot by old id, -1 for dropped
     apart: int = 0  # so many rows of a router that was cut, of which none may be equal
 
+    @classmethod
+    def copy(cls, info: TensorInfo, unit: str) -> Self:
+        """A stored tensor as it is."""
+        return cls(info.name, info.dtype, info.shape, unit, ((Portion(info.name, None, 1.0),),))
+
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
@@ -70,7 +79,7 @@ class FileRange:
 
 
 Piece = FileRange | bytes | memoryview
-MAX_SHARD_BYTES = 5_000_000_000
+Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class OutputJob:
 
     outputs: tuple[OutputTensor, ...]
     units: tuple[str, ...]  # in order; "" is the rest of the model
-    produce: Callable[[str], Iterable[tuple[str, Iterator[Piece]]]]
+    produce: Callable[[str], Named]
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
     verify: Callable[[Path], None]  # by the first process; raises CompressionError when the written folder is not good
     zeroed: tuple[str, ...] = ()  # config fields set to zero, as the tensors that they announce are left out
@@ -111,6 +120,12 @@ def mix(members: Iterable[tuple[torch.Tensor, float]], wide: torch.dtype = torch
     return total
 
 
+def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
+    """Tensors of no decoder layer, then those of each in turn; within one in the order given."""
+    order = {unit: position for position, unit in enumerate(("", *units))}
+    return sorted(outputs, key=lambda output: order[output.unit])
+
+
 def plan_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: CompressionPlan, units: tuple[str, ...]
 ) -> list[OutputTensor]:
@@ -123,7 +138,7 @@ def plan_outputs(
     outputs = []
     for name, role in layout.roles.items():
         layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
-        copied = OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),))
+        copied = OutputTensor.copy(info, role.unit)
         if role.kind == "plain" or layer_plan is None:
             outputs.append(copied)
         elif role.kind == "table":
@@ -134,8 +149,7 @@ def plan_outputs(
             members = weighted_members(layer_plan.groups[role.expert], role.is_router)
             row = tuple(Portion(families[role.family][expert], None, share) for expert, share in members)
             outputs.append(replace(copied, rows=(row,)))
-    order = {unit: position for position, unit in enumerate(("", *units))}
-    return sorted(outputs, key=lambda output: order[output.unit])  # stable: the source's order within a unit
+    return in_order_of(units, outputs)
 
 
 def _picked(info: TensorInfo, role: Role, plan: LayerPlan) -> OutputTensor:
@@ -149,9 +163,7 @@ def _picked(info: TensorInfo, role: Role, plan: LayerPlan) -> OutputTensor:
     return OutputTensor(info.name, info.dtype, shape, role.unit, tuple(rows), role.dim, apart=apart)
 
 
-def stored_unit(
-    checkpoint: Checkpoint, outputs: Sequence[OutputTensor], unit: str
-) -> Iterator[tuple[str, Iterator[Piece]]]:
+def stored_unit(checkpoint: Checkpoint, outputs: Sequence[OutputTensor], unit: str) -> Named:
     """Names and bytes of a unit's tensors, made from the stored ones."""
     return ((output.name, pieces(checkpoint, output)) for output in outputs if output.unit == unit)
 
@@ -232,6 +244,45 @@ def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
         taken = set(mapped[row].tolist())
         mapped[row, column] = next(slot for slot in range(count) if slot not in taken)
     return mapped.to(table.dtype)
+
+
+def is_cut(layer: MoeLayer, plan: LayerPlan) -> bool:
+    """Whether a token may visit some of an expert's parts only: some go, or its top-k is no multiple of them."""
+    return len(plan.groups) < layer.experts or layer.top_k % layer.parts != 0
+
+
+def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+    """The tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
+
+    Rows are equal as those of an expert's parts are. While all parts are there, a token visits all or none of an
+    expert's, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two
+    equal logits, and which of the two experts runs would depend on how a program orders ties. `experts` rows are
+    looked at, none of a bias. The first of equal rows then has the largest logit wherever that is positive.
+    """
+    before = equal_before(value, dim, experts)
+    if not bool(before.any()):
+        return value
+    factors = torch.ones(value.shape[dim], device=value.device)
+    factors[:experts] -= STEP * before
+    shape = [1] * value.dim()
+    shape[dim] = -1
+    return (value.float() * factors.view(shape)).to(value.dtype)
+
+
+def has_equal(value: torch.Tensor, dim: int, experts: int) -> bool:
+    """Whether two of the first `experts` rows along `dim` are equal; no bias has any, nor has a tensor on meta."""
+    return bool(equal_before(value, dim, experts).any())
+
+
+def equal_before(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+    """For each of the first `experts` rows along a dimension the number of rows before it that are equal."""
+    if value.is_meta or value.numel() == value.shape[dim]:
+        return torch.zeros(experts)
+    rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
+    alike = (rows[:, None, :1] == rows[None, :, :1]).all(2)  # most rows differ in their first number
+    for one, other in alike.tril(-1).nonzero().tolist():
+        alike[one, other] = torch.equal(rows[one], rows[other])
+    return alike.tril(-1).sum(1)
 
 
 def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""The constant of every expert, and what is missed when it stands for the expert.
+"""The constant of every expert, what is missed when it stands for the expert, and a pass that computes with constants.
 
 An expert with output o and gate weight g adds g o to a token. The constant c that misses least of it over all tokens,
 sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. MoNE
@@ -6,22 +6,25 @@ sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
+from compressor.evaluation.evaluator import Variants
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.architecture import MoeLayer
-from compressor.model.constant_experts import Substitutes
+from compressor.model.constant_experts import Substitutes, substitute
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
+
+Variant = Mapping[str, Substitutes]  # by experts module; a layer that is not named stays as it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,28 +34,27 @@ class LayerConstants:
     values: Tensor
     missed: Tensor  # in float64: sum over the expert's tokens of g^2 ||o - c||^2
 
-    @property
-    def order(self) -> list[int]:
-        """All experts, the one whose constant misses least first; among equals the one with the higher number."""
-        backwards = self.missed.flip(0).argsort(stable=True)
-        return (len(self.missed) - 1 - backwards).tolist()
+    @classmethod
+    def of(cls, stats: LayerStatistics) -> "LayerConstants":
+        """Of a layer whose statistics hold `NEEDS`; all 0 for an expert no token reached."""
+        share = stats.squared_gate_sum.double().clamp(min=torch.finfo(torch.float64).tiny)
+        output = stats.squared_gate_output_sum.double()
+        values = output / share[:, None]
+        missed = (stats.squared_gated_norm_sum.double() - (output * values).sum(-1)).clamp(min=0)
+        return cls(values.float(), missed)
 
     def replaceable(self, count: int, protected: frozenset[int] = frozenset()) -> tuple[int, ...]:
-        """The `count` experts whose constants miss least, ascending; none that is protected."""
-        return tuple(sorted([expert for expert in self.order if expert not in protected][:count]))
+        """The `count` experts whose constants miss least, ascending; none that is protected.
 
+        Among equals the one with the higher number comes first.
+        """
+        backwards = self.missed.flip(0).argsort(stable=True)
+        order = (len(self.missed) - 1 - backwards).tolist()
+        return tuple(sorted([expert for expert in order if expert not in protected][:count]))
 
-def layer_constants(gate: Tensor, output: Tensor, norm: Tensor) -> LayerConstants:
-    """sum g^2 [E], sum g^2 o [E, H], sum g^2 ||o||^2 [E] -> constants and what they miss; 0 for an unvisited expert."""
-    share = gate.double().clamp(min=torch.finfo(torch.float64).tiny)
-    values = output.double() / share[:, None]
-    missed = (norm.double() - (output.double() * values).sum(-1)).clamp(min=0)
-    return LayerConstants(values.float(), missed)
-
-
-def of_statistics(stats: LayerStatistics) -> LayerConstants:
-    """The constants of a layer whose statistics hold `NEEDS`."""
-    return layer_constants(stats.squared_gate_sum, stats.squared_gate_output_sum, stats.squared_gated_norm_sum)
+    def least_missed(self, count: int, protected: frozenset[int] = frozenset()) -> list[float]:
+        """What the constants of the `replaceable` experts miss, ascending."""
+        return sorted(self.missed[list(self.replaceable(count, protected))].tolist())
 
 
 def measure(
@@ -62,25 +64,22 @@ def measure(
 
     A run that was killed finds them again in `kept`, a folder that tells by its name what they were measured on.
     """
-    layers = model.architecture.layers
-    if kept is not None and all(told_of(_path(kept, layer)) is not None for layer in layers):
-        loaded = {layer.name: kept_tensors(_path(kept, layer)) for layer in layers}
-        return {name: LayerConstants(found["values"], found["missed"]) for name, found in loaded.items()}
+
+    def path(layer: MoeLayer) -> Path | None:
+        return None if kept is None else kept / f"{layer.name}.safetensors"
+
+    paths = {layer.name: path(layer) for layer in model.architecture.layers}
+    if all(place is not None and told_of(place) is not None for place in paths.values()):
+        return {name: LayerConstants(**kept_tensors(place)) for name, place in paths.items() if place is not None}
     made: dict[str, LayerConstants] = {}
     for stats in collect(model, NEEDS, calibration, progress, seed):
-        found = made[stats.layer.name] = of_statistics(stats)
-        if kept is not None:
-            keep_tensors(_path(kept, stats.layer), {"values": found.values, "missed": found.missed}, stats.layer.name)
+        found = made[stats.layer.name] = LayerConstants.of(stats)
+        if (place := paths[stats.layer.name]) is not None:
+            keep_tensors(place, {"values": found.values, "missed": found.missed}, stats.layer.name)
     return made
 
 
-def _path(folder: Path, layer: MoeLayer) -> Path:
-    return folder / f"{layer.name}.safetensors"
-
-
-def substitutes_of(
-    dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]
-) -> dict[str, Substitutes]:
+def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> Variant:
     """The constants of the experts that are `dropped`, both by experts module."""
     chosen = {name: sorted(experts) for name, experts in dropped.items() if experts}
     return {name: Substitutes(tuple(own), constants[name].values[own]) for name, own in chosen.items()}
@@ -91,10 +90,29 @@ def replacing(
     constants: Mapping[str, LayerConstants],
     numbers: Sequence[int],
     protected: Mapping[str, frozenset[int]],
-) -> dict[str, Substitutes]:
+) -> Variant:
     """The constants of a division: of each layer's `numbers`, in their order, the experts that are missed least."""
     dropped = {
         layer.name: constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
         for layer, number in zip(layers, numbers, strict=True)
     }
     return substitutes_of(dropped, constants)
+
+
+class Substituting(Variants):
+    """Has each batch of a pass meet the constants of its variant, those of the first unless an evaluator says else."""
+
+    def __init__(self, model: OpenModel, variants: Sequence[Variant]) -> None:
+        self.model, self.variants = model, variants
+
+    def entering(self, batch: int) -> None:
+        partial = self.model.partial
+        for layer in self.at.moe_layers:
+            found = None if self.variant is None else self.variants[self.variant].get(layer.name)
+            if found is not None:
+                found = replace(found, values=found.values.to(partial.device, partial.dtype))
+            substitute(partial.model.get_submodule(layer.name), found)
+
+    def passed(self, unit: str) -> None:
+        for layer in self.at.moe_layers:
+            substitute(self.model.partial.model.get_submodule(layer.name), None)

@@ -12,17 +12,15 @@ from compressor.model.opened import OpenModel, left_by
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.steps.constants.budget import even_numbers
+from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers, spare
 from compressor.steps.constants.measure import LayerConstants, measure
 from compressor.steps.constants.step import Constants
-from compressor.steps.constants.uneven import divide, spare
 from compressor.steps.correct.step import CONSTANTS
 from compressor.steps.prune.deciding import planner_of, protected_experts
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.state import State
 
 MONE = "mone"  # the format in which constants stand for experts
-EVEN, UNEVEN = "even", "uneven"
 
 logger = logging.getLogger(__name__)
 
@@ -111,39 +109,30 @@ def plan_stage(asked: Constants, state: State) -> Mapping[str, Any]:
     most = [spare(layer, protected) for layer in layers]
     if sum(most) < removed:
         raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
-    figures: Mapping[str, Any] = {}
+    numbers, figures = even_numbers(removed, most), dict[str, Any]()
     if budget_of(asked) == UNEVEN:
-        division = divide(model, constants, removed, protected, calibration.heldout_batches, state.progress)
-        numbers, figures = [division.numbers[layer.name] for layer in layers], division.figures
-    else:
-        numbers = even_numbers(removed, most)
-    made = [
-        _layer_plan(model, place, constants[layer.name], number, protected.get(layer.name, frozenset()))
-        for place, (layer, number) in enumerate(zip(layers, numbers, strict=True))
-    ]
+        numbers, figures = divide(model, constants, removed, protected, calibration.heldout_batches, state.progress)
     guarded = {name: sorted(experts) for name, experts in protected.items() if experts}
+    plans = []
+    for layer, number in zip(layers, numbers, strict=True):
+        missed = constants[layer.name].missed
+        replaced = constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
+        share = float(missed[list(replaced)].sum() / missed.sum().clamp(min=1e-300)) if replaced else 0.0
+        plans.append(
+            LayerPlan.keep(
+                layer,
+                [expert for expert in range(layer.experts) if expert not in replaced],
+                constants=replaced,
+                decided_by="sum g^2 ||o - c||^2",
+                figures={"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)},
+            )
+        )
     return {
         "experts": total // len(layers),
         "format": MONE,
         "budget": budget_of(asked),
         "experts_total": total,
-        "figures": dict(figures),
+        "figures": figures,
         **({"protected": guarded} if guarded else {}),
-        "layers": [layer_to_dict(layer) for layer in made],
+        "layers": [layer_to_dict(plan) for plan in plans],
     }
-
-
-def _layer_plan(
-    model: OpenModel, place: int, found: LayerConstants, number: int, protected: frozenset[int]
-) -> LayerPlan:
-    layer = model.architecture.layers[place]
-    replaced = found.replaceable(number, protected)
-    kept = [expert for expert in range(layer.experts) if expert not in replaced]
-    share = float(found.missed[list(replaced)].sum() / found.missed.sum().clamp(min=1e-300)) if replaced else 0.0
-    return LayerPlan.keep(
-        layer,
-        kept,
-        constants=replaced,
-        decided_by="sum g^2 ||o - c||^2",
-        figures={"missed": [round(value, 6) for value in found.missed.tolist()], "share_missed": round(share, 6)},
-    )

@@ -60,12 +60,12 @@ class Constants(Step):
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
         """What a correction beside it makes of constants and experts that stay."""
-        from compressor.steps.constants.carrying import refit_constants
+        from compressor.steps.constants.writing import refit_constants
 
         return refit_constants(state)
 
     def job(self, state: "State") -> "OutputJob":
         """What stays is copied as it is stored, and constants are added."""
-        from compressor.steps.constants.carrying import constants_job
+        from compressor.steps.constants.writing import constants_job
 
         return constants_job(state)

@@ -1,165 +1,182 @@
-"""MoNE: constants for what is dropped, as vLLM serves them (arXiv:2507.00390).
+"""MoNE: constants for what is dropped, as vLLM serves them (arXiv:2507.00390): refitted if so asked, and written.
 
 Every tensor that stays is a copy of the stored bytes, quantised ones included, unless it was refitted. Experts keep
 their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and config.json lists them by decoder layer.
+Stock transformers computes with none, so a written checkpoint is compared with the source by a forward of our own.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial as bind
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
+from compressor.kept import kept_tensors
 from compressor.model.architecture import MoeLayer
-from compressor.model.constant_experts import FIELD, SUFFIX, declared
+from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, is_replaced
 from compressor.model.layout import expert_prefixes
-from compressor.model.opened import OpenModel
+from compressor.model.opened import OpenModel, open_substituted, pick_dtype
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.model.verification import check_carried
-from compressor.recipe.plan import CompressionPlan
+from compressor.progress import Progress, Silent
+from compressor.recipe.steps_plan import layer_to_dict
+from compressor.steps.constants.measure import Substituting, Variant, substitutes_of
+from compressor.steps.constants.planning import measured_constants
+from compressor.steps.correct.constants import VALUES, InOrder, correct_constants, kept_at
+from compressor.steps.correct.step import CONSTANTS
+from compressor.steps.state import State
 from compressor.surgery.configuration import config_with
 from compressor.surgery.conversion import changed_unit
-from compressor.surgery.job import carried_files, stored_partial
+from compressor.surgery.job import files_with, stored_partial
 from compressor.surgery.tensors import (
     OutputJob,
     OutputTensor,
     Piece,
-    Portion,
+    in_order_of,
     refuse_overflow,
     stored_unit,
     tensor_bytes_view,
+    tensor_output,
 )
 
-Constants = Mapping[str, Tensor]  # by experts module: [D, H] of the experts that go, ascending
-Refitted = Callable[[MoeLayer], Mapping[str, Tensor]]  # by state-dict key; of an experts module the kept ones [N, ...]
+TOKENS = 32  # that a written checkpoint is checked on
+TOLERANCE = 1e-3  # of the largest logit; the same sums in the same order differ by nothing
 
 
-def make_job(
-    model: OpenModel,
-    plan: CompressionPlan,
-    constants: Constants,
-    refitted: Refitted | None = None,
-    check: Callable[[Path], None] = lambda folder: None,
-) -> OutputJob:
-    """The job of writing a plan with its constants.
-
-    `refitted` gives the tensors of a layer that a correction has changed. `check` sees the written folder.
-    """
-    checkpoint, layers = model.checkpoint, model.architecture.layers
-    gone = {entry.module: frozenset(entry.constants) for entry in plan.layers}
-    copies = [
-        OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),))
-        for name, role in model.layout.roles.items()
-        if (info := checkpoint.tensors[name]) and not _goes(model, name, gone)
+def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
+    """Refit constants, and with `ridge` experts that stay, into the work folder; returns the plan with figures."""
+    if state.step_of("correct") is None:
+        return {}
+    number, figures = state.stage[0], correct_constants(_in_order(state, _planned(state), state.progress))
+    layers = [
+        replace(layer, figures={**layer.figures, "correction": figures[layer.module]}) if layer.constants else layer
+        for layer in state.stage_plan().layers
     ]
-    values = {
-        f"{prefixes[expert]}{SUFFIX}": (layer.unit, refuse_overflow(f"{prefixes[expert]}{SUFFIX}", value))
-        for layer in layers
-        if (prefixes := expert_prefixes(model.layout, layer)) and layer.name in constants
-        for expert, value in zip(sorted(gone[layer.name]), constants[layer.name], strict=True)
-    }
-    made = [OutputTensor(name, DTYPE_NAMES[v.dtype], tuple(v.shape), unit) for name, (unit, v) in values.items()]
-    units = ("", *model.architecture.units)
-    order = {unit: position for position, unit in enumerate(units)}
-    outputs = sorted([*copies, *made], key=lambda output: order[output.unit])
-    config, zeroed = config_with(checkpoint.raw_config, model.architecture, model.layout, {})
+    return {number: {**(state.plan.steps[number].plan or {}), "layers": [layer_to_dict(layer) for layer in layers]}}
+
+
+def _planned(state: State) -> Variant:
+    dropped = {layer.module: layer.constants for layer in state.stage_plan().layers}
+    return substitutes_of(dropped, measured_constants(state))
+
+
+def _in_order(state: State, planned: Variant, progress: Progress) -> InOrder:
+    assert state.text is not None
+    correct, folder = state.step_of("correct"), state.cut().folder
+    return InOrder(state.model, planned, state.text.fit, correct, folder, progress, state.seed)
+
+
+def constants_job(state: State) -> OutputJob:
+    """The job of writing the stage. What is measured and refitted waits in the work folder."""
+    model, plan, correct, planned = state.model, state.stage_plan(), state.step_of("correct"), _planned(state)
+    layers = [layer for layer in model.architecture.layers if layer.name in planned]
+    roles = model.layout.roles
+    if correct is None:
+        stored = pick_dtype("auto", model.config, model.checkpoint)
+        rounded = {name: replace(own, values=own.values.to(stored)) for name, own in planned.items()}
+        values = {name: own.values for name, own in rounded.items()}
+        expected: LayerVisitor = Substituting(model, [rounded])
+    else:
+        values = {layer.name: kept_tensors(kept_at(state.cut().folder, layer))[VALUES] for layer in layers}
+        expected = _in_order(state, planned, Silent())
+    copies = [
+        OutputTensor.copy(model.checkpoint.tensors[name], role.unit)
+        for name, role in roles.items()
+        if not is_replaced(role, planned)
+    ]
+    constants, made = dict[str, Tensor](), list[OutputTensor]()
+    for layer in layers:
+        prefixes = expert_prefixes(model.layout, layer)
+        for expert, value in zip(planned[layer.name].dropped, values[layer.name], strict=True):
+            name = f"{prefixes[expert]}{SUFFIX}"
+            constants[name] = refuse_overflow(name, value)
+            made.append(tensor_output(name, value, layer.unit))
+    outputs = in_order_of(model.architecture.units, [*copies, *made])
+    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.layout, {})
     config[FIELD] = {str(entry.layer): list(entry.constants) for entry in plan.layers if entry.constants}
-    config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    carried = carried_files(model.source.folder)
-    return OutputJob(
-        outputs=tuple(outputs),
-        units=units,
-        produce=bind(_unit, model, copies, {name: value for name, (_, value) in values.items()}, made, gone, refitted),
-        files={**carried, "config.json": config_bytes},
-        verify=bind(_verify, model=model, outputs=outputs, listed=declared(config), check=check),
-        zeroed=tuple(zeroed),
-    )
+
+    def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:
+        own = [output for output in copies if output.unit == unit]
+        if correct is not None and correct.method != CONSTANTS:
+            changed = {output.name for output in own if roles[output.name].layer in planned}
+            yield from _refitted(model, planned, state.cut().folder, unit, changed) if changed else ()
+            own = [output for output in own if output.name not in changed]
+        yield from stored_unit(model.checkpoint, own, unit)
+        yield from (
+            (output.name, iter([tensor_bytes_view(constants[output.name])])) for output in made if output.unit == unit
+        )
+
+    def verify(folder: Path) -> None:
+        written = {name: (info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
+        wanted = {output.name: (output.dtype, output.shape) for output in outputs}
+        for name in sorted({*written, *wanted}):
+            if written.get(name) != wanted.get(name):
+                raise CompressionError(f"the written tensor {name!r} is not as planned; please report this model")
+        check_carried(folder, model.source.folder)
+        check_forward(folder, model, expected)
+
+    units = ("", *model.architecture.units)
+    return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
 
 
-def _goes(model: OpenModel, name: str, gone: Mapping[str, frozenset[int]]) -> bool:
-    """Whether a stored tensor is of an expert that goes; a router keeps all that it has."""
-    role = model.layout.roles[name]
-    return role.kind == "expert" and not role.is_router and role.expert in gone.get(role.layer, ())
-
-
-def _unit(
-    model: OpenModel,
-    copies: list[OutputTensor],
-    values: Mapping[str, Tensor],
-    made: list[OutputTensor],
-    gone: Mapping[str, frozenset[int]],
-    refitted: Refitted | None,
-    unit: str,
-) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Names and bytes of a unit's tensors: copies, what was refitted, and constants."""
-    layers = [layer for layer in model.architecture.layers if layer.unit == unit and gone.get(layer.name)]
-    own = {output.name for output in copies if output.unit == unit}
-    changed = set[str]()
-    if refitted is not None and layers:
-        names = {layer.name for layer in layers}
-        changed = {name for name in own if model.layout.roles[name].layer in names}
-        yield from _changed(model, {layer.name: refitted(layer) for layer in layers}, gone, changed, unit)
-    yield from stored_unit(model.checkpoint, [output for output in copies if output.name not in changed], unit)
-    for output in made:
-        if output.unit == unit:
-            yield output.name, iter([tensor_bytes_view(values[output.name])])
-
-
-def _changed(
-    model: OpenModel,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    gone: Mapping[str, frozenset[int]],
-    wanted: set[str],
-    unit: str,
+def _refitted(
+    model: OpenModel, planned: Variant, folder: Path, unit: str, wanted: set[str]
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
     """The refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
     partial = stored_partial(model)
 
     def change(layer: MoeLayer) -> dict[str, Tensor]:
-        kept = [expert for expert in range(layer.experts) if expert not in gone[layer.name]]
-        found = {}
-        for key, value in tensors.get(layer.name, {}).items():
-            found[key] = value
+        tensors = kept_tensors(kept_at(folder, layer)) if layer.name in planned else {}
+        for key, value in tensors.items():
             if key.startswith(f"{layer.name}."):
-                found[key] = value.new_zeros(layer.experts, *value.shape[1:])
-                found[key][kept] = value
-            refuse_overflow(key, found[key].to(partial.dtype))
-        return found
+                kept = [expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped]
+                tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
+                tensors[key][kept] = value
+            refuse_overflow(key, value.to(partial.dtype))
+        return {key: value for key, value in tensors.items() if key != VALUES}
 
-    for name, pieces in changed_unit(partial, model.architecture, partial.model, change, unit):
+    for name, content in changed_unit(partial, model.architecture, partial.model, change, unit):
         if name in wanted:
-            yield name, pieces
+            yield name, content
 
 
-def _verify(
-    folder: Path,
-    model: OpenModel,
-    outputs: list[OutputTensor],
-    listed: Mapping[int, Any],
-    check: Callable[[Path], None],
-) -> None:
-    """Check the written names, dtypes, shapes and list of constants, and have `check` compute with them.
+@dataclass(slots=True)
+class _Outputs(LayerVisitor):
+    logits: list[Tensor] = field(default_factory=list)
 
-    Stock transformers has no view of this format to compare with.
-    """
-    written = Checkpoint(folder)
-    if declared(written.raw_config) != listed:
-        raise CompressionError(f"the written config says another {FIELD} than the plan; please report this model")
-    for output in outputs:
-        info = written.tensors.get(output.name)
-        if info is None or (info.dtype, info.shape) != (output.dtype, output.shape):
-            raise CompressionError(f"the written tensor {output.name!r} is not as planned; please report this model")
-    if more := sorted(written.tensors.keys() - {output.name for output in outputs}):
-        raise CompressionError(f"the written tensor {more[0]!r} was not planned; please report this model")
-    check_carried(folder, model.source.folder)
-    if any(
-        torch.is_floating_point(written.read(name)) and not torch.isfinite(written.read(name)).all()
-        for name in written.tensors
-        if name.endswith(SUFFIX)
-    ):
-        raise CompressionError("a written constant is not finite; calibrate with --dtype float32")
-    check(folder)
+    def finished(self, batch: int, output: Any) -> None:
+        self.logits.append(output[0].detach().float().cpu())
+
+
+def logits_with(model: OpenModel, visitor: LayerVisitor, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Logits [B, L, V] of each batch of token ids [B, L]; `visitor` puts the constants in, a layer at a time."""
+    outputs = _Outputs()
+    Pass(model, batches, to_end=True).run(visitor, outputs)
+    return outputs.logits
+
+
+def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, Variant]:
+    """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
+    model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
+    assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+    partial = model.partial
+    return model, model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
+
+
+def check_forward(folder: Path, source: OpenModel, visitor: LayerVisitor) -> None:
+    """Refuse a written checkpoint that does not compute what the source does with what `visitor` puts into it."""
+    tokens = torch.arange(TOKENS)[None] * 7919 % source.vocabulary
+    written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
+    [wanted] = logits_with(source, visitor, [tokens])
+    [found] = logits_with(written, Substituting(written, [constants]), [tokens])
+    off, size = float((found - wanted).abs().max()), float(wanted.abs().max())
+    if not off <= TOLERANCE * max(size, 1e-6):
+        raise CompressionError(
+            f"the written checkpoint's logits differ by {off:.3g} from the source's with constants; please report this "
+            "model"
+        )

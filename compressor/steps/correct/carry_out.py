@@ -17,7 +17,7 @@ from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import Step
 from compressor.recipe.steps_plan import decisions
-from compressor.steps.correct.heads import compress_with_heads, files_of_head
+from compressor.steps.correct.heads import compress_with_heads
 from compressor.steps.correct.in_order import LayerWork, Visited
 from compressor.steps.correct.step import NONE, Correct
 from compressor.steps.correct.whole_model import keep_the_better
@@ -64,7 +64,7 @@ def correct(
     heads = kept_heads(model, [layer.module for layer in plan.layers])
     visits: list[tuple[MoeLayer, Tensor, int]] = []  # told only of what stays
     done = [files.plan(layer) for layer in model.architecture.layers]
-    done += [files_of_head(files, number).plan(head.layer) for number, head in enumerate(heads)]
+    done += [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
     layers = tuple(layer for layer in done if layer is not None)
     here().assert_same_on_all(len(layers), "number of corrected layers in its hidden folder")
     if len(layers) < len(done):

@@ -21,7 +21,6 @@ from compressor.statistics.collecting import collect
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.in_order import LayerWork, Visited, compress_in_order
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.heads import files_of_head as files_of_head
 
 Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
 KEEP_HEADS, DROP_HEADS = "keep", "drop"
@@ -174,7 +173,7 @@ def compress_with_heads(
     for number, head in enumerate(heads):
         text, end = relay.texts[number], relay.ends[number + 1]
         own, of_head = replace(calibration, batches=text.batches), _of_head(work, head)
-        kept = None if files is None else files_of_head(files, number)
+        kept = None if files is None else files.of_head(number)
         with text.put_in(), end.attached():
             further = end if end.text is not None else None
             plans += compress_in_order(head.model, of_head, own, progress, kept, phase=phase, end=further)

@@ -25,9 +25,8 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.steps.split.tensors import Factors, split_beside
 from compressor.steps.split.view import SplitModel
 from compressor.surgery.configuration import renumbered_quantization
-from compressor.surgery.cutting import mixed_rows
-from compressor.surgery.equal_rows import is_cut, told_apart
-from compressor.surgery.tensors import OutputTensor, Piece, Portion, pieces, remap_table, tensor_bytes_view
+from compressor.surgery.cutting import cut_router
+from compressor.surgery.tensors import OutputTensor, Piece, in_order_of, pieces, remap_table, tensor_bytes_view
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
@@ -107,9 +106,8 @@ class StoredParts:
 
         The neurons' order need be known only once bytes are asked for.
         """
-        order = {unit: position for position, unit in enumerate(("", *model.architecture.units))}
-        made = sorted(_made(self, model, plan), key=lambda each: order[each[0].unit])  # stable: the source's order
-        return [output for output, _ in made], lambda unit: (
+        made = list(_made(self, model, plan))
+        return in_order_of(model.architecture.units, (output for output, _ in made)), lambda unit: (
             (output.name, produce()) for output, produce in made if output.unit == unit
         )
 
@@ -124,7 +122,7 @@ def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Itera
             owned.setdefault(role.layer, {}).setdefault(role.family, []).append(name)
     for name, role in roles.items():
         info = checkpoint.tensors[name]
-        output = OutputTensor(name, info.dtype, info.shape, role.unit, ((Portion(name, None, 1.0),),))
+        output = OutputTensor.copy(info, role.unit)
         if role.kind == "plain":
             yield output, partial(pieces, checkpoint, output)
             continue
@@ -174,11 +172,8 @@ def _beside(stored: StoredParts, model: OpenModel, name: str, layer: MoeLayer, p
     key, role, value = model.partial.plain_keys.targets[name], model.layout.roles[name], model.checkpoint.read(name)
     refuse_nan(name, model.checkpoint.tensors[name].file, value)
     made = split_beside({key: value}, whole, [key], stored.parts, stored.factors)[key]
-    if role.kind == "table":
-        made = remap_table(made, plan.remap())
-    else:
-        made = mixed_rows(name, made, role.dim, plan, True)
-        made = told_apart(made, role.dim, len(plan.groups)) if is_cut(layer, plan) else made
+    is_table = role.kind == "table"
+    made = remap_table(made, plan.remap()) if is_table else cut_router(name, made, role.dim, layer, plan)
     yield tensor_bytes_view(made)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import expert_parameters, parameter_names
-from compressor.surgery.alignment import reordered
-from compressor.surgery.cutting import cut_keys
+from compressor.surgery.cutting import cut_keys, reordered
 from compressor.surgery.tensors import refuse_overflow
 
 

@@ -23,7 +23,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.statistics.collecting import collect
-from compressor.surgery.alignment import aligned_experts, matching, merged_parameters, reordered
+from compressor.surgery.cutting import aligned_experts, matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import batches, calibration, one_expert
 from tests.plans import by_hand

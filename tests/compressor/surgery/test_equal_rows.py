@@ -9,14 +9,15 @@ from hypothesis import strategies as drawn
 from safetensors.torch import load_file
 
 import compressor
-from compressor.surgery.equal_rows import STEP, earlier, told_apart
+from compressor.surgery.tensors import STEP, equal_before, told_apart
 from tests import small
 
 
 @given(rows=drawn.lists(drawn.integers(0, 3), min_size=1, max_size=9))
 def test_rows_are_counted_as_a_loop_counts_them(rows: list[int]) -> None:
     made = torch.tensor([[1.0, float(number), 2.0] for number in rows])
-    assert earlier(made).tolist() == [rows[:place].count(number) for place, number in enumerate(rows)]
+    before = [rows[:place].count(number) for place, number in enumerate(rows)]
+    assert equal_before(made, 0, len(rows)).tolist() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,8 @@ from hypothesis import strategies as st
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
 from compressor.progress import Silent
-from compressor.steps.constants.budget import cheapest_numbers, curve, even_numbers, halfway, probed_numbers
-from compressor.steps.constants.measure import NEEDS, LayerConstants, layer_constants, of_statistics, substitutes_of
-from compressor.steps.constants.uneven import divide
-from compressor.steps.constants.variants import Substituting
+from compressor.steps.constants.budget import cheapest_numbers, curve, divide, even_numbers, halfway, probed_numbers
+from compressor.steps.constants.measure import NEEDS, LayerConstants, Substituting, substitutes_of
 from compressor.steps.correct.constants import SubstitutedLayer, refit_constants
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import Refit
@@ -30,7 +30,7 @@ def test_sums_and_the_best_constant_are_those_of_a_plain_forward(name: str, tmp_
     found = opened.statistics(model, NEEDS, parts)
     for layer, calls in opened.plain_calls(stock, model.architecture, parts).items():
         hidden, index, weights = calls.joined()
-        experts, constants = stock.get_submodule(layer), of_statistics(found[layer])
+        experts, constants = stock.get_submodule(layer), LayerConstants.of(found[layer])
         for expert in range(model.architecture.experts):
             tokens, places = (index == expert).nonzero(as_tuple=True)
             gate = weights[tokens, places].double()
@@ -48,10 +48,12 @@ def test_sums_and_the_best_constant_are_those_of_a_plain_forward(name: str, tmp_
 
 def test_the_experts_that_miss_least_go_first_and_ties_keep_the_lower_number() -> None:
     found = LayerConstants(torch.zeros(5, 2), torch.tensor([2.0, 0.0, 1.0, 0.0, 3.0], dtype=torch.float64))
-    assert found.order == [3, 1, 2, 0, 4]
-    assert found.replaceable(2) == (1, 3)
+    assert [found.replaceable(count) for count in (1, 2, 3, 4)] == [(3,), (1, 3), (1, 2, 3), (0, 1, 2, 3)]
+    assert found.least_missed(3) == [0.0, 0.0, 1.0]
     assert found.replaceable(2, frozenset({3, 2})) == (0, 1)
-    made = layer_constants(torch.tensor([4.0, 0]), torch.tensor([[2.0, 4], [0, 0]]), torch.tensor([6.0, 0]))
+    gate, output, norm = torch.tensor([4.0, 0]), torch.tensor([[2.0, 4], [0, 0]]), torch.tensor([6.0, 0])
+    sums: Any = SimpleNamespace(squared_gate_sum=gate, squared_gate_output_sum=output, squared_gated_norm_sum=norm)
+    made = LayerConstants.of(sums)
     assert made.values.tolist() == [[0.5, 1.0], [0, 0]] and made.missed.tolist() == [1.0, 0]
 
 
@@ -92,7 +94,7 @@ def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_wors
     stock, model = opened.opened("mixtral", tmp_path)
     parts = opened.batches(stock, (4, 4), 16)
     stats = opened.statistics(model, NEEDS, parts)
-    constants = {name: of_statistics(own) for name, own in stats.items()}
+    constants = {name: LayerConstants.of(own) for name, own in stats.items()}
     layers = [layer.name for layer in model.architecture.layers]
     first, both = ({layers[0]: [1, 2]}, {layers[0]: [0], layers[1]: [3]})
     variants = [substitutes_of(dropped, constants) for dropped in ({}, first, both)]
@@ -101,10 +103,10 @@ def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_wors
     assert together == [evaluator.measure(model, Substituting(model, [own]))[0].kl.tolist() for own in variants]
     assert not any(together[0]) and sum(together[1]) > 0.001 and sum(together[2]) > 0.001
     removed = 3
-    found = divide(model, constants, removed, {layers[0]: frozenset({0})}, parts, Silent())
-    assert sum(found.numbers.values()) == removed
-    assert all(0 <= number <= model.architecture.experts - 2 for number in found.numbers.values())
-    assert found.figures["heldout_kl_chosen"] <= found.figures["heldout_kl_even"]
+    numbers, figures = divide(model, constants, removed, {layers[0]: frozenset({0})}, parts, Silent())
+    assert sum(numbers) == removed
+    assert all(0 <= number <= model.architecture.experts - 2 for number in numbers)
+    assert figures["heldout_kl_chosen"] <= figures["heldout_kl_even"]
     with pytest.raises(CompressionError, match="leaves 7; calibrate on more sequences"):
         divide(model, constants, removed, {}, [parts[0], parts[1][:3]], Silent())
 
