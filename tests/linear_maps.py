@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compressor.attribution.linear_maps import Centre, Chain, Factor, Mean
-from compressor.attribution.tracing import Term
+from compressor.attribution.tracing import Chain, Term
 
 
 def explicit(chain: Chain, width: int) -> Tensor:
@@ -15,14 +14,14 @@ def explicit(chain: Chain, width: int) -> Tensor:
     for step in chain:
         own = len(total)
         identity, ones = torch.eye(own, dtype=torch.float64), torch.ones(own, own, dtype=torch.float64)
-        if isinstance(step, Factor):
+        if step.kind == "factor":
             matrix = torch.diag(torch.as_tensor(step.by, dtype=torch.float64).expand(own))
-        elif isinstance(step, Mean):
+        elif step.kind == "mean":
             matrix = ones / own
-        elif isinstance(step, Centre):
+        elif step.kind == "centre":
             matrix = identity - ones / own
         else:
-            matrix = step.weight.double()
+            matrix = torch.as_tensor(step.by).double()
         total = matrix @ total
     return total
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from compressor.attribution.figures import KeyInfluence, Sender
-from compressor.attribution.linear_maps import pull_sum
 from compressor.attribution.stream_maps import ObservedRouters, leaf_map, observe_routers, router_rows, run_traced
+from compressor.attribution.tracing import pull_sum
 from compressor.attribution.unit_trace import UnitTrace
 from compressor.distributed.ranks import here
 from compressor.model.opened import OpenModel
@@ -87,7 +87,7 @@ def key_influence(
                         found.append(((routers.order[unit], batch, number), asdict(summary)))
             heard.clear()  # weights of a layer that is done
 
-        run_traced(model, sequences, visit, lambda unit: None, progress, "key tokens")
+        run_traced(model, sequences, visit, progress, "key tokens")
     everyone = sorted((entry for own in here().all_gather(found) for entry in own), key=lambda entry: entry[0])
     return [_restored(summary) for _, summary in everyone]
 

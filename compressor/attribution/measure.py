@@ -61,7 +61,7 @@ def attribute(
     _refuse_not_finite(routers)
     seconds["routers"] = time.perf_counter() - begin
     projection = Projection(model, routers, parts, edges_kept)
-    run_traced(model, calibration.batches, projection.visit, projection.passed, progress, "attribution", seed)
+    run_traced(model, calibration.batches, projection.visit, progress, "attribution", seed, projection.passed)
     seconds["attribution"] = time.perf_counter() - begin - seconds["routers"]
     receivers = _receivers(model, routers, projection, calibration)
     senders = tuple(_senders(model, projection.tallies.totals, calibration.tokens))

@@ -11,19 +11,14 @@ from torch import Tensor
 
 from compressor.attribution.figures import UNRANKED, ScoreEdge, adds_up
 from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
-from compressor.attribution.linear_maps import Chain, kept, pull_sum, same_chains
-from compressor.attribution.stream_maps import (
-    LeafMap,
-    ObservedRouters,
-    agree_on_chains,
-    leaf_map,
-    refuse,
-    router_rows,
-)
-from compressor.attribution.tracing import Term
+from compressor.attribution.stream_maps import LeafMap, ObservedRouters, leaf_map, refuse, router_rows
+from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
 from compressor.attribution.unit_trace import STREAM, Component, Heads, UnitTrace
 from compressor.distributed.ranks import here
 from compressor.model.opened import OpenModel
+
+OUTPUT = "output"  # of the layer, where later routers' rows are kept
+SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
 
 
 @dataclass(slots=True)
@@ -41,6 +36,17 @@ class Tally:
     max_norm: float = 0.0
     max_entry: float = 0.0
     by_expert: Tensor | None = None  # [R, E] variance by expert, while its layer passes and where that is asked for
+
+    def add_sizes(self, tokens: int, norm: float, max_norm: float, max_entry: float) -> None:
+        """Add so many outputs of an expert: the sum of their norms, the largest one and the largest entry."""
+        self.tokens, self.norm = self.tokens + tokens, self.norm + norm
+        self.max_norm, self.max_entry = max(self.max_norm, max_norm), max(self.max_entry, max_entry)
+
+    def add_by_expert(self, found: Tensor, span: slice = slice(None)) -> None:
+        """Add the variance by expert [r, E] for these routers."""
+        if self.by_expert is None:
+            self.by_expert = torch.zeros(len(self.reaches), found.shape[1], dtype=torch.float64)
+        self.by_expert[span] += found
 
 
 @dataclass(slots=True)
@@ -63,38 +69,29 @@ class Tallies:
         if here().is_alone:
             return
         own = {name: tally for name, tally in self.totals.items() if tally.unit == unit}
-        said = [
-            (name, tally.kind, tally.module, tally.number, tally.max_norm, tally.max_entry)
-            + (() if tally.by_expert is None else tuple(tally.by_expert.shape))
-            for name, tally in own.items()
+        facts = [
+            (name, each.kind, each.module, each.number, each.tokens, each.norm, each.max_norm, each.max_entry)
+            for name, each in own.items()
         ]
-        tallies: dict[str, Tally] = {}
-        for name, kind, module, number, max_norm, max_entry, *shape in (
-            row for rank in here().all_gather(said) for row in rank
-        ):
-            tally = tallies[name] = self.of(name, kind, unit, module, number)
-            tally.max_norm, tally.max_entry = max(tally.max_norm, max_norm), max(tally.max_entry, max_entry)
-            if shape and tally.by_expert is None:
-                tally.by_expert = torch.zeros(shape, dtype=torch.float64)
-        parts = [
-            part.double().flatten()
-            for tally in tallies.values()
-            for part in (
-                tally.sums,
-                tally.reaches,
-                torch.tensor([tally.tokens, tally.norm], dtype=torch.float64),
-                torch.zeros(0) if tally.by_expert is None else tally.by_expert,
+        tensors = {f"sums {name}": torch.cat([each.sums, each.reaches[None]]) for name, each in own.items()}
+        tensors |= {f"by expert {name}": each.by_expert for name, each in own.items() if each.by_expert is not None}
+        for name, each in own.items():  # begun anew in its place
+            self.totals[name] = replace(
+                each,
+                sums=torch.zeros_like(each.sums),
+                reaches=torch.zeros_like(each.reaches),
+                tokens=0,
+                norm=0.0,
+                by_expert=None,
             )
-        ]
-        added = iter(here().all_reduce(torch.cat(parts)).split([len(part) for part in parts]) if parts else ())
-        for tally, sums, reaches, sizes, by_expert in zip(tallies.values(), *[added] * 4, strict=True):
-            tally.sums, tally.reaches = sums.view_as(tally.sums), reaches > 0
-            tally.tokens, tally.norm = round(float(sizes[0])), float(sizes[1])
-            tally.by_expert = None if tally.by_expert is None else by_expert.view_as(tally.by_expert)
-
-
-OUTPUT = "output"  # of the layer, where later routers' rows are kept
-SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
+        every = zip(here().all_gather(facts), here().all_gather_tensors(tensors), strict=True)
+        for (name, kind, module, number, *sizes), found in ((row, found) for rows, found in every for row in rows):
+            tally, sums = self.of(name, kind, unit, module, number), found[f"sums {name}"]
+            tally.sums += sums[:-1]
+            tally.reaches |= sums[-1] > 0
+            tally.add_sizes(*sizes)
+            if (by_expert := found.get(f"by expert {name}")) is not None:
+                tally.add_by_expert(by_expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,6 @@ class Projection:
     tallies: Tallies = field(init=False)
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
     _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
-    _unit: str = ""
     _chains: dict[tuple[str, int, int], tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
     _rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # as they look from them
 
@@ -145,35 +141,35 @@ class Projection:
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
-        self._unit = unit
-        self._measure(unit, batch, trace)
+        for module, found in trace.routed.items():
+            for routed in found:
+                norms, entry = routed.outputs.float().norm(dim=-1), float(routed.outputs.abs().max())
+                sizes = len(norms), float(norms.sum(dtype=torch.float64)), float(norms.max()), entry
+                self._expert(unit, module, routed.expert).add_sizes(*sizes)
+        routers, later = self.routers, self.routers.later(unit)
+        at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.experts))
+        for start in range(0, len(later), at_once):
+            numbers = later[start : start + at_once]
+            span = slice(numbers[0], numbers[-1] + 1)
+            key = OUTPUT, span.start, span.stop  # batches of other sizes have other spans
+            if key not in self._rows:
+                self._rows[key] = torch.cat([routers.rows_after(unit, number) for number in numbers])
+            passing = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
+            end = View(span, self._rows[key], passing)
+            together = self._measure(unit, batch, trace, trace.terms, end, key[1:])
+            if together is not None:
+                self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, span)
+        for number, layer in enumerate(routers.layers):
+            if layer.unit == unit and layer.name in trace.logits:  # it sees what comes before it in its own layer
+                rows = router_rows(layer, [()], routers.logits[batch].device)
+                end = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
+                self._measure(unit, batch, trace, trace.logits[layer.name].terms, end, (-1, number))
 
     def passed(self, unit: str) -> None:
-        """Every batch has passed the layer: add up what all ranks have measured."""
+        """Every batch has passed the layer: add up what all ranks have measured, and keep the strongest edges."""
         self.tallies.passed(unit)
-        self._keep_strongest()
-        seen = {name if start >= 0 else f"{name} {end}": found for (name, start, end), found in self._chains.items()}
-        agree_on_chains(self.model, unit, seen)
         self._chains.clear()
         self._rows.clear()
-
-    def _measure(self, unit: str, batch: int, trace: UnitTrace) -> None:
-        for expert_module, found in trace.routed.items():
-            for routed in found:
-                self._note_size(self._expert(unit, expert_module, routed.expert), routed.outputs)
-        for span in self._spans(self.routers.later(unit), trace.context.tokens):
-            self._measure_later(unit, batch, trace, span)
-        for number, layer in enumerate(self.routers.layers):
-            if layer.unit == unit and layer.name in trace.logits:
-                self._measure_own(unit, batch, trace, number)
-
-    def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
-        """The strongest edges to single experts' scores, averaged over so many tokens."""
-        mean = [replace(edge, influence=edge.influence / tokens) for edge in self._strongest]
-        return tuple(ScoreEdge(*edge) for edge in here().broadcast(lambda: [astuple(edge) for edge in mean]))
-
-    def _keep_strongest(self) -> None:
-        """Of the edges so far and those of the layer that is done, keep as many as shall stay, the strongest first."""
         split = {tally.module for tally in self.tallies.totals.values() if tally.kind == "head"}
         for name, tally in self.tallies.totals.items():
             if tally.by_expert is not None and adds_up(tally.kind, tally.module, split):
@@ -186,85 +182,52 @@ class Projection:
             tally.by_expert = None
         self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
 
-    def _note_size(self, tally: Tally, outputs: Tensor) -> None:
-        norms = outputs.float().norm(dim=-1)
-        tally.tokens += len(norms)
-        tally.norm += float(norms.sum(dtype=torch.float64))
-        tally.max_norm = max(tally.max_norm, float(norms.max()))
-        tally.max_entry = max(tally.max_entry, float(outputs.abs().max()))
+    def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
+        """The strongest edges to single experts' scores, averaged over so many tokens."""
+        mean = [replace(edge, influence=edge.influence / tokens) for edge in self._strongest]
+        return tuple(ScoreEdge(*edge) for edge in here().broadcast(lambda: [astuple(edge) for edge in mean]))
 
-    def _spans(self, numbers: list[int], tokens: int) -> Iterator[slice]:
-        size = max(1, SCORES_AT_ONCE // (tokens * self.experts))
-        for start in range(0, len(numbers), size):
-            chosen = numbers[start : start + size]
-            yield slice(chosen[0], chosen[-1] + 1)
-
-    def _senders(self, unit: str, trace: UnitTrace) -> Iterator[tuple[str, Component]]:
-        """Leaf names of this layer that are components, with what they are."""
-        known = {part.name: part for part in self.parts[unit]}
-        for name in trace.context.leaves:
-            if name == STREAM:
-                if unit == self.model.architecture.units[0]:
-                    yield name, Component("token", "token")
-            else:
-                yield name, known.get(name, Component(f"{unit} {name}", "other"))
-
-    def _measure_later(self, unit: str, batch: int, trace: UnitTrace, span: slice) -> None:
-        """Sub-scores for routers of later layers, through what lies between."""
-        routers, numbers = self.routers, range(span.start, span.stop)
-        place = span.start, span.stop  # batches of other sizes have other spans
-        if (OUTPUT, *place) not in self._rows:
-            self._rows[OUTPUT, *place] = torch.cat([routers.rows_after(unit, number) for number in numbers])
-        passing = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
-        end = View(span, self._rows[OUTPUT, *place], passing)
-        together: Tensor | None = None
-        for part, rows, scores in self._measured(unit, batch, trace, trace.terms, end, place):
-            if part.kind in ("expert", "shared"):
-                if together is None:
-                    together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
-                _add_rows(together, rows, scores)
-        if together is not None:
-            self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, span)
-
-    def _measure_own(self, unit: str, batch: int, trace: UnitTrace, number: int) -> None:
-        """Sub-scores for a router of the same layer, of the components that come before it."""
-        layer = self.routers.layers[number]
-        rows = router_rows(layer, [()], self.routers.logits[batch].device)
-        end = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
-        for _ in self._measured(unit, batch, trace, trace.logits[layer.name].terms, end, (-1, number)):
-            pass
-
-    def _seen(self, name: str, place: tuple[int, int], found: LeafMap, base: Tensor) -> Tensor:
-        """The routers' rows `base` pulled back to the component; the same for all batches of the layer."""
-        key = name, *place
-        if key not in self._chains:
-            self._chains[key] = tuple(map(kept, found.chains))
-            self._rows[key] = base if found.is_identity else pull_sum(base, found.chains)
-        elif not same_chains(self._chains[key], found.chains):
-            raise refuse(self.model, self._unit, f"what it does to {name} differs between batches")
-        return self._rows[key]
-
-    def _measured(
+    def _measure(
         self, unit: str, batch: int, trace: UnitTrace, terms: Sequence[Term], end: View, place: tuple[int, int]
-    ) -> Iterator[tuple[Component, Tensor | None, Tensor]]:
+    ) -> Tensor | None:
         """Add up the sub-scores of all components of a sum that looks like `end` to the routers.
 
-        Yields the component, its tokens (None for all) and the scores, an expert's or all at once.
+        Returns the sum [T, r, E] of those of routed and shared experts; None without any.
         """
-        for name, part in self._senders(unit, trace):
-            found = leaf_map(terms, name)
-            if found is None:
+        known = {part.name: part for part in self.parts[unit]}
+        together: Tensor | None = None
+        for name in trace.context.leaves:
+            part = known.get(name, Component(f"{unit} {name}", "other"))
+            if name == STREAM:
+                if unit != self.model.architecture.units[0]:
+                    continue
+                part = Component("token", "token")
+            if (found := leaf_map(terms, name)) is None:
                 continue
             scales = end.scales if found.token is None else end.scales * found.token[:, None]
-            view = View(end.span, self._seen(name, place, found, end.rows), scales)
+            view = View(end.span, self._pulled(unit, name, place, found, end.rows), scales)
             for tally, values, tokens in self._values(unit, trace, name, part):
                 scores = view.scores(values, tokens, self.experts)
                 self._add(tally, scores, tokens, batch, view.span)
                 if batch == 0 and self.remainder is not None:
                     _add_rows(self.remainder[:, view.span], tokens, -scores)
-                yield part, tokens, scores
+                if part.kind in ("expert", "shared"):
+                    if together is None:
+                        together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
+                    _add_rows(together, tokens, scores)
             if name in trace.heads:
                 self._measure_heads(unit, part, trace.heads[name], view, batch)
+        return together
+
+    def _pulled(self, unit: str, name: str, place: tuple[int, int], found: LeafMap, base: Tensor) -> Tensor:
+        """The routers' rows `base` pulled back to the component; the same for all batches of the layer."""
+        key = name, *place
+        if key not in self._chains:
+            self._chains[key] = found.chains
+            self._rows[key] = base if found.is_identity else pull_sum(base, found.chains)
+        elif not same_chains(self._chains[key], found.chains):
+            raise refuse(self.model, unit, f"what it does to {name} differs between batches")
+        return self._rows[key]
 
     def _values(
         self, unit: str, trace: UnitTrace, name: str, part: Component
@@ -300,23 +263,12 @@ class Projection:
         found = [spread(scores), *signs(scores), covariance(scores, logits)]
         if tally.kind not in UNRANKED:
             share = routers.valid[span] / routers.valid[span].sum(-1, keepdim=True)
-            found.append(
-                rank_change(
-                    logits,
-                    scores,
-                    routers.chosen[batch][rows, span],
-                    routers.before[batch][rows, span],
-                    share,
-                    routers.selection,
-                    span,
-                )
-            )
+            chosen, before = (of[batch][rows, span] for of in (routers.chosen, routers.before))
+            found.append(rank_change(logits, scores, chosen, before, share, routers.selection, span))
         tally.sums[: len(found), span] += torch.stack(found).cpu()
         tally.reaches[span] = True
         if self.edges_kept:
-            if tally.by_expert is None:
-                tally.by_expert = torch.zeros(len(routers.layers), self.experts, dtype=torch.float64)
-            tally.by_expert[span] += spread_by_expert(scores).cpu()
+            tally.add_by_expert(spread_by_expert(scores).cpu(), span)
 
 
 def _add_rows(total: Tensor, tokens: Tensor | None, scores: Tensor) -> None:

@@ -5,7 +5,6 @@ T tokens, H hidden, E experts, R routers, K top-k.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.influence import Selection, best_selection, ranks, selections
-from compressor.attribution.linear_maps import Chain, digest, kept, pull_sum, same_chains
-from compressor.attribution.tracing import Term
+from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
 from compressor.attribution.unit_trace import STREAM, UnitTrace, router_width, trace_unit
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
@@ -24,9 +22,7 @@ from compressor.model.streaming import BUDGET, Forward, LayerVisitor, Pass, allo
 from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
-
-Visit = Callable[[str, int, UnitTrace], None]
-Passed = Callable[[str], None]
+Visit = Callable[[str, int, UnitTrace], None]  # of a decoder layer, for each batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +61,19 @@ class _Tracing(LayerVisitor):
     """
 
     visit: Visit
-    done: Passed
+    done: Callable[[str], None]
     fault: tuple[int, str] | None = None  # of the first batch that was refused
 
     def replaced(self, unit: str, own: Forward) -> Forward:
-        return partial(self._traced, unit, own)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            output, trace = trace_unit(self.at.model, unit, self.at.moe_layers, own, args, kwargs)
+            try:
+                self.visit(unit, self.at.batch, trace)
+            except CompressionError as error:
+                self.fault = self.fault or (self.at.batch, str(error))
+            return output
 
-    def _traced(self, unit: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
-        output, trace = trace_unit(self.at.model, unit, self.at.moe_layers, own, args, kwargs)
-        try:
-            self.visit(unit, self.at.batch, trace)
-        except CompressionError as error:
-            self.fault = self.fault or (self.at.batch, str(error))
-        return output
+        return traced
 
     def passed(self, unit: str) -> None:
         self.done(unit)
@@ -89,27 +85,16 @@ def run_traced(
     model: OpenModel,
     batches: Sequence[Tensor],
     visit: Visit,
-    done: Passed,
     progress: Progress,
     phase: str,
     seed: int = 0,
+    done: Callable[[str], None] = lambda unit: None,
 ) -> None:
     """Stream the batches through all layers up to the last router's, traced; `visit` sees every layer and batch.
 
     Of several ranks each runs its share of the batches. When all have passed a layer, all ranks are `done` with it.
     """
     Pass(model, batches, progress, phase, seed, shared=True).run(_Tracing(visit, done))
-
-
-def agree_on_chains(model: OpenModel, unit: str, found: Mapping[str, tuple[Chain, ...]]) -> None:
-    """Refuse a model of whose layer ranks have seen different maps on their batches, by name, as one rank would."""
-    if here().is_alone:
-        return
-    known: dict[str, str] = {}
-    for own in here().all_gather({name: digest(chains) for name, chains in found.items()}):
-        for name, value in own.items():
-            if known.setdefault(name, value) != value:
-                raise refuse(model, unit, f"what it does to {name} differs between batches")
 
 
 @dataclass(slots=True)
@@ -185,7 +170,7 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
         if (stream := leaf_map(trace.terms, STREAM)) is None:
             raise refuse(model, unit, "its layers do not add to one residual stream")
         found.passing[unit, batch] = stream.token
-        known = found.streams.setdefault(unit, LeafMap(None, tuple(map(kept, stream.chains))))
+        known = found.streams.setdefault(unit, LeafMap(None, stream.chains))
         if not same_chains(known.chains, stream.chains):
             raise refuse(model, unit, "what it does to the residual stream differs between batches")
         for layer in layers:
@@ -203,11 +188,7 @@ def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progr
                 found.rows[layer.name] = router_rows(layer, view.chains, device)
                 _keep_biases(model, layer, found)
 
-    def done(unit: str) -> None:
-        streams = {"the residual stream": found.streams[unit].chains} if unit in found.streams else {}
-        agree_on_chains(model, unit, streams)
-
-    run_traced(model, batches, visit, done, progress, "routers", seed)
+    run_traced(model, batches, visit, progress, "routers", seed)
     _settle(found, [batch.numel() for batch in batches], experts)
     return found
 

@@ -1,21 +1,71 @@
 """Tensors that know what they are the sum of: the stock forward itself tells how components add up.
 
-A `Traced` tensor carries the terms of a sum: components (leaves), each scaled token by token and mapped linearly.
+A `Traced` tensor carries the terms of a sum: components (leaves), each scaled token by token and mapped linearly, by a
+chain of steps that act on each token alone. Rows are pulled back through such a chain in float32.
 Operations that are linear keep the terms. The result of any other operation is a plain tensor, a constant: so a
 norm's statistics are frozen at the values of the whole input, LN(c) = c * gamma / RMS(z), as in "Understanding
 Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026), and the terms stay an exact
-decomposition. T tokens, H width.
+decomposition. T tokens, H width before, H' width after a chain.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from compressor.attribution.linear_maps import Centre, Chain, Factor, Matrix, Mean, Step
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A linear map of a token's entries: times a `factor` (a number or a vector [H]), or times a `matrix` [H', H].
+
+    Or their `mean` in every entry, or they without it (`centre`).
+    """
+
+    kind: Literal["factor", "matrix", "mean", "centre"]
+    by: float | Tensor = 1.0
+
+    def pull(self, rows: Tensor) -> Tensor:
+        """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with its image."""
+        if self.kind == "factor":
+            return rows * self.by
+        if self.kind == "matrix":
+            assert isinstance(self.by, Tensor)
+            return rows @ self.by.float()
+        mean = rows.mean(-1, keepdim=True)
+        return mean.expand_as(rows) if self.kind == "mean" else rows - mean
+
+    def is_same(self, other: "Step") -> bool:
+        """Whether both do the same."""
+        if self.kind != other.kind or type(self.by) is not type(other.by):
+            return False
+        if isinstance(self.by, Tensor) and isinstance(other.by, Tensor):
+            return self.by is other.by or torch.equal(self.by, other.by)
+        return self.by == other.by
+
+
+Chain = tuple[Step, ...]
+
+
+def pull_sum(rows: Tensor, chains: Iterable[Chain]) -> Tensor:
+    """[M, H'] -> [M, H]: rows pulled back through a sum of chains."""
+
+    def pull(chain: Chain) -> Tensor:
+        pulled = rows
+        for step in reversed(chain):
+            pulled = step.pull(pulled)
+        return pulled
+
+    return torch.stack([pull(chain) for chain in chains]).sum(0)
+
+
+def same_chains(first: Sequence[Chain], second: Sequence[Chain]) -> bool:
+    """Whether two sums of chains have the same steps."""
+    return [len(chain) for chain in first] == [len(chain) for chain in second] and all(
+        a.is_same(b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,38 +177,12 @@ def untraced(values: Any) -> Any:
 
 
 _Terms = tuple[Term, ...] | None
-_KEEPING = {  # dropout, too: models are never in training mode
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "type",
-    "type_as",
-    "contiguous",
-    "clone",
-    "detach",
-    "dropout",
-    "view",
-    "reshape",
-    "flatten",
-    "unflatten",
-    "unsqueeze",
-    "squeeze",
-    "view_as",
-    "reshape_as",
-}
+_COPYING = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"}
+_SHAPING = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
+_KEEPING = {*_COPYING, *_SHAPING, "dropout"}  # models are never in training mode
 _ADDING = {
-    "add": 1.0,
-    "__add__": 1.0,
-    "__radd__": 1.0,
-    "add_": 1.0,
-    "__iadd__": 1.0,
-    "sub": -1.0,
-    "__sub__": -1.0,
-    "subtract": -1.0,
-    "sub_": -1.0,
-    "__isub__": -1.0,
+    **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), 1.0),
+    **dict.fromkeys(("sub", "__sub__", "subtract", "sub_", "__isub__"), -1.0),
 }
 _MULTIPLYING = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
 _DIVIDING = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
@@ -188,9 +212,10 @@ def _terms(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Te
     if not isinstance(first, Traced):
         return None
     if name in ("neg", "__neg__"):
-        return tuple(term.then(Factor(-1.0)) for term in first.terms)
+        return tuple(term.then(Step("factor", -1.0)) for term in first.terms)
     if name == "mean":
-        return _mean(first, result, args[1:], kwargs)
+        last = _argument(args, kwargs, 1, "dim") in (-1, (-1,), [-1], first.dim() - 1)
+        return tuple(term.then(Step("mean")) for term in first.terms) if last and result.shape[-1] == 1 else None
     if name == "linear":
         return _product(first, _argument(args, kwargs, 1, "weight"), _argument(args, kwargs, 2, "bias"), result)
     if name in _PRODUCTS and len(args) == 2:
@@ -212,7 +237,7 @@ def _added(first: Any, second: Any, sign: float, result: Tensor, context: Contex
         own = value.terms if isinstance(value, Traced) else _begun(value, result, context)
         if own is None:
             return None
-        found += own if factor == 1.0 else [term.then(Factor(factor)) for term in own]
+        found += own if factor == 1.0 else [term.then(Step("factor", factor)) for term in own]
     return tuple(found)
 
 
@@ -232,25 +257,20 @@ def _scaled(first: Any, second: Any, dividing: bool, context: Context) -> _Terms
         return None
     held, factor = (first, second) if isinstance(first, Traced) else (second, first)
     if not isinstance(factor, Tensor):
-        return tuple(term.then(Factor(1.0 / factor if dividing else float(factor))) for term in held.terms)
+        return tuple(term.then(Step("factor", 1.0 / factor if dividing else float(factor))) for term in held.terms)
     by = 1.0 / factor.detach().float() if dividing else factor.detach().float()
     if by.dim() > 1 and by.shape[-1] == 1 and by.numel() == context.tokens:  # of one token too: batches differ in it
         return tuple(term.times(by.reshape(-1)) for term in held.terms)
     if by.numel() == 1:
-        return tuple(term.then(Factor(float(by))) for term in held.terms)
+        return tuple(term.then(Step("factor", float(by))) for term in held.terms)
     if by.shape[-1] == by.numel():
-        return tuple(term.then(Factor(by.reshape(-1))) for term in held.terms)
+        own = by.reshape(-1).clone()  # which outlives the layer's weights
+        return tuple(term.then(Step("factor", own)) for term in held.terms)
     return None
 
 
-def _mean(value: Traced, result: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Terms:
-    over = _argument(args, kwargs, 0, "dim")
-    last = over in (-1, (-1,), [-1], value.dim() - 1)
-    return tuple(term.then(Mean()) for term in value.terms) if last and result.shape[-1] == 1 else None
-
-
 def _product(value: Traced, weight: Tensor, bias: Tensor | None, result: Tensor) -> _Terms:
-    terms = tuple(term.then(Matrix(weight.detach())) for term in value.terms)
+    terms = tuple(term.then(Step("matrix", weight.detach())) for term in value.terms)
     if bias is not None:
         terms = (*terms, Term(value.context.leaf("constant", bias)))
     value.context.projected(result, terms)
@@ -266,8 +286,8 @@ def _normed(name: str, value: Traced, args: Sequence[Any], kwargs: Mapping[str, 
     centred = name == "layer_norm"
     square = inputs.var(-1, correction=0) if centred else inputs.square().mean(-1)
     factor = (square + (torch.finfo(value.dtype).eps if eps is None else eps)).rsqrt()
-    steps: list[Step] = [Centre()] if centred else []
+    steps = [Step("centre")] if centred else []
     if weight is not None:
-        steps.append(Factor(weight.detach().float().reshape(-1)))
+        steps.append(Step("factor", weight.detach().float().reshape(-1).clone()))
     terms = tuple(replace(term.times(factor), chain=(*term.chain, *steps)) for term in value.terms)
     return terms if bias is None else (*terms, Term(value.context.leaf("constant", bias)))
