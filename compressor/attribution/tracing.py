@@ -43,7 +43,7 @@ class Step:
             return False
         if isinstance(self.by, Tensor) and isinstance(other.by, Tensor):
             return self.by is other.by or torch.equal(self.by, other.by)
-        return self.by == other.by
+        return bool(self.by == other.by)
 
 
 Chain = tuple[Step, ...]
