@@ -13,15 +13,11 @@ from compressor.checkpoint.source import locate
 from compressor.evaluation.base_answers import read_base
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.steps.distill import memory, streamed
-from compressor.steps.distill.memory import InMemory
-from compressor.steps.distill.objective import Objective
+from compressor.steps.distill import engines
+from compressor.steps.distill.engines import Engine, InMemory, Streamed
+from compressor.steps.distill.objective import Objective, Text, training_text
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.stored import stored_dtypes
-from compressor.steps.distill.streamed import Streamed
-from compressor.steps.distill.text import Text, training_text
 from compressor.steps.distill.trained import trained_layers
-from compressor.steps.distill.training import Engine
 from tests import zoo
 
 LENGTH = 12
@@ -44,11 +40,9 @@ class Lesson:
         return training_text(self.tokens, answers, options, self.base)
 
     def engine(self, options: Distill, seed: int = 0) -> Engine:
-        layers = trained_layers(self.model, options)
-        stored = stored_dtypes(self.model, layers)
         if options.stream:
-            return Streamed(self.model, layers, stored, options, seed, self.folder / "now")
-        return InMemory(self.model, layers, stored, options, seed)
+            return Streamed(self.model, options, seed, self.folder / "now")
+        return InMemory(self.model, options, seed)
 
     def trained(self, options: Distill, steps: int, where: str = "state") -> dict[str, Tensor]:
         """The trained tensors after so many steps, by state-dict key."""
@@ -90,8 +84,7 @@ def note_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     def note(state: Any, gradients: dict[str, Tensor], *others: Any) -> None:
         found.update({name: value.clone() for name, value in gradients.items()})
 
-    for module in (memory, streamed):
-        monkeypatch.setattr(module, "update", note)
+    monkeypatch.setattr(engines, "update", note)
     return found
 
 

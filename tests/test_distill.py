@@ -23,7 +23,7 @@ from compressor.evaluation.evaluator import Figures
 from compressor.publishing.card.build import card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import distilling, objective, training
-from compressor.steps.distill.memory import InMemory
+from compressor.steps.distill.engines import InMemory
 from compressor.words import short
 from tests import small, zoo
 from tests.command_line import Run, captured, ended, names, refused, run_killed, start
@@ -132,7 +132,7 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(
 
 
 MOMENTS = [  # of a run of 8 evaluations
-    ("compressor.steps.distill.updating", "keep_tensors", 9, ("--stream",)),
+    ("compressor.steps.distill.engines", "keep_tensors", 9, ("--stream",)),
     ("compressor.steps.distill.training", "write_whole", 4, ()),
     ("compressor.steps.distill.training", "write_whole", 4, ("--stream", "--train", "lora")),
     ("compressor.steps.distill.distilling", "keep_tensors", 2, ()),

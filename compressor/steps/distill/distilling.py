@@ -1,4 +1,4 @@
-"""A distillation from a checkpoint, its base and text: new stored tensors layer by layer, a record, their place."""
+"""Carry out `distill` on the checkpoint that earlier steps have made: new stored tensors layer by layer, a record."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.steps.distill.expert_outputs import refuse_too_few
-from compressor.steps.distill.memory import InMemory
+from compressor.recipe.step import Result, Step
+from compressor.steps.distill.contrastive import refuse_too_few
+from compressor.steps.distill.engines import InMemory, Streamed
+from compressor.steps.distill.objective import training_text
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.stored import stored_dtypes, stored_tensors
-from compressor.steps.distill.streamed import Streamed, log_cost
-from compressor.steps.distill.text import training_text
-from compressor.steps.distill.trained import trained_layers
-from compressor.steps.distill.training import Engine, folder_of, result, train
+from compressor.steps.distill.trained import stored_dtypes, stored_tensors, trained_layers
+from compressor.steps.distill.training import Training, folder_of, result
+from compressor.steps.state import State
 
 MADE = "made"  # the folder of new stored tensors, a file for each layer
 FIGURES = "figures.safetensors"  # there once all of them are
@@ -50,12 +50,6 @@ def check_model(smaller: OpenModel, options: Distill) -> None:
     stored_dtypes(smaller, trained_layers(smaller, options))
 
 
-def distilled(place: Path) -> Distilled | None:
-    """What an earlier run has made in `place`, if it came so far."""
-    figures = told_of(place / MADE / FIGURES)
-    return None if figures is None else Distilled(place / MADE, figures)
-
-
 def distill_tensors(
     smaller: OpenModel,
     base: OpenModel,
@@ -73,31 +67,45 @@ def distill_tensors(
     tensors come of a training that is not accepted. Raises `CompressionError` where `check_model` does, for fewer than
     eight held-out sequences, and for an architecture through which no gradients go layer by layer if they are to.
     """
-    layers = trained_layers(smaller, options)
-    stored = stored_dtypes(smaller, layers)
-    if options.stream:
-        log_cost(smaller, options.steps)
     require_enough(evaluator.sequences, "distill")
     text = training_text(batches, answers, options, base)
-    engine: Engine
-    if options.stream:
-        engine = Streamed(smaller, layers, stored, options, seed, place / "now")
-    else:
-        engine = InMemory(smaller, layers, stored, options, seed)
-    steps = place / "steps"
+    now, steps = place / "now", place / "steps"
+    engine = Streamed(smaller, options, seed, now) if options.stream else InMemory(smaller, options, seed)
     try:
-        state = train(engine, text, evaluator, options, seed, steps, progress)
+        state = Training(engine, text, evaluator, options, seed, steps, progress).run()
         figures = result(state)
         if not here().is_first:
             return Distilled(place / MADE, figures)
         shutil.rmtree(place / MADE, ignore_errors=True)
-        for number, layer in enumerate(layers if state.gained.accepted else ()):
-            values = engine.values(folder_of(steps, state.best), layer.unit)
-            made = stored_tensors(smaller, values, stored)
-            keep_tensors(place / MADE / f"layer-{number:05d}.safetensors", made, {"unit": layer.unit})
+        for number, unit in enumerate(engine.layers if state.gained.accepted else ()):
+            values = engine.values(folder_of(steps, state.best), unit)
+            made = stored_tensors(smaller, values, engine.stored)
+            keep_tensors(place / MADE / f"layer-{number:05d}.safetensors", made, {"unit": unit})
     finally:
         engine.close()
     keep_tensors(place / MADE / FIGURES, {}, figures)
-    for folder in (place / "now", steps):
+    for folder in (now, steps):
         shutil.rmtree(folder, ignore_errors=True)
     return Distilled(place / MADE, figures)
+
+
+def refuse_model(asked: Distill, model: OpenModel, steps: Sequence[Step]) -> None:
+    """Refuse what the model is not fit for, as far as its own storage tells."""
+    layers = trained_layers(model, asked)
+    if not model.layout.quantized or not steps:  # merging and correcting dequantise first
+        stored_dtypes(model, layers)
+
+
+def distill(asked: Distill, state: State) -> Result:
+    """Train, and give the tensors of the best state if held-out text is nearer to the base."""
+    place = state.kept("distill")
+    assert place is not None
+    if (figures := told_of(place / MADE / FIGURES)) is not None:  # of an earlier run
+        made = Distilled(place / MADE, figures)
+    else:
+        check_model(state.model, asked)
+        batches, answers, evaluator = state.base_answers()
+        made = distill_tensors(
+            state.model, state.base, asked, batches, answers, evaluator, state.seed, place, state.progress
+        )
+    return Result(made.result, made.tensors())

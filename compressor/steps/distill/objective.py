@@ -1,11 +1,13 @@
-"""The loss of one step: the mean over its tokens of each part, times the part's weight.
+"""What a distillation learns: its text with the base's answers on it, and the loss of one step.
 
-B sequences of L tokens, V tokens in the vocabulary, T = B L.
+The loss is the mean over the step's tokens of each part, times the part's weight. B sequences of L tokens, V tokens in
+the vocabulary, T = B L.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +15,86 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.distributed.ranks import here
-from compressor.evaluation.base_answers import top_divergence
+from compressor.errors import CompressionError
+from compressor.evaluation.base_answers import Distributions, top_divergence
+from compressor.evaluation.evaluator import rows_at_once
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
-from compressor.steps.distill.expert_outputs import ExpertCall, experts_apart, noted_call, seeded
+from compressor.steps.distill.contrastive import ExpertCall, experts_apart, noted_call, seeded
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.text import Batch
-from compressor.steps.distill.updating import NotFiniteError
 
 PARTS = ("kl", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
+BATCH = 8
+
+
+class NotFiniteError(Exception):
+    """A loss or a gradient is no number, so the step must not be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids [B, L], and the base's answers on them."""
+
+    tokens: Tensor
+    base: Distributions
+
+    def share(self, rank: int, ranks: int) -> "Batch":
+        """Return the sequences of one of so many ranks, maybe none."""
+        own = slice(rank, None, ranks)
+        return Batch(self.tokens[own], self.base.rows(own))
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Sequences to train on, each where it lies (batch, row)."""
+
+    batches: tuple[Batch, ...]
+    fit: tuple[tuple[int, int], ...]
+    most: int  # sequences that are computed at once
+
+    def of_step(self, step: int, sequences: int, seed: int) -> list[Batch]:
+        """The batches of a step: passes over shuffled sequences, without a remainder's short step."""
+        epoch, place = divmod(step, len(self.fit) // sequences)
+        generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
+        order = torch.randperm(len(self.fit), generator=generator).tolist()
+        chosen = [self.fit[number] for number in order[place * sequences : (place + 1) * sequences]]
+        return [self._joined(chosen[begin : begin + self.most]) for begin in range(0, sequences, self.most)]
+
+    def _joined(self, places: Sequence[tuple[int, int]]) -> Batch:
+        rows = [(self.batches[batch], row) for batch, row in places]
+
+        def stacked(name: str) -> Tensor:
+            return torch.stack([getattr(batch.base, name)[row] for batch, row in rows])
+
+        states = None if rows[0][0].base.hidden is None else stacked("hidden")
+        base = Distributions(stacked("tokens"), stacked("logs"), stacked("others"), states)
+        return Batch(torch.stack([batch.tokens[row] for batch, row in rows]), base)
+
+
+def places(batches: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """(batch, row) of every sequence to train on; those that were cut shorter than others are left out."""
+    longest = max((batch.shape[1] for batch in batches), default=0)
+    for number, batch in enumerate(batches):
+        if batch.shape[1] == longest:
+            yield from ((number, row) for row in range(len(batch)))
+
+
+def training_text(
+    batches: Sequence[Tensor], answers: Sequence[Distributions], options: Distill, model: OpenModel
+) -> Text:
+    """The sequences of batches of token ids [B, L], with the base's answers on them.
+
+    Raises `CompressionError` for fewer sequences than a step takes.
+    """
+    fit = tuple(places(batches))
+    if len(fit) < options.sequences:
+        raise CompressionError(
+            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train on, and a step takes "
+            f"{options.sequences}; give more text, or lower tokens_per_step"
+        )
+    rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
+    return Text(tuple(Batch(*pair) for pair in zip(batches, answers, strict=True)), fit, rows)
 
 
 class Objective(ReverseVisitor):
@@ -31,14 +103,7 @@ class Objective(ReverseVisitor):
     `parts` has the mean of each part over what has run, before its weight.
     """
 
-    def __init__(
-        self,
-        options: Distill,
-        batches: Sequence[Batch],
-        model: OpenModel,
-        seed: int,
-        step: int,
-    ) -> None:
+    def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
         self.options, self.model, self.seed, self.step = options, model, seed, step
         self.batches = [batch.share(here().rank, here().size) for batch in batches]
         self.tokens = sum(batch.tokens.numel() for batch in batches)

@@ -7,28 +7,21 @@ several evaluations bring nothing better. The best state is taken where the eval
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor, nn
+from typing import Any
 
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Difference, Evaluator, Figures
+from compressor.evaluation.evaluator import Difference, Evaluator
 from compressor.files import write_whole
 from compressor.kept import told_of
-from compressor.model.loading import set_tensor
-from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.records import read_as, read_json
-from compressor.steps.distill.objective import Objective
+from compressor.steps.distill.engines import Engine, file_of
+from compressor.steps.distill.objective import NotFiniteError, Objective, Text
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.text import Text
-from compressor.steps.distill.trained import TrainedLayer
-from compressor.steps.distill.updating import NotFiniteError, file_of
 
 STATE = "state.json"
 DIVERGED = 2.0  # times the KL from the base before the first step
@@ -38,52 +31,6 @@ NOT_A_NUMBER, APART, NO_BETTER, DONE = (
     "no better state came",
     "all steps were taken",
 )
-
-
-Values = Mapping[str, Tensor]
-Evaluate = Callable[[], tuple[tuple[float, float, float], tuple[float, ...]]]
-
-
-class Engine(Protocol):
-    """A model in training, in memory or layer by layer."""
-
-    model: OpenModel
-    layers: Mapping[str, TrainedLayer]  # by decoder layer
-
-    def step(self, objective: Objective, rate: float) -> None:
-        """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
-
-    def evaluated(self, evaluator: Evaluator) -> Figures:
-        """Figures of the model as it would be stored now."""
-
-    def save(self, folder: Path) -> None:
-        """Keep the state of all layers in a new folder."""
-
-    def load(self, folder: Path) -> None:
-        """Go back to a state that was kept."""
-
-    def values(self, folder: Path, unit: str) -> Values:
-        """A layer's trained tensors in float32 in a kept state, by state-dict key."""
-
-    def close(self) -> None:
-        """Nothing stays loaded."""
-
-
-def put_values(model: OpenModel, values: Values, trainable: bool = False) -> None:
-    """Put values in the place of loaded tensors, in the dtype in which the model computes; maybe asking for gradients.
-
-    What is loaded may be the checkpoint's own file, mapped: it is replaced, never written.
-    """
-    whole = model.partial.model
-    for key, value in values.items():
-        own = model.partial.empty[key]
-        made = nn.Parameter(value.detach().to(model.partial.device, own.dtype), requires_grad=trainable)
-        set_tensor(whole, key, made)
-
-
-def rounded(values: Values, stored: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Values as they are when they have been written and read again."""
-    return {key: value.to(stored[key]).float() for key, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,95 +80,83 @@ def kept(place: Path, units: Collection[str]) -> State | None:
     return found if all(told_of(path) is not None for path in files) else None
 
 
-def train(
-    engine: Engine,
-    text: Text,
-    evaluator: Evaluator,
-    options: Distill,
-    seed: int,
-    place: Path,
-    progress: Progress,
-) -> State:
-    """Train what the engine holds, or go on where a killed run has stopped; the best state is left in `place`."""
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Trains what the engine holds, or goes on where a killed run has stopped; the best state is left in `place`."""
 
-    def evaluate() -> tuple[tuple[float, float, float], tuple[float, ...]]:
-        """KL, loss and flips of the model now, and the KL of each sequence; all processes measure together."""
-        figures = engine.evaluated(evaluator)
-        means = figures.means
-        return (means["kl"], means["loss"], means["flips"]), tuple(figures.kl.tolist())
+    engine: Engine
+    text: Text
+    evaluator: Evaluator
+    options: Distill
+    seed: int
+    place: Path
+    progress: Progress
 
-    progress.start("distill", options.steps)
-    state = kept(place, engine.layers)
-    here().assert_same_on_all(state and state.step, f"training in {place}")
-    if state is None:
-        if here().is_first:
-            shutil.rmtree(place, ignore_errors=True)
-        means, first = evaluate()
-        state = State((Evaluation(0, *means),), first, first)
-    elif state.step:
-        engine.load(folder_of(place, state.step))
-    for _ in range(state.step):
-        progress.advance("step")
-    while state.ended is None:
-        state = _next(engine, text, evaluate, options, seed, place, progress, state)
-    return state
-
-
-def _next(
-    engine: Engine,
-    text: Text,
-    evaluate: Evaluate,
-    options: Distill,
-    seed: int,
-    place: Path,
-    progress: Progress,
-    state: State,
-) -> State:
-    """The steps up to the next evaluation, that one, and the state kept; or the end of it all."""
-    end, sums = min(state.step + options.every, options.steps), dict[str, float]()
-    for step in range(state.step, end):
-        batches = text.of_step(step, options.sequences, seed)
-        objective = Objective(options, batches, engine.model, seed, step)
-        try:
-            engine.step(objective, options.rate_at(step))
-        except NotFiniteError:
-            return _kept_with(engine, place, state, ended=NOT_A_NUMBER)
-        for name, value in objective.parts.items():
-            sums[name] = sums.get(name, 0.0) + value / (end - state.step)
-        progress.advance("step")
-    means, kl = evaluate()
-    found = Evaluation(end, *means, sums)
-    if not (math.isfinite(found.kl) and math.isfinite(found.loss)):
-        return _kept_with(engine, place, state, ended=NOT_A_NUMBER)
-    curve = (*state.curve, found)
-    best = min(curve, key=lambda entry: entry.kl)
-    ended = (
-        APART
-        if found.kl > DIVERGED * state.curve[0].kl
-        else DONE
-        if end == options.steps
-        else NO_BETTER
-        if sum(entry.step > best.step for entry in curve) >= options.patience
-        else None
-    )
-    if here().is_first:
-        engine.save(folder_of(place, end))
-    best_kl = kl if best is found else state.best_kl
-    return _kept_with(engine, place, State(curve, state.first, best_kl, best.step, ended))
-
-
-def _kept_with(engine: Engine, place: Path, state: State, ended: str | None = None) -> State:
-    """Write how far it has come, then remove the states that are of no more use."""
-    state.ended = ended or state.ended
-    if not here().is_first:
+    def run(self) -> State:
+        """All steps, or as many as there are until it ends early."""
+        self.progress.start("distill", self.options.steps)
+        state = kept(self.place, self.engine.layers)
+        here().assert_same_on_all(state and state.step, f"training in {self.place}")
+        if state is None:
+            if here().is_first:
+                shutil.rmtree(self.place, ignore_errors=True)
+            first, kl = self._evaluate(0)
+            state = State((first,), kl, kl)
+        elif state.step:
+            self.engine.load(folder_of(self.place, state.step))
+        for _ in range(state.step):
+            self.progress.advance("step")
+        while state.ended is None:
+            state = self._next(state)
         return state
-    place.mkdir(parents=True, exist_ok=True)
-    write_whole(place / STATE, json.dumps(asdict(state)))
-    used = {folder_of(place, step).name for step in (state.best, state.step)}
-    for folder in place.glob("step-*"):
-        if folder.name not in used:
-            shutil.rmtree(folder)
-    return state
+
+    def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
+        """Figures of the model now, and the KL of each sequence; all processes measure together."""
+        figures = self.engine.evaluated(self.evaluator)
+        means = figures.means
+        return Evaluation(step, means["kl"], means["loss"], means["flips"], parts), tuple(figures.kl.tolist())
+
+    def _next(self, state: State) -> State:
+        """The steps up to the next evaluation, that one, and the state kept; or the end of it all."""
+        options, sums = self.options, dict[str, float]()
+        end = min(state.step + options.every, options.steps)
+        for step in range(state.step, end):
+            batches = self.text.of_step(step, options.sequences, self.seed)
+            objective = Objective(options, batches, self.engine.model, self.seed, step)
+            try:
+                self.engine.step(objective, options.rate_at(step))
+            except NotFiniteError:
+                return self._kept(replace(state, ended=NOT_A_NUMBER))
+            for name, value in objective.parts.items():
+                sums[name] = sums.get(name, 0.0) + value / (end - state.step)
+            self.progress.advance("step")
+        found, kl = self._evaluate(end, **sums)
+        if not (math.isfinite(found.kl) and math.isfinite(found.loss)):
+            return self._kept(replace(state, ended=NOT_A_NUMBER))
+        curve = (*state.curve, found)
+        best = min(curve, key=lambda entry: entry.kl)
+        ended = None
+        if found.kl > DIVERGED * state.curve[0].kl:
+            ended = APART
+        elif end == options.steps:
+            ended = DONE
+        elif sum(entry.step > best.step for entry in curve) >= options.patience:
+            ended = NO_BETTER
+        if here().is_first:
+            self.engine.save(folder_of(self.place, end))
+        return self._kept(State(curve, state.first, kl if best is found else state.best_kl, best.step, ended))
+
+    def _kept(self, state: State) -> State:
+        """Write how far it has come, then remove the states that are of no more use."""
+        if not here().is_first:
+            return state
+        self.place.mkdir(parents=True, exist_ok=True)
+        write_whole(self.place / STATE, json.dumps(asdict(state)))
+        used = {folder_of(self.place, step).name for step in (state.best, state.step)}
+        for folder in self.place.glob("step-*"):
+            if folder.name not in used:
+                shutil.rmtree(folder)
+        return state
 
 
 def result(state: State) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.steps.distill import lora
-from compressor.steps.distill.memory import InMemory
+from compressor.steps.distill.engines import InMemory
+from compressor.steps.distill.trained import begin_factors, merged
 from tests.lessons import lesson, note_gradients, options, take_step
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -80,13 +80,13 @@ def test_factors_make_the_model_and_get_the_gradients_that_they_do_in_peft(
             torch.testing.assert_close(found, expected.weight.grad, rtol=1e-3, atol=1e-4 * scale, msg=key)
     merged = wrapped.merge_and_unload()
     for layer in engine.layers.values():
-        for key, value in layer.values(engine.own, engine.states[layer.unit].masters).items():
+        for key, value in layer.values(engine.read, engine.states[layer.unit].masters).items():
             torch.testing.assert_close(value, merged.get_parameter(key).detach(), rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6)])
 def test_a_weight_begins_as_it_is(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    first, second = lora.begin(shape, 2, torch.Generator().manual_seed(1))
-    assert torch.equal(lora.merged(weight, first, second), weight)
+    first, second = begin_factors(shape, 2, torch.Generator().manual_seed(1))
+    assert torch.equal(merged(weight, first, second), weight)
     assert first.abs().max() <= shape[-1] ** -0.5 and first.std() > 0.4 * shape[-1] ** -0.5

@@ -10,8 +10,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.stored import stored_dtypes, stored_tensors
-from compressor.steps.distill.trained import trained_layers
+from compressor.steps.distill.trained import stored_dtypes, stored_tensors, trained_layers
 from tests import quantized, small, zoo
 from tests.opened import opened
 

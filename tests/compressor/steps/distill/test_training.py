@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.evaluation import base_answers
-from compressor.steps.distill import streamed
-from compressor.steps.distill.memory import InMemory
+from compressor.steps.distill import engines
+from compressor.steps.distill.engines import InMemory, LayerState, update
 from compressor.steps.distill.trained import trained_layers
-from compressor.steps.distill.updating import LayerState, update
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step
 from tests.opened import one_expert, plain_calls
@@ -228,13 +227,13 @@ def test_a_streamed_step_holds_one_layer_and_leaves_nothing_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, held = lesson("mixtral", tmp_path), list[list[str]]()
-    real = streamed.update
+    real = engines.update
 
     def noting(*given: Any) -> None:
         held.append(sorted(loaded_units(made.model)))
         real(*given)
 
-    monkeypatch.setattr(streamed, "update", noting)
+    monkeypatch.setattr(engines, "update", noting)
     wish = options(stream=True)
     engine, text = made.engine(wish), made.text(wish)
     take_step(engine, text, wish, 0, made.model)
