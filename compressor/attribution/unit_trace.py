@@ -154,10 +154,6 @@ def _watch(model: Any, unit: str, layers: Sequence[MoeLayer], trace: UnitTrace) 
         yield from _watch_layer(layer, model, trace)
 
 
-def _note(found: list[RanExpert], *seen: Any) -> None:
-    found.append(RanExpert(*seen))
-
-
 def _begin(name: str, trace: UnitTrace, module: Any, args: Any, output: Any) -> Any:
     """What the module puts out for the tokens begins a term of its own."""
     first = output[0] if isinstance(output, tuple) else output
@@ -203,5 +199,6 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> Iterato
             trace.logits[layer.name] = replace(found, chosen=plain(output[2]).reshape(len(found.value), -1))
 
     yield model.get_submodule(layer.router).register_forward_pre_hook(before).remove
-    note = partial(_note, trace.routed.setdefault(layer.name, []))
-    yield Watch(model, layer, on_router=after, on_expert_output=note).attach().detach
+    routed = trace.routed.setdefault(layer.name, [])
+    watch = Watch(model, layer, on_router=after, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
+    yield watch.attach().detach
