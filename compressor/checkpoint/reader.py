@@ -273,9 +273,12 @@ def _locate_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 class Checkpoint:
-    """A local checkpoint folder, opened lazily: tensors are views of mapped files until they are changed."""
+    """A local checkpoint folder, opened lazily: tensors are views of mapped files until they are changed.
 
-    def __init__(self, folder: Path) -> None:
+    With `tensors`, of which the places are known from elsewhere, the folder need not hold the weights.
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, TensorInfo] | None = None) -> None:
         if not folder.is_dir():
             raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
         refuse_links(folder)
@@ -283,7 +286,7 @@ class Checkpoint:
             raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
         self.folder = folder
         self.raw_config = read_object(folder / "config.json")
-        self.tensors: dict[str, TensorInfo] = _locate_tensors(folder)
+        self.tensors = _locate_tensors(folder) if tensors is None else tensors
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

@@ -74,6 +74,7 @@ logger = logging.getLogger(__name__)
 
 Weights = Literal["safetensors", "any"]  # any: where there are no safetensors, an ONNX graph will do
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CACHED = (CONFIG, MODEL_NAME)  # one of which the cache has of a model
 COMPANIONS = (
     *("*.json", "*.jinja", f"{TEMPLATES}/*"),
     *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
@@ -128,7 +129,8 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
             entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
         return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
     except Exception as error:
-        folder = None if is_refusal(error) else cached_folder(model, revision)
+        known = [] if is_refusal(error) else [try_to_load_from_cache(model, name, None, revision) for name in CACHED]
+        folder = next((Path(place).parent for place in known if isinstance(place, str)), None)  # as it was last seen
         if folder is None:
             raise hub_fault(model, revision, error) from error
         if lost := _lost(folder, weights):
@@ -138,12 +140,6 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
             ) from error
         logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
         return folder
-
-
-def cached_folder(model: str, revision: str | None) -> Path | None:
-    """Where the cache has a revision as it was last seen; no request is made."""
-    known = [try_to_load_from_cache(model, name, revision=revision) for name in (CONFIG, MODEL_NAME)]
-    return next((Path(found).parent for found in known if isinstance(found, str)), None)
 
 
 def weights_file(model: str, names: Collection[str], weights: Weights = "safetensors") -> str:
@@ -257,21 +253,8 @@ def _fetch(
     model: str, name: str, revision: str | None, tell: Callable[[int], None] = lambda come: None, anew: bool = False
 ) -> Path:
     """One file's place in the cache, where it is brought if need be; `tell` hears how many bytes have come."""
-    bar, left = _silent_bar(tell), TRIES
-    while True:
-        try:
-            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=bar, force_download=anew))
-        except Exception as error:
-            left -= 1
-            if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
-                raise hub_fault(model, revision, error, name) from error
-            time.sleep(PAUSE_SECONDS)
 
-
-def _silent_bar(tell: Callable[[int], None]) -> Any:
-    """A progress bar class for the Hub client that draws nothing; it may use several at once for one file."""
-
-    class Bar(tqdm):
+    class Bar(tqdm):  # draws nothing; the Hub client may use several at once for one file
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
@@ -279,7 +262,14 @@ def _silent_bar(tell: Callable[[int], None]) -> Any:
             self.n += n or 0
             tell(int(self.n))
 
-    return Bar
+    for left in reversed(range(TRIES)):
+        try:
+            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=Bar, force_download=anew))
+        except Exception as error:
+            if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
+                raise hub_fault(model, revision, error, name) from error
+            time.sleep(PAUSE_SECONDS)
+    raise AssertionError
 
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -328,20 +318,14 @@ def locate(
     return ModelSource(model, folder.name, folder)
 
 
-@dataclass(frozen=True, slots=True)
-class HubHeaders:
-    """A Hub model's config folder and tensor places; no weight was fetched."""
+def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
+    """A Hub model of which no weight is fetched: its headers come by range requests, or from the cache.
 
-    folder: Path
-    revision: str
-    tensors: dict[str, TensorInfo]
-
-
-def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
-    """config.json and the safetensors headers of a Hub model, by range requests; from the cache if need be."""
+    Its folder is named after the commit.
+    """
     found = find_repository(model, revision)
     if isinstance(found, Path):
-        return HubHeaders(found, found.name, Checkpoint(found).tensors)
+        return Checkpoint(found)
     head, small = weights_file(model, found.files), (CONFIG, INDEX_NAME)
     folder = fetch_small(found, revision, [name for name in small if name in found.files])
     shard_names(found, folder, head)
@@ -354,4 +338,4 @@ def fetch_headers(model: str, revision: str | None = None) -> HubHeaders:
         for file, content in metadata.files_metadata.items()
         for name, info in content.tensors.items()
     }
-    return HubHeaders(folder, found.commit, tensors)
+    return Checkpoint(folder, tensors)

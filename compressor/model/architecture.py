@@ -256,19 +256,13 @@ class Architecture:
         return with_fields(self.config, {self.count_field: count, **self.written})
 
 
-def with_field(config: Any, dotted: str, value: Any) -> Any:
-    """A copy of the config with another value at a dotted path."""
-    copied = copy.deepcopy(config)
-    owner, _, name = dotted.rpartition(".")
-    setattr(attrgetter(owner)(copied) if owner else copied, name, value)
-    return copied
-
-
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     """A copy of a config with other values at dotted paths."""
+    copied = copy.deepcopy(config)
     for path, value in fields.items():
-        config = with_field(config, path, value)
-    return config
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(copied) if owner else copied, name, value)
+    return copied
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -406,7 +400,7 @@ def find_count_field(config: Any, model: nn.Module) -> str:
         )
     for candidate in _candidate_fields(config, count)[:MOST_CANDIDATES]:
         with suppress(CompressionError, ValueError, TypeError):
-            doubled = build_meta(with_field(config, candidate, 2 * count))
+            doubled = build_meta(with_fields(config, {candidate: 2 * count}))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
                 return candidate
     raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
@@ -441,7 +435,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         )
     count_field = find_count_field(config, model)
     count = int(attrgetter(count_field)(config))
-    tensors = expert_tensors(model, build_meta(with_field(config, count_field, 2 * count)), count)
+    tensors = expert_tensors(model, build_meta(with_fields(config, {count_field: 2 * count})), count)
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     modules = dict(model.named_modules())

@@ -178,8 +178,13 @@ class Watch:
             )
         for module, called in ((router, self.on_router), (block, self.on_block)):
             if called is not None:  # a pass may end a batch in a hook of the block, and nothing comes after that
-                hook = partial(_without_module, called)
-                removals.append(module.register_forward_hook(hook, with_kwargs=True, prepend=module is block).remove)
+                removals.append(
+                    module.register_forward_hook(
+                        lambda _, args, kwargs, output, called=called: called(args, kwargs, output),
+                        with_kwargs=True,
+                        prepend=module is block,
+                    ).remove
+                )
         return self
 
     def detach(self) -> None:
@@ -193,7 +198,3 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-
-def _without_module(called: Called, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    called(args, kwargs, output)

@@ -1,12 +1,9 @@
 """What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
 
-import json
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,13 +108,6 @@ def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
     return wanted
 
 
-class _HeaderCheckpoint(Checkpoint):
-    """A checkpoint of which only headers are at hand."""
-
-    def __init__(self, folder: Path, raw_config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
-        self.folder, self.raw_config, self.tensors = folder, raw_config, tensors
-
-
 def inspect_model(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
     """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
     if is_local(model):
@@ -126,14 +116,8 @@ def inspect_model(model: str, revision: str | None = None, experts: int | None =
         if declared(checkpoint.raw_config):
             checkpoint = SubstitutedCheckpoint(source.folder)
         return _report(model, None, checkpoint, load_config(source.folder), experts)
-    headers = fetch_headers(model, revision)
-    raw = json.loads((headers.folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(raw, dict):
-        raise CompressionError(f"{model}: config.json on the Hub is no JSON object")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-        checkpoint = _HeaderCheckpoint(Path(folder), raw, headers.tensors)
-        return _report(model, headers.revision, checkpoint, load_config(Path(folder)), experts)
+    checkpoint = fetch_headers(model, revision)
+    return _report(model, checkpoint.folder.name, checkpoint, load_config(checkpoint.folder), experts)
 
 
 def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: Any, experts: int | None) -> Inspection:

@@ -1,6 +1,6 @@
 """Loading parts of a checkpoint into the stock model on meta, through transformers' own weight conversion.
 
-A thread reads the next layer's stored tensors while this layer computes (`Prefetch`).
+A thread reads the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
 import logging

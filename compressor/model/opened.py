@@ -181,6 +181,7 @@ logger = logging.getLogger(__name__)
 def served_as(architecture: Architecture, stock: nn.Module, quantization: str = "") -> Served:
     """A model as servers see it, from its architecture and the stock model (on meta)."""
     layer, text = architecture.layers[0], architecture.config.get_text_config()
+    router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
         architecture.family,
         layer.experts,
@@ -188,16 +189,10 @@ def served_as(architecture: Architecture, stock: nn.Module, quantization: str = 
         width_of(stock.get_submodule(layer.name)),
         groups=layer.routing_groups,
         chosen_groups=layer.chosen_groups,
-        selection_bias=_selection_bias(layer),
+        selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
         tied=bool(getattr(text, "tie_word_embeddings", False)),
         quantization=quantization,
     )
-
-
-def _selection_bias(layer: MoeLayer) -> bool:
-    """Whether the router has a bias beside that of its logits, which is called just so."""
-    names = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
-    return any("bias" in name and name != "bias" for name in names)
 
 
 def quantization_of(raw_config: Any) -> str:

@@ -316,7 +316,8 @@ class _Lockstep:
         own = self.forwards[unit]
         self.spill.keep(self.place.batch, next(iter((*args, *kwargs.values())), None))
         while self.driver.switch(unit) == _REPLAY:
-            own(*_copied(args), **kwargs)
+            copies = (value.clone() if isinstance(value, torch.Tensor) else value for value in args)
+            own(*copies, **kwargs)  # which may change them in place without the batch noticing
         for visitor in self.visitors:
             own = visitor.replaced(unit, own)
         return own(*args, **kwargs)
@@ -332,25 +333,18 @@ class _Lockstep:
 def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
     """For each module outside the decoder layers: the tensors that its forward may use directly."""
     model, head, found = partial.model, head_of(partial.model), {}
+    direct: dict[str, list[str]] = {}  # tensors by the module that owns them
+    for key in partial.empty:
+        direct.setdefault(key.rpartition(".")[0], []).append(key)
     for name, module in model.named_modules():
         if any(name == unit or name.startswith(f"{unit}.") for unit in units):
             continue
         prefix = f"{name}." if name else ""
-        owners = [(prefix, module)] + [
-            (f"{prefix}{child_name}.", child)
-            for child_name, child in module.named_children()
-            if child is not head and f"{prefix}{child_name}" not in units
-        ]
-        keys = [f"{owner_prefix}{key}" for owner_prefix, owner in owners for key in _direct_tensors(owner)]
-        if keys:
+        children = [f"{prefix}{child_name}" for child_name, child in module.named_children() if child is not head]
+        owners = [name, *(child for child in children if child not in units)]
+        if keys := [key for owner in owners for key in direct.get(owner, ())]:
             found[name] = keys
     return found
-
-
-def _direct_tensors(module: nn.Module) -> Iterator[str]:
-    yield from (name for name, value in module._parameters.items() if value is not None)
-    skipped = module._non_persistent_buffers_set
-    yield from (name for name, value in module._buffers.items() if value is not None and name not in skipped)
 
 
 def _release_embedding(partial: PartialModel) -> None:
@@ -365,11 +359,6 @@ def _release_embedding(partial: PartialModel) -> None:
     sharing = [{name.rpartition(".")[0] for name in pair} for pair in partial.tied.items()]
     if all(pair <= {own, head} for pair in sharing if own in pair):
         partial.release(own)
-
-
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments that a replay may change in place without the batch noticing."""
-    return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in args)
 
 
 Loss = Callable[[int, Any], torch.Tensor]  # (batch, the model's output) -> its share of the loss
@@ -410,7 +399,9 @@ class ReversePass:
 
         Raises `CompressionError` if gradients go from layer to layer in another way than in hidden states.
         """
-        self._refuse_shared()
+        inside = tuple(f"{unit}." for unit in self.model.architecture.units)
+        if shared := next((key for key in self.model.partial.tied if key.startswith(inside)), None):
+            raise _another_way(self.model.partial, f"{shared} shares its weights with another layer")
         calls = _Calls(self, loss)
         forward = Pass(
             self.model,
@@ -454,12 +445,6 @@ class ReversePass:
         partial.release(unit)
         give_back()
 
-    def _refuse_shared(self) -> None:
-        inside = tuple(f"{unit}." for unit in self.model.architecture.units)
-        shared = next((key for key in self.model.partial.tied if key.startswith(inside)), None)
-        if shared is not None:
-            raise _another_way(self.model.partial, f"{shared} shares its weights with another layer")
-
 
 class _Calls(LayerVisitor):
     """What every batch called every layer with, the losses, and the gradients that wait between layers."""
@@ -482,7 +467,10 @@ class _Calls(LayerVisitor):
             self._refuse_other_ways(unit, hidden, others)
             kept = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
             self.spill.keep((unit, self.at.batch), kept)
-            self.held[unit, self.at.batch] = ((name, kept), *((key, _snapshot(value)) for key, value in others))
+            as_now = (  # containers are copied, should the layer write into one
+                (key, copy.copy(value) if isinstance(value, MutableMapping | list) else value) for key, value in others
+            )
+            self.held[unit, self.at.batch] = ((name, kept), *as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
                 output = own(*args, **kwargs)
@@ -555,11 +543,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _tensors(entry)
-
-
-def _snapshot(value: Any) -> Any:
-    """An argument as it is now: a container of its own, should a layer write into it."""
-    return copy.copy(value) if isinstance(value, MutableMapping | list) else value
 
 
 def _as_leaves(output: Any, leaves: list[torch.Tensor]) -> Any:

@@ -32,20 +32,15 @@ def load_tokenizer(folder: Path, remedy: str = "copy those of the original model
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # None would ask
     except Exception as error:  # tokenizer classes raise what they like
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
-    if not _is_defined(tokenizer, folder):
+    own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())
+    files = (*own, *VOCABULARIES) if own else (*VOCABULARIES, "tokenizer_config.json")  # which names a class without
+    if not any(path.is_file() for name in files for path in folder.glob(name)):
         fault = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
     elif _knows_nothing(tokenizer):
         fault = "its vocabulary holds nothing but special tokens"
     else:
         return tokenizer
     raise CompressionError(f"{folder} has no usable tokenizer ({fault}); {remedy}")
-
-
-def _is_defined(tokenizer: Any, folder: Path) -> bool:
-    """Whether a file holds its vocabulary, or names its class where that needs none (bytes, characters)."""
-    own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())
-    wanted = (*own, *VOCABULARIES) if own else (*VOCABULARIES, "tokenizer_config.json")
-    return any(path.is_file() for name in wanted for path in folder.glob(name))
 
 
 def _knows_nothing(tokenizer: Any) -> bool:

@@ -45,6 +45,8 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
     A tokenizer for which none of its optional files is at fault (it needs its own code or another package) passes,
     unless the `original` folder's loads.
     """
+    from transformers import GenerationConfig
+
     for name in OBJECTS:
         if (folder / name).is_file():
             read_object(folder / name)
@@ -53,8 +55,12 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
             path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); {REMEDY}") from error
-    if (folder / GENERATION).is_file():
-        _check_generation(folder)
+    if (path := folder / GENERATION).is_file():
+        try:
+            with quiet_transformers():
+                GenerationConfig.from_pretrained(str(folder))
+        except Exception as error:  # whatever its fields make it raise
+            raise CompressionError(f"transformers cannot load {path} ({reason_of(error)}); {REMEDY}") from error
     if (fault := _tokenizer_fault(folder)) is None:
         return
     if culprit := _culprit(folder):
@@ -68,18 +74,6 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
 
 def _found(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-
-
-def _check_generation(folder: Path) -> None:
-    from transformers import GenerationConfig
-
-    try:
-        with quiet_transformers():
-            GenerationConfig.from_pretrained(str(folder))
-    except Exception as error:  # whatever its fields make it raise
-        raise CompressionError(
-            f"transformers cannot load {folder / GENERATION} ({reason_of(error)}); {REMEDY}"
-        ) from error
 
 
 def _tokenizer_fault(folder: Path) -> BaseException | None:

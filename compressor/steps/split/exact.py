@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, MoeLayer, build_meta, with_field, with_fields
+from compressor.model.architecture import Architecture, MoeLayer, build_meta, with_fields
 from compressor.model.experts import width_of
 from compressor.steps.split.numbers import each_number
 from compressor.steps.split.shape import SplitShape, value_at
@@ -36,7 +36,7 @@ def factors_of(architecture: Architecture, shape: SplitShape) -> Factors:
     def of_width(width: int) -> Any:
         return each_number(value_at(config, path), lambda _: width)
 
-    narrow = with_field(config, path, of_width(PART * shape.parts))
+    narrow = with_fields(config, {path: of_width(PART * shape.parts)})
     split = with_fields(config, {**shape.fields, path: of_width(PART)})
     model, after = (build_meta(each, torch.float32) for each in (narrow, split))
     kinds = {_kind(model, layer): layer for layer in reversed(architecture.layers)}
