@@ -174,13 +174,12 @@ class Evaluator:
             yield riding
 
     @contextmanager
-    def measuring(self, model: nn.Module, variants: Variants | None = None) -> Iterator["Riding"]:
+    def measuring(self, model: nn.Module) -> Iterator["Riding"]:
         """Measure a variant in a pass that somebody else makes, or `model` whole in memory; the base is kept already.
 
         The visitor that is given has the figures when the block has ended.
         """
-        places = [(0, number) for number in range(len(self.batches))]
-        with self._riding(model, places, 0, variants) as riding:
+        with self._riding(model, [(0, number) for number in range(len(self.batches))]) as riding:
             yield riding
         riding.add_up()
 
@@ -234,7 +233,11 @@ class Evaluator:
 
     @contextmanager
     def _riding(
-        self, model: nn.Module, places: Sequence[tuple[int | None, int]], first: int, variants: Variants | None = None
+        self,
+        model: nn.Module,
+        places: Sequence[tuple[int | None, int]],
+        first: int = 0,
+        variants: Variants | None = None,
     ) -> Iterator["Riding"]:
         head = require_head(model)
         riding = Riding(self, tuple(places), first, variants)

@@ -176,7 +176,7 @@ class ResultStore:
         return self.folder / f"{digest[:32]}.json"
 
     def load(self, key: Mapping[str, Any]) -> ItemScores | None:
-        """What was stored; None if nothing was, or nothing that can be read."""
+        """What was stored; None if nothing was, nothing that can be read, or other numbers of values than of items."""
         content = read_cached(self.path(key))
         try:
             if content is None or content["key"] != json.loads(json.dumps(key)):
@@ -185,16 +185,10 @@ class ResultStore:
         except (KeyError, CompressionError) as error:
             logger.debug("the stored result %s is ignored: %s", self.path(key), error)
             return None
-        return scores if _whole(scores, key) else None
+        sizes = {len(each) for each in (scores.values, scores.weights or scores.ids, scores.clusters or scores.ids)}
+        return scores if sizes == {len(scores.ids)} else None
 
     def save(self, key: Mapping[str, Any], scores: ItemScores) -> None:
         """Store a result; the file is there whole or not at all. Where that fails, the run goes on with a warning."""
         if error := write_cached(self.path(key), {"key": key, "scores": asdict(scores)}):
             logger.warning("the results on %s could not be stored in %s: %s", scores.task, self.folder, error)
-
-
-def _whole(scores: ItemScores, key: Mapping[str, Any]) -> bool:
-    """Whether stored results are of the task asked for, with as many numbers as items."""
-    counts = {len(scores.ids), len(scores.values)}
-    counts |= {len(entries) for entries in (scores.weights, scores.clusters) if entries}
-    return scores.task == key["task"] and scores.version == key["version"] and len(counts) == 1
