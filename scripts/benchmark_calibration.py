@@ -25,7 +25,7 @@ def calibration_report(folder: Path, vocabulary: int, device: str, tokens: int) 
     from compressor.model.loading import PartialModel, ReadAhead
     from compressor.model.opened import open_model
     from compressor.progress import Silent, quiet_transformers
-    from compressor.statistics.collecting import collect
+    from compressor.statistics.statistics import collect
 
     def settle() -> None:
         if device.startswith("cuda"):

@@ -17,8 +17,7 @@ from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Spill
 from compressor.progress import Silent
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, collect
 from tests import zoo
 
 

@@ -15,8 +15,7 @@ from compressor.model.opened import open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from compressor.progress import Silent
 from compressor.recipe.step import TextOptions
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED
+from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED, collect
 from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
 from tests.ordered import with_heldout

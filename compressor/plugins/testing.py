@@ -25,8 +25,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover
 from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import Strategy, strategy_of
-from compressor.statistics.collecting import smaller_routers
-from compressor.statistics.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics
+from compressor.statistics.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics, smaller_routers
 
 
 def fake_statistics(

@@ -21,8 +21,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics, LayerWeights
+from compressor.statistics.statistics import LayerStatistics, LayerWeights, collect
 from compressor.ties import ROUNDING, exceeds, least, rounded
 from tests import zoo
 from tests.opened import batches

@@ -13,7 +13,7 @@ from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
-from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import collect
 from strategies import data_centric
 from strategies.data_centric import Options, distances
 from tests import zoo

@@ -15,8 +15,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, collect
 from strategies import enumerate_subsets
 from strategies.enumerate_subsets import NEEDS, Options, _Block, _Greedy, _search, plan
 from tests import zoo

@@ -22,8 +22,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, collect
 from strategies.data_centric import distances
 from strategies.hc_smoe import LINKAGES, Options, cluster, plan
 from tests import zoo

@@ -16,7 +16,7 @@ from compressor.grouping.similarity import fast_squared_distances
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
-from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import collect
 from strategies import model_centric
 from strategies.model_centric import Options, surrogate_distances, vectorized_distances
 from tests import zoo

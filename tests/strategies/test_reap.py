@@ -10,8 +10,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, collect
 from strategies import count_guided
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls

@@ -19,8 +19,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import Substitutes, substitute
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, collect
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
 

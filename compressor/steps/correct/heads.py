@@ -17,8 +17,7 @@ from compressor.mtp.head import Head, find_heads, known_heads, names_of
 from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.correct.in_order import LayerWork, Visited, compress_in_order
 from compressor.surgery.cutting import CutFiles
 

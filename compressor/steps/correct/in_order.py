@@ -22,8 +22,7 @@ from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
-from compressor.statistics.collecting import Observers, Routers, smaller_routers
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct

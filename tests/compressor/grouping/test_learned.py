@@ -17,7 +17,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
-from compressor.statistics import collecting
+from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import LayerStatistics
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls

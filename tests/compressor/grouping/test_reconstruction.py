@@ -16,8 +16,7 @@ from compressor.grouping.rerouting import SmallerRouter
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
+from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics, collect
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.stock import Small

@@ -12,8 +12,7 @@ from compressor.grouping.choose import merge_groups
 from compressor.grouping.rerouting import SmallerRouter
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
+from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics, collect
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.stock import Small, by_slot
 

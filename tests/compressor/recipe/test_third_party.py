@@ -113,7 +113,7 @@ def test_a_plugin_reads_frozen_statistics(tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[Any] = []
     strategy = load_strategy("their-reap")
     stock, model = opened("mixtral", tmp_path / "model")
-    from compressor.statistics.collecting import collect
+    from compressor.statistics.statistics import collect
 
     for stats in collect(model, strategy.needs, calibration(batches(stock)), Silent()):
         before = stats.gated_norm_sum.clone()

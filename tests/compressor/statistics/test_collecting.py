@@ -11,8 +11,7 @@ from compressor.data.batches import Calibration, sample_positions
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
-from compressor.statistics import collecting
-from compressor.statistics.collecting import collect
+from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import (
     ALL,
     DENSE,
@@ -22,6 +21,7 @@ from compressor.statistics.statistics import (
     SAMPLED,
     LayerStatistics,
     RouterArguments,
+    collect,
 )
 from tests import zoo
 from tests.opened import opened

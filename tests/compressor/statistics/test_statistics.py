@@ -15,7 +15,7 @@ from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
-from compressor.statistics import collecting
+from compressor.statistics import statistics as collecting
 from compressor.statistics.meters import METERS, mix_tokens
 from compressor.statistics.statistics import (
     ALL,

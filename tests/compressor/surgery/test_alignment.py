@@ -22,7 +22,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
-from compressor.statistics.collecting import collect
+from compressor.statistics.statistics import collect
 from compressor.surgery.cutting import aligned_experts, matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import batches, calibration, one_expert

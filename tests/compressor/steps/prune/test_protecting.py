@@ -19,8 +19,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import STRATEGIES, Strategy, load_strategy, names
-from compressor.statistics.collecting import collect
-from compressor.statistics.statistics import ALL
+from compressor.statistics.statistics import ALL, collect
 from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protecting import check_protected, given_protected, read_protected, strongest_that_fit
 from tests.opened import batches, calibration, opened
