@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from compressor.comoe.layer import LoraExperts, comoe_layers, watching
+from compressor.comoe.layer import comoe_layers, watching
 from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, rows_of
 from compressor.progress import Progress, Silent
 from compressor.steps.distill.contrastive import unit
@@ -102,56 +102,38 @@ def _task(
     model: Any, task: str, asked: Sequence[tuple[Item, tuple[Row, ...]]], pad: int, batch_size: int, listener: Progress
 ) -> TaskResult:
     layers = comoe_layers(model)
-    counted = {name: _Counted(layer) for name, layer in layers.items()}
+    experts = max((len(layer.router) for layer in layers.values()), default=0)
+    activations = torch.zeros(len(layers), experts, dtype=torch.float64)  # [L, E], summed over tokens, as are cosines
+    cosines, seen_tokens = torch.zeros(len(layers), experts, experts, dtype=torch.float64), [0] * len(layers)
     right, nats, tokens = 0, 0.0, 0
     for start in range(0, len(asked), batch_size):
         part = asked[start : start + batch_size]
         rows = [row for _, own in part for row in own]
         firsts = list(accumulate((len(own) for _, own in part), initial=0))[:-1]  # each item's first row
         batch = collate([{"input_ids": list(row.tokens), "labels": list(row.tokens)} for row in rows], pad)
-        tokens_of, padding = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        given, padding = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        best = [first + item.right for (item, _), first in zip(part, firsts, strict=True)]
+        mask = torch.zeros_like(padding)  # of the right answers and their prompts
+        mask[best] = padding[best]
         with watching(layers):
-            logits = model(input_ids=tokens_of, attention_mask=padding, use_cache=False).logits
-            mask = torch.zeros_like(padding)
-            for (item, _), first in zip(part, firsts, strict=True):
-                mask[first + item.right] = padding[first + item.right]
-            for each in counted.values():
-                each.count(mask)
+            logits = model(input_ids=given, attention_mask=padding, use_cache=False).logits
+            for number, layer in enumerate(layers.values()):
+                for seen in layer.watched or ():
+                    places = seen.places(mask).to(seen.inner.device)
+                    outputs = unit(layer.outputs(seen.inner[places]))
+                    cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).double().cpu()
+                    activations[number] += seen.chosen[places].flatten().bincount(minlength=experts).cpu()
+                    seen_tokens[number] += len(places)
         found = likelihoods(logits, rows)
-        for (item, own), first in zip(part, firsts, strict=True):
-            best = first + item.right
-            greedy = not item.choices and is_greedy(logits[best : best + 1], own[0])
-            right += greedy if not item.choices else int(found[first : first + len(own)].argmax()) == item.right
-            nats -= float(found[best])
-            tokens += len(own[item.right].tokens) - own[item.right].start
+        for (item, own), first, answer in zip(part, firsts, best, strict=True):
+            if item.choices:
+                right += int(found[first : first + len(own)].argmax()) == item.right
+            else:
+                right += is_greedy(logits[answer : answer + 1], own[0])
+            nats -= float(found[answer])
+            tokens += len(rows[answer].tokens) - rows[answer].start
             listener.advance(task)
-    workload = tuple(each.workload for each in counted.values())
-    similarity = torch.stack([each.similarity for each in counted.values()]).mean(0).tolist() if counted else []
-    return TaskResult(task, len(asked), int(right), nats / tokens, workload, tuple(map(tuple, similarity)))
-
-
-class _Counted:
-    """Activations and cosines of one layer's experts, summed over tokens."""
-
-    def __init__(self, layer: LoraExperts) -> None:
-        experts = layer.router.shape[0]
-        self.layer, self.tokens = layer, 0
-        self.activations = torch.zeros(experts, dtype=torch.float64)
-        self.cosines = torch.zeros(experts, experts, dtype=torch.float64)
-
-    def count(self, mask: Tensor) -> None:
-        """Add what the layer has just seen, of the tokens that count; [B, S]."""
-        for seen in self.layer.watched or ():
-            places = seen.places(mask).to(seen.inner.device)
-            outputs = unit(self.layer.outputs(seen.inner[places]))
-            self.cosines += torch.einsum("tid,tjd->ij", outputs, outputs).double().cpu()
-            self.activations += seen.chosen[places].flatten().bincount(minlength=len(self.activations)).cpu()
-            self.tokens += len(places)
-
-    @property
-    def workload(self) -> tuple[float, ...]:
-        return tuple((self.activations / self.activations.sum().clamp_min(1)).tolist())
-
-    @property
-    def similarity(self) -> Tensor:
-        return self.cosines / max(1, self.tokens)
+    workload = activations / activations.sum(1, keepdim=True).clamp_min(1)
+    similarity = cosines / torch.tensor(seen_tokens).clamp_min(1).reshape(-1, 1, 1)
+    matrices = (tuple(map(tuple, each.tolist())) for each in (workload, similarity.mean(0)))
+    return TaskResult(task, len(asked), right, nats / tokens, *matrices)

@@ -76,28 +76,23 @@ class TuningOptions:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        for name in ("contrastive", "learning_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise CompressionError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; give a number of 0 or more"
-                )
-        if not 0 < self.temperature < math.inf:
-            raise CompressionError(f"--temperature is {self.temperature}; give a number above 0, such as 0.07")
-        if not 0 <= self.warmup <= 1:
-            raise CompressionError(f"--warmup is {self.warmup}; give a share of the steps, from 0 to 1")
-        if not 0 < self.epochs < math.inf:
-            raise CompressionError(f"--epochs is {self.epochs}; give a number above 0, such as 2")
-        for name in ("steps", "batch_size", "accumulation", "contrastive_tokens", "log_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise CompressionError(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1")
+        counts = ("steps", "batch_size", "accumulation", "contrastive_tokens", "log_every", "save_every")
+        for name, fits, wanted in (
+            ("contrastive", 0 <= self.contrastive < math.inf, "a number of 0 or more"),
+            ("learning_rate", 0 <= self.learning_rate < math.inf, "a number of 0 or more"),
+            ("temperature", 0 < self.temperature < math.inf, "a number above 0, such as 0.07"),
+            ("warmup", 0 <= self.warmup <= 1, "a share of the steps, from 0 to 1"),
+            ("epochs", 0 < self.epochs < math.inf, "a number above 0, such as 2"),
+            *((name, (getattr(self, name) or 0) >= 1, "a whole number of at least 1") for name in counts),
+            ("seed", 0 <= self.seed < 2**32, f"a whole number from 0 to {2**32 - 1}"),
+        ):
+            if not fits and getattr(self, name) is not None:
+                raise CompressionError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give {wanted}")
         if self.save_every % self.log_every:
             raise CompressionError(
                 f"--save-every {self.save_every} is no multiple of --log-every {self.log_every}; make it one, so that "
                 "a run that goes on logs what it would have logged"
             )
-        if not 0 <= self.seed < 2**32:
-            raise CompressionError(f"--seed is {self.seed}; give a whole number from 0 to {2**32 - 1}")
 
     def total_steps(self, items: int) -> int:
         """Steps that training on so many items takes."""
