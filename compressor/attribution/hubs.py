@@ -78,7 +78,7 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
         aarv = outlier_scores([sender.total_rank_change for sender in experts])
         for sender, first, second in zip(experts, influence, aarv, strict=True):
             reached = zip(attribution.receivers, sender.influence, strict=True)
-            variance = sum(receiver.variance for receiver, influence in reached if influence is not None)
+            variance = sum(receiver.variance for receiver, value in reached if value is not None)
             least = LEAST_SHARE * variance  # of the logits of the routers that come after the sender
             if exceeds(min(first, second), threshold) and not exceeds(least, sender.total_influence):
                 assert sender.layer is not None and sender.number is not None

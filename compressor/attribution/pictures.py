@@ -59,15 +59,10 @@ def _panel(title: str, senders: Iterable[Sender], row: Callable[[Sender], Rows],
     """A heat map with a row for each sender that has a value, or none."""
     shown = [sender for sender in senders if any(value is not None for value in row(sender))]
     rows = tuple(tuple(row(sender)) for sender in shown)
-    return [Panel(title, tuple(_layer_labels(shown)), rows, scale)] if shown else []
-
-
-def _layer_labels(senders: Sequence[Sender]) -> list[str]:
-    """Layers alone, where each sender has another."""
-    layers = [sender.layer for sender in senders]
-    if None in layers or len(set(layers)) < len(layers):
-        return sender_labels(senders)
-    return [f"L{layer}" for layer in layers]
+    labels, layers = sender_labels(shown), [sender.layer for sender in shown]
+    if None not in layers and len(set(layers)) == len(layers):  # layers alone, where each sender has another
+        labels = [f"L{layer}" for layer in layers]
+    return [Panel(title, tuple(labels), rows, scale)] if shown else []
 
 
 def _heat(
@@ -84,13 +79,13 @@ def _heat(
     numbers = [str(receiver.layer) for receiver in attribution.receivers]
     title = f"{attribution.model}: {title}"
     if not columns:
-        return Figure(name, title, "", (Drawing(title, "Nothing to show.", (5.0, 1.2), _draw_nothing),))
+
+        def nothing(figure: "FigureBase") -> None:
+            figure.text(0.03, 0.5, "nothing to show", va="center")
+
+        return Figure(name, title, "", (Drawing(title, "Nothing to show.", (5.0, 1.2), nothing),))
     draw = partial(draw_panels, columns=columns, numbers=numbers, scales=scales, label=RECEIVERS, roomy=roomy)
     return Figure(name, title, "", (Drawing(title, alt, panels_size(columns, numbers, len(scales), roomy), draw),))
-
-
-def _draw_nothing(figure: "FigureBase") -> None:
-    figure.text(0.03, 0.5, "nothing to show", va="center")
 
 
 def influence_figure(attribution: Attribution) -> Figure:
@@ -109,13 +104,12 @@ def influence_figure(attribution: Attribution) -> Figure:
     )
 
 
-def _size(values: Rows) -> Rows:
-    return [None if value is None else abs(value) for value in values]
-
-
 def scores_figure(attribution: Attribution) -> Figure:
     """How far each component promotes experts (APS, left) and inhibits them (ANS, right), on one scale of sizes."""
-    rows: list[Callable[[Sender], Rows]] = [lambda sender: sender.positive, lambda sender: _size(sender.negative)]
+    rows: list[Callable[[Sender], Rows]] = [
+        lambda sender: sender.positive,
+        lambda sender: [None if value is None else abs(value) for value in sender.negative],
+    ]
     columns = [
         [
             panel

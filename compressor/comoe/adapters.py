@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.checkpoint.reader import read_header
-from compressor.comoe.layer import Model, comoe_layers, inject_config, refuse_injected
+from compressor.comoe.layer import Model, comoe_layers, inject_config, refuse_injected, targeted
 from compressor.comoe.options import ComoeConfig
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
@@ -99,11 +99,8 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_base(model: nn.Module, facts: AdapterFacts, folder: Path) -> None:
-    linear = {
-        name: (module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and any(f".{name}".endswith(f".{target}") for target in facts.config.targets)
-    }
+    layers = targeted(model, facts.config.targets).items()
+    linear = {name: (layer.in_features, layer.out_features) for name, layer in layers}
     of = f" ({facts.model})" if facts.model else ""
     for name in dict.fromkeys((*facts.layers, *linear)):
         wanted, found = facts.layers.get(name), linear.get(name)

@@ -173,30 +173,28 @@ def inject(
 def inject_config(model: Model, config: ComoeConfig) -> Model:
     """The same, from a config."""
     refuse_injected(model)
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in config.targets:
-        if not any(_ends_with(name, target) for name in linear):
-            ends = sorted({name.rpartition(".")[2] for name in linear})
+        if not targeted(model, (target,)):
+            ends = sorted({name.rpartition(".")[2] for name in targeted(model)})
             known = f"they end with {', '.join(ends)}" if ends else "it has none"
             raise CompressionError(f"no linear layer of the model has a name that ends with {target!r}; {known}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(config.seed)
-    for name in linear:
-        if any(_ends_with(name, target) for target in config.targets):
-            parent, _, last = name.rpartition(".")
-            base = model.get_submodule(name)
-            assert isinstance(base, nn.Linear)
-            made = LoraExperts(base, config, generator)
-            setattr(model.get_submodule(parent), last, made.train(base.training))
+    for name, base in targeted(model, config.targets).items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, LoraExperts(base, config, generator).train(base.training))
     return model
+
+
+def targeted(model: nn.Module, targets: Sequence[str] | None = None) -> dict[str, nn.Linear]:
+    """The linear layers whose name's last parts are one of the targets, by name; without targets all of them."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if targets is None:
+        return linear
+    return {name: linear[name] for name in linear if f".{name}".endswith(tuple(f".{target}" for target in targets))}
 
 
 def refuse_injected(model: nn.Module) -> None:
     """Refuse a model that has LoRA experts."""
     if comoe_layers(model):
         raise CompressionError("the model has LoRA experts already; load it anew before putting others in")
-
-
-def _ends_with(name: str, target: str) -> bool:
-    """Whether the last parts of a module's name are the target's."""
-    return f".{name}".endswith(f".{target}")
