@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from compressor.errors import without_tokens
@@ -55,9 +55,20 @@ def _without_paths(line: str) -> str:
     return shlex.join(PATH.sub("", one_line(word, None)) for word in words)
 
 
-def ranges(numbers: Iterable[int], dash: str = "-", comma: str = ",") -> str:
-    """[0, 1, 2, 5] -> '0-2,5'; '-' for none."""
-    return comma.join(str(first) if first == last else f"{first}{dash}{last}" for first, last in runs(numbers)) or "-"
+def ranges(numbers: Iterable[int], dash: str = "-", comma: str = ",", none: str = "-") -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    return comma.join(str(first) if first == last else f"{first}{dash}{last}" for first, last in runs(numbers)) or none
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 7] -> '0-2, 7'; 'none' for no number."""
+    return ranges(numbers, comma=", ", none="none")
+
+
+def span(numbers: Iterable[int]) -> str:
+    """The least and the greatest: '8 to 16', or '16' where all are the same."""
+    found = sorted(set(numbers))
+    return f"{found[0]} to {found[-1]}" if len(found) > 1 else str(found[0])
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -104,6 +115,21 @@ def short(value: object, digits: int = 3) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
+def setting(value: object) -> str:
+    """A setting in words: a mapping as 'name value, name value'."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_inner(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_inner, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _inner(value: object) -> str:
+    return f"({setting(value)})" if isinstance(value, Mapping) else setting(value)
+
+
 def human_bytes(count: float) -> str:
     """1234567 -> '1.23 MB'."""
     return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
@@ -125,3 +151,10 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 def share(part: float, whole: float) -> str:
     """1, 8 -> '12.5%'."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def percent(value: object) -> str:
+    """0.125 -> '12.5%', 0.0125 -> '1.25%'; a dash for none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
+    return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"

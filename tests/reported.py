@@ -1,12 +1,16 @@
 """Data of reports made up for the tests of what shows them."""
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
-from compressor.report.data import LayerReport, ReportData
+from compressor.checkpoint.reader import Size
+from compressor.recipe.plan import Group, LayerPlan, Source
+from compressor.recipe.steps_plan import Plan, PlannedStep, layer_to_dict
+from compressor.report.data import LayerReport, Report
 from tests.gates import mixed
 
 HOSTILE = "<script>alert(1)</script> & \"q\" 'a' $x_1$ \x00\x1b \ud800 \u202e ]]> --> </style></svg>"
@@ -29,67 +33,108 @@ def layer(number: int, experts: int = 16, kept: int = 12, gone: int = 1, **other
         for column in range(row):
             alike = row % kept == column % kept and row < grouped
             matrix[row][column] = matrix[column][row] = round(made.uniform(0.5, 0.9) if alike else made.random() / 2, 4)
+    planned: dict[str, Any] = {
+        "groups": groups, "rescaled": (), "decided_by": "mean outputs, average linkage",
+        "heldout_error_before": round(0.11 + 0.001 * number, 4), "heldout_error_after": round(0.02 + 0.001 * number, 4),
+        "figures": {"largest_group": 2, "cost": {"a_b": 1.5}},
+    }  # fmt: skip
     fields: dict[str, Any] = {
-        "module": f"model.layers.{number}.mlp.experts", "layer": number, "experts": experts, "kept": kept,
-        "groups": groups, "dropped": tuple(range(grouped, experts)), "protected": (kept - 1,) if number == 1 else (),
-        "decided_by": "mean outputs, average linkage", "similarity": tuple(map(tuple, matrix)),
+        "module": f"model.layers.{number}.mlp.experts", "protected": (kept - 1,) if number == 1 else (),
+        "similarity": tuple(map(tuple, matrix)),
         "similarity_label": "linear CKA of expert outputs, 256 tokens", "visits_before": shares(made, experts),
         "visits_after": shares(made, kept), "error": round(0.002 * (number + 1) + made.random() / 100, 6),
-        "cosine": round(0.9 + made.random() / 20, 4), "heldout_error_before": round(0.11 + 0.001 * number, 4),
-        "heldout_error_after": round(0.02 + 0.001 * number, 4), "figures": {"largest_group": 2, "cost": {"a_b": 1.5}},
+        "cosine": round(0.9 + made.random() / 20, 4),
         "stream_error": round(0.01 * (number + 1), 4), "stream_cosine": 0.97,
     }  # fmt: skip
-    return LayerReport(**{**fields, **others})
+    planned |= {name: others.pop(name) for name in planned if name in others}
+    fields |= others
+    errors = {"heldout_error_before": planned["heldout_error_before"], "heldout_error": planned["heldout_error_after"]}
+    plan = LayerPlan(
+        fields["module"], number, experts, min(2, kept),
+        tuple(group(members, 0.5 if members[0] in planned["rescaled"] else 1.0) for members in planned["groups"]),
+        decided_by=planned["decided_by"], figures={**planned["figures"], "correction": errors},
+    )  # fmt: skip
+    return LayerReport(plan=plan, **fields)
 
 
-def report(depth: int = 4, experts: int = 16, kept: int = 12, **others: Any) -> ReportData:
+def group(members: tuple[int, ...], scale: float = 1.0) -> Group:
+    """These experts in equal parts."""
+    parts = (1 / len(members),) * len(members)
+    return Group(members, parts, parts, scale)
+
+
+ROUTERS = {
+    "name": "routers", "options": {"method": "auto"}, "result": {
+        "before": 0.41, "after": 0.36, "taken": "router", "steps": [
+            {"ridge": 0.01, "step": 1.5, "gain": 0.05, "standard_error": 0.004},
+            {"ridge": 0.0, "step": 0.0, "gain": 0.0, "standard_error": 0.0}]}}  # fmt: skip
+DISTILLED = {
+    "name": "distill", "options": {"train": "experts", "steps": 30}, "result": {
+        "changed": True, "before": 0.36, "after": 0.125, "best": 20, "ended": "all steps are done", "curve": [
+            {"step": 10 * number, "kl": apart, "loss": 2 + apart, "training": {}}
+            for number, apart in enumerate((0.36, 0.21, 0.125, 0.13))]}}  # fmt: skip
+STEPS: tuple[dict[str, Any], ...] = (ROUTERS, DISTILLED)
+
+
+def report(depth: int = 4, experts: int = 16, kept: int = 12, **others: Any) -> Report:
     """Everything known, of so many layers."""
     hub = {"module": "model.layers.1.mlp.experts", "layer": 1, "expert": kept - 1, "influence": 3.21, "aarv": 40.1,
            "influence_score": 7.2, "aarv_score": 5.5, "share": 0.31}  # fmt: skip
-    fields: dict[str, Any] = {
-        "title": "smaller-model", "source": "org/some-moe-model", "revision": "c0ffee123", "strategy": "hc-smoe",
-        "options": {"linkage": "average"}, "correction": {"method": "tune", "steps": 300}, "sequential": False,
-        "experts_before": experts, "experts_after": kept, "top_k": 2, "parameters": (2_991_616, 2_301_440),
-        "nbytes": (5_983_232, 4_602_880), "plan_digest": "4e6a8df76ca5f3beb6dfc095cdb8d8fcdad8b0f75a32f4da2744f2342172",
+    planned: dict[str, Any] = {
+        "source": "org/some-moe-model", "revision": "c0ffee123", "strategy": "hc-smoe",
+        "options": {"linkage": "average"}, "correction": {"method": "tune", "steps": 300}, "steps": STEPS,
         "calibration": {"source": "texts.jsonl", "samples": 128, "sequence_length": 512, "sha256": "bcd778843d96ce6f",
                         "sources": [{"source": "a.jsonl", "weight": 0.25}, {"source": "b.jsonl", "weight": 0.75}]},
+    }  # fmt: skip
+    fields: dict[str, Any] = {
+        "out": "smaller-model", "experts_before": experts, "experts_after": kept,
+        "before": Size(2_991_616, 5_983_232), "after": Size(2_301_440, 4_602_880),
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
         "layers": tuple(layer(number, experts, kept) for number in range(depth)),
         "seconds": {"calibrating": 22.41, "planning": 1.2, "correcting": 40.7}, "peak_memory": 812_345_678,
         "command": ("moe-compress", "compress", "org/some-moe-model", "-o", "smaller model"), "gate": mixed(),
-        "hubs": (hub,),
-        "missing": ("No second opinion was asked for; give --opinion.",), "left_out": ("mtp.layers.0",),
-        "steps": (
-            {"name": "routers", "options": {"method": "auto"}, "result": {
-                "before": 0.41, "after": 0.36, "taken": "router", "steps": [
-                    {"ridge": 0.01, "step": 1.5, "gain": 0.05, "standard_error": 0.004},
-                    {"ridge": 0.0, "step": 0.0, "gain": 0.0, "standard_error": 0.0}]}},
-            {"name": "distill", "options": {"train": "experts", "steps": 30}, "result": {
-                "changed": True, "before": 0.36, "after": 0.125, "best": 20, "ended": "all steps are done", "curve": [
-                    {"step": 10 * number, "kl": apart, "loss": 2 + apart, "training": {}}
-                    for number, apart in enumerate((0.36, 0.21, 0.125, 0.13))]}},
-        ),
+        "hubs": (hub,), "missing": ("No second opinion was asked for; give --opinion.",), "left_out": ("mtp.layers.0",),
         "zeroed_fields": ("num_nextn",), "measured_tokens": 16_384, "measured_text": "texts.jsonl",
     }  # fmt: skip
-    return ReportData(**{**fields, **others})
+    planned |= {name: others.pop(name) for name in planned if name in others}
+    fields |= others
+    return Report(plan=a_plan(fields["layers"], **planned), **fields)
 
 
-def bare() -> ReportData:
+def a_plan(
+    layers: tuple[LayerReport, ...], *, source: str, revision: str | None, strategy: str, options: dict[str, Any],
+    correction: dict[str, Any] | None, steps: tuple[dict[str, Any], ...], calibration: dict[str, Any] | None,
+) -> Plan:  # fmt: skip
+    """The plan of layers that were pruned, with further steps on the whole model."""
+    protected = {each.module: list(each.protected) for each in layers if each.protected}
+    decided = {
+        "experts": len(layers[0].plan.groups), "protected": protected,
+        "layers": [layer_to_dict(each.plan) for each in layers],
+    }  # fmt: skip
+    made = [
+        PlannedStep("prune", {"strategy": strategy, "options": options}, decided),
+        *([PlannedStep("correct", correction)] if correction else []),
+        *(PlannedStep(each["name"], each["options"], None, each["result"], stage=1) for each in steps),
+    ]
+    return Plan(Source(source, revision, "f" * 64), tuple(made), calibration)
+
+
+def bare(**others: Any) -> Report:
     """What a plan without data, record, measurement and gate leaves."""
     unknown: dict[str, Any] = dict.fromkeys(
         ("similarity", "visits_before", "visits_after", "error", "cosine", "heldout_error_before",
          "heldout_error_after", "stream_error", "stream_cosine")
     )  # fmt: skip
-    layers = tuple(layer(number, similarity_label="", **unknown) for number in range(2))
-    return replace(
-        report(), layers=tuple(replace(each, protected=(), figures={}) for each in layers), revision=None, options={},
-        correction=None, calibration=None, steps=(), seconds={}, peak_memory=None,
-        command=None, gate=None, hubs=(),
-        missing=("The source was not found; name it with --model.",), measured_tokens=0, measured_text=None,
-    )  # fmt: skip
+    layers = tuple(layer(number, similarity_label="", protected=(), figures={}, **unknown) for number in range(2))
+    fields: dict[str, Any] = {
+        "layers": layers, "revision": None, "options": {}, "correction": None, "calibration": None, "steps": (),
+        "seconds": {}, "peak_memory": 0, "command": None, "gate": None, "hubs": (),
+        "missing": ("The source was not found; name it with --model.",), "measured_tokens": 0, "measured_text": None,
+    }  # fmt: skip
+    return report(**{**fields, **others})
 
 
-def hostile() -> ReportData:
+def hostile() -> Report:
     """Names that would do harm wherever a name can stand."""
     gate = mixed()
     tasks = tuple(replace(each, task=HOSTILE + each.task, metric=HOSTILE) for each in gate.tasks)
@@ -98,14 +143,15 @@ def hostile() -> ReportData:
         for number in range(2)
     )
     return report(
-        title=HOSTILE, source=HOSTILE, revision=HOSTILE, strategy=HOSTILE, options={HOSTILE: HOSTILE},
-        correction={HOSTILE: [HOSTILE]}, calibration={"source": HOSTILE, "sha256": HOSTILE, HOSTILE: HOSTILE},
-        versions={HOSTILE: HOSTILE}, plan_digest=HOSTILE, layers=layers, seconds={HOSTILE: 1.0}, command=(HOSTILE,),
+        out=re.sub("[/\x00\ud800]", "", HOSTILE), source=HOSTILE, revision=HOSTILE, strategy=HOSTILE,
+        options={HOSTILE: HOSTILE}, correction={"method": HOSTILE},
+        calibration={"source": HOSTILE, "sha256": HOSTILE, HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE},
+        layers=layers, seconds={HOSTILE: 1.0}, command=(HOSTILE,),
         gate=replace(gate, base=HOSTILE, compressed=HOSTILE, tasks=tasks, options={HOSTILE: HOSTILE}),
         hubs=({"module": HOSTILE, "expert": HOSTILE, "layer": HOSTILE, "influence": HOSTILE},), missing=(HOSTILE,),
         left_out=(HOSTILE,), zeroed_fields=(HOSTILE,), measured_text=HOSTILE,
         steps=(
-            {"name": HOSTILE, "options": HOSTILE, "result": HOSTILE},
+            {"name": HOSTILE, "options": {HOSTILE: HOSTILE}, "result": {HOSTILE: HOSTILE}},
             {"name": "distill", "options": {HOSTILE: HOSTILE}, "result": {HOSTILE: HOSTILE}},
             {"name": "routers", "options": {}, "result": {
                 "before": 10**400, "after": HOSTILE, "taken": HOSTILE, "layers": [HOSTILE, {"place": HOSTILE}],

@@ -20,7 +20,7 @@ from torch import Tensor
 import compressor
 from compressor.evaluation import base_answers
 from compressor.evaluation.evaluator import Figures
-from compressor.publishing.card.build import card_text
+from compressor.publishing.card import card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import distilling, objective, training
 from compressor.steps.distill.engines import InMemory

@@ -33,15 +33,15 @@ from compressor.model.architecture import build_meta, discover, load_config, mos
 from compressor.model.loading import PartialModel
 from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference
-from compressor.publishing.card.recipe import again
+from compressor.publishing.card import again
 from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import report_data
 from compressor.report.figures import figures
+from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
-from compressor.report.sections import hubs as hub_blocks
 from compressor.steps.prune.protecting import read_protected
 from tests import gates, zoo
 from tests.compressor.pathways.test_reference import made as made_reference

@@ -57,11 +57,11 @@ def test_json_holds_what_the_page_shows(run: Run, out: Path, tmp_path: Path) -> 
     assert result.status == 0, result
     data = read(result.out)
     assert not data.missing and data.measured_tokens == 8 * 32
-    assert set(vars(data.seconds)) >= {"open", "plan", "write"} and data.peak_memory
+    assert set(vars(data.seconds)) >= {"open", "plan", "write"} and data.peak_memory_bytes
     for layer in data.layers:
         assert layer.similarity is not None and len(layer.similarity) == layer.experts
         assert layer.visits_before is not None and len(layer.visits_before) == layer.experts
-        assert layer.visits_after is not None and len(layer.visits_after) == layer.kept == 4
+        assert layer.visits_after is not None and len(layer.visits_after) == len(layer.groups) == 4
         assert layer.error is not None and layer.error > 0
 
 

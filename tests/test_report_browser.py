@@ -18,7 +18,7 @@ from markupsafe import escape
 from PIL import Image
 
 from compressor.document.html import POLICY
-from compressor.report.data import ReportData
+from compressor.report.data import Report
 from compressor.report.figures import figures
 from compressor.report.page import page
 from tests.reported import bare, hostile, report
@@ -141,7 +141,7 @@ def test_page_is_seen_whole(tmp_path: Path, width: int, dark: bool) -> None:
 
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("data", [report(2), report(2, 64, 48)], ids=["small", "large"])
-def test_letters_of_drawings_can_be_read(tmp_path: Path, data: ReportData, width: int) -> None:
+def test_letters_of_drawings_can_be_read(tmp_path: Path, data: Report, width: int) -> None:
     measured = measure(tmp_path, page(data, figures(data)), width)
     assert len(measured["letters"]) > 50 and min(measured["letters"]) >= 7.5
     assert measured["touching"] == []
@@ -157,7 +157,7 @@ def test_columns_follow_the_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [bare(), hostile()], ids=["bare", "hostile"])
-def test_odd_pages_fit_a_phone(tmp_path: Path, data: ReportData) -> None:
+def test_odd_pages_fit_a_phone(tmp_path: Path, data: Report) -> None:
     measured = measure(tmp_path, page(data, figures(data)), 390)
     assert measured["width"] <= 390
     assert all(left >= 0 and left + width <= 390 for left, _, width, _ in (measured["boxes"][name] for name in SHOWN))

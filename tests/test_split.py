@@ -17,9 +17,9 @@ from compressor.model.opened import open_model
 from compressor.model.verification import verify_checkpoint
 from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
-from compressor.publishing.card.facts import read_facts
-from compressor.publishing.card.recipe import again as asked_again
-from compressor.publishing.card.sections import introduction
+from compressor.publishing.card import again as asked_again
+from compressor.publishing.card import introduction
+from compressor.publishing.facts import read_facts
 from compressor.recipe.step import TextOptions
 from compressor.steps.split.default import resolved_parts
 from tests import quantized, small, zoo
@@ -220,7 +220,7 @@ def test_the_card_says_so_and_its_command_makes_the_same_again(
     facts = read_facts(tmp_path / "split")
     text = str(introduction(facts))
     assert "of which all experts stay, after a split of each of 8 experts into 2 parts" in text
-    told = asked_again(facts.plan, "again")
+    told = asked_again(facts.outcome.plan, "again")
     assert told is not None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.publishing.card.facts import read_facts
-from compressor.publishing.card.recipe import again as asked_again
-from compressor.publishing.card.sections import introduction
+from compressor.publishing.card import again as asked_again
+from compressor.publishing.card import introduction
+from compressor.publishing.facts import read_facts
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.steps.split.entry import packed, unpacked
 from compressor.steps.split.order import order_of_parts, parts_of
@@ -174,7 +174,7 @@ def test_recipe_and_card_make_the_same_again(model: Path, tmp_path: Path, run: R
     assert "16 experts in each of its 2 MoE layers, after a split of each of 8 experts into 2 parts" in str(
         introduction(facts)
     )
-    told = asked_again(facts.plan, "again")
+    told = asked_again(facts.outcome.plan, "again")
     assert told is not None
     (tmp_path / "recipe.yaml").write_text(told.recipe)
     assert run(*shlex.split(told.commands[0])[1:]).status == 0

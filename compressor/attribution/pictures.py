@@ -23,7 +23,7 @@ from compressor.attribution.graph import STANDING, STEERS, Measured, edges_of, r
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import Panel, Scale, draw_panels, log_scale, panels_size
-from compressor.drawing.lines import colour
+from compressor.drawing.marks import colour
 from compressor.drawing.palette import COLOURS, FONT, MARKERS, scale_axis
 from compressor.drawing.picture import Drawing
 from compressor.words import counted, readable

@@ -1,4 +1,4 @@
-"""What the commands print that make, move or show models."""
+"""What the commands print."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import tell
+from compressor.comparison.report import comparison_brief
+from compressor.comparison.rows import Comparison
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
+from compressor.gates.document import gate_brief
+from compressor.gates.report import full_content
+from compressor.gates.verdict import GateResult
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
-from compressor.publishing.document import push_blocks
 from compressor.recipe.document import constants_line, first_of, plan_blocks
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.plan import told_split as split_line
@@ -18,9 +22,11 @@ from compressor.recipe.plugins import helps
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
 from compressor.serving.advice import Advice, Breach
-from compressor.words import human_bytes, human_count, share
+from compressor.words import counted, human_bytes, human_count, share
 
-if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
+if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
+    from compressor.api.searching import Gated
+    from compressor.attribution.report import Findings
     from compressor.pipeline.outcome import Outcome
     from compressor.publishing.push import PushSummary
     from compressor.recipe.step import Step
@@ -28,6 +34,7 @@ if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
 STRATEGY_COLUMNS = ("name", "what it does", "needs", "options")
 STEP_COLUMNS = ("step", "option", "default", "what it is")
 NEEDS_COLUMNS = ("name", "shape", "meaning")
+TRIED_COLUMNS = ("experts per layer", "verdict", "accepted")
 
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
@@ -97,62 +104,25 @@ def show_plans(plans: Sequence[Plan], paths: Sequence[Path], as_json: bool) -> N
     tell(as_json, content if len(content) > 1 else content[0], blocks)
 
 
-def outcome_dict(outcome: "Outcome") -> dict[str, Any]:
-    """An outcome as JSON types, without the plan's layers."""
-    before, after, stage = outcome.before, outcome.after, outcome.plan.stage
-    done = [step for step in outcome.plan.steps if step.result is not None]
-    return {
-        "output": outcome.out,
-        "strategy": outcome.strategy,
-        "experts": {"before": outcome.experts_before, "after": outcome.experts_after},
-        "parameters": {"before": before.parameters, "after": after.parameters},
-        "bytes": {"before": before.bytes, "after": after.bytes},
-        "seconds": {name: round(value, 3) for name, value in outcome.seconds.items()},
-        "peak_memory_bytes": outcome.peak_memory,
-        "left_out": list(outcome.left_out),
-        "zeroed_fields": list(outcome.zeroed_fields),
-        **(
-            {"acceptance": {name: dict(figure) for name, figure in outcome.acceptance.items()}}
-            if outcome.acceptance
-            else {}
-        ),
-        "protected_experts": sum(map(len, stage.protected.values())),
-        "plan_digest": outcome.plan.digest(),
-        "servers": None if outcome.servers is None else asdict(outcome.servers),
-        **({} if stage.constants is None else {"constants": dict(stage.constants)}),
-        "steps": [
-            {"name": step.name, "options": dict(step.options), "result": dict(step.result or {})} for step in done
-        ],
-    }
-
-
 def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a run did, and where it was published."""
-    tell(as_json, {**outcome_dict(outcome), **published(pushed)}, outcome_blocks(outcome, pushed))
+    tell(as_json, {**outcome.to_dict(), **published(pushed)}, outcome_blocks(outcome, pushed))
 
 
 def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> tuple[Block, ...]:
     """Sizes before and after, what it took, and what was left out."""
-    before, after, zeroed, stage = outcome.before, outcome.after, outcome.zeroed_fields, outcome.plan.stage
-    rows = (
-        ("experts per layer", str(outcome.experts_before), str(outcome.experts_after), ""),
-        *(
-            (name, human(a), human(b), share(b, a))
-            for name, human, a, b in (
-                ("parameters", human_count, before.parameters, after.parameters),
-                ("bytes", human_bytes, before.bytes, after.bytes),
-            )
-        ),
-    )
+    stage, rows = outcome.stage, [(name, *said, share(b, a)) for name, a, b, *said in outcome.sizes()]
+    rows[0] = (*rows[0][:-1], "")
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
-    fields = f"; set to zero in the config: {', '.join(zeroed)}" if zeroed else ""
+    zeroed = ", ".join(outcome.zeroed_fields)
+    fields = f"; set to zero in the config: {zeroed}" if zeroed else ""
     names = f"left out, as stock transformers does not load them: {first_of(outcome.left_out, 4)}{fields}"
     of_steps = [
         block for step in outcome.plan.steps for block in make_step(step.name, step.options).describe(step.to_dict())
     ]
     title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
     return (
-        Table(title, ("", "before", "after", "left"), rows),
+        Table(title, ("", "before", "after", "left"), tuple(rows)),
         *([Text(f"split {split_line(stage.split)}")] if stage.split is not None else []),
         *of_steps,
         *([Text(f"{phases}; peak memory {human_bytes(outcome.peak_memory)}")] if phases else []),
@@ -264,6 +234,39 @@ def show_push(summary: "PushSummary", as_json: bool) -> None:
     tell(as_json, _push_dict(summary), push_blocks(summary))
 
 
+def push_blocks(summary: "PushSummary") -> tuple[Block, ...]:
+    """The files that were sent, or would be, and where they are now."""
+    lines = tuple(map(Text, _push_lines(summary)))
+    if not summary.changed:
+        return lines
+    title = f"{summary.repo_id}{' (dry run: nothing is sent)' if summary.dry_run else ''}"
+    rows = [(file.path, human_bytes(file.nbytes), str(file.state)) for file in summary.uploaded]
+    rows += [(name, "-", "removed") for name in summary.removed]
+    return Table(title, ("file", "size", "on the Hub"), tuple(rows), frozenset({"on the Hub"})), *lines
+
+
+def _push_lines(summary: "PushSummary") -> list[str]:
+    verb, also = ("would go", "would be") if summary.dry_run else ("went", "was")
+    place = f"{'a pull request against ' if summary.create_pr else ''}{summary.branch} of {summary.repo_id}"
+    lines = []
+    if summary.changed:
+        files = f"{counted(len(summary.uploaded), 'file')}, {human_bytes(summary.uploaded_bytes)}"
+        lines += [f"Commit: {summary.message}", f"{files} {verb} to {place} in one commit."]
+    else:
+        lines.append(f"Nothing has changed: {summary.branch} of {summary.repo_id} has these files already.")
+    if summary.unchanged and summary.changed:
+        lines.append(f"{len(summary.unchanged)} more are there already.")
+    if summary.removed:
+        lines.append("Removed are parts of an earlier model that would be taken for parts of this one.")
+    if summary.left_out:
+        lines.append(f"Not pushed, since it is no part of the model: {', '.join(summary.left_out)}")
+    if summary.tag is not None:
+        lines.append(f"The commit {also} tagged {summary.tag}.")
+    if summary.pull_request is not None:
+        lines.append(f"Pull request: {summary.pull_request}")
+    return [*lines, summary.url]
+
+
 def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
     """What an exporter says of its work, and where that lies."""
     said = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
@@ -299,3 +302,52 @@ def _graph_facts(summary: Any) -> Mapping[str, str]:
             f"{cost.same_choice:.1%} of likeliest tokens the same"
         )
     return facts
+
+
+def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:
+    """Where files were written; nothing if none were."""
+    return (Text(f"Written: {', '.join(map(str, paths))}"),) if paths else ()
+
+
+def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
+    """A row for each task, then the verdict and what would decide it; `written` are the reports' files."""
+    tell(as_json, _gate_content(result, written), [*gate_brief(result), *written_line(written)])
+
+
+def _gate_content(result: GateResult, written: Sequence[Path]) -> dict[str, Any]:
+    return {**full_content(result), "written": [str(path) for path in written]}
+
+
+def show_gated(
+    found: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
+) -> None:
+    """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
+    result, outcome = found.decisive.result, found.outcome
+    tried = [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in found.attempts]
+    made = None if outcome is None else outcome.to_dict()
+    content = {**_gate_content(result, written), "attempts": tried, "compression": made, **published(pushed)}
+    rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in found.attempts)
+    missing = [Text(f"{result.compressed} was not written.")]
+    tell(
+        as_json,
+        content,
+        (
+            *([Table("Models tried", TRIED_COLUMNS, rows, frozenset(TRIED_COLUMNS))] if len(rows) > 1 else []),
+            *gate_brief(result),
+            *written_line(written),
+            *(missing if outcome is None else outcome_blocks(outcome, pushed)),
+        ),
+    )
+
+
+def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
+    """The original, then each expert count's models, the least loss first; random drops share a line."""
+    tell(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
+
+
+def show_attribution(found: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
+    """Hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
+    from compressor.attribution.report import brief_blocks, brief_content
+
+    content = {**brief_content(found), "written": [str(path) for path in written]}
+    tell(as_json, content, (*brief_blocks(found), *written_line(written)))

@@ -12,8 +12,8 @@ from compressor.comoe.training import Trained
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Strong, Table, Text, Words
 from compressor.document.markdown import markdown
-from compressor.drawing.bars import draw_bars
 from compressor.drawing.heatmaps import draw_heat
+from compressor.drawing.marks import draw_bars
 from compressor.drawing.palette import FONT, ink_on
 from compressor.drawing.picture import Drawing, png
 from compressor.files import whole_folder

@@ -1,22 +1,28 @@
-"""Comparing: one calibration pass, many plans, and for each what the compressed model loses, all streamed."""
+"""Comparing: one calibration pass, many plans, and for each what the compressed model loses, all streamed.
 
+Rows of models in which constants stand for experts (`compare --format mone`), even and uneven, come beside the drops.
+"""
+
+import logging
 import math
 import random
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from compressor.checkpoint.reader import Size
-from compressor.comparison.constants import STRATEGY as CONSTANTS
-from compressor.comparison.constants import Substituted, evaluate_substituted, substituted_models
 from compressor.comparison.rows import Comparison, Row
 from compressor.data.batches import Calibration, EvaluationSet
-from compressor.evaluation.evaluator import Evaluator, Figures, accepts
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.grouping.choose import keep_best
 from compressor.memory import PeakMemory
+from compressor.model.constant_experts import is_replaced
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
@@ -24,13 +30,19 @@ from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy, read_option
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_data
+from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers, spare
+from compressor.steps.constants.measure import Substituting, measure, replacing
+from compressor.steps.constants.measure import Variant as Substitutes
+from compressor.steps.correct.constants import InOrder, correct_constants
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planned, Planner, Wish
 from compressor.steps.prune.protecting import Protected, listed
 from compressor.surgery.job import idle_parameters, output_size
 
-RANDOM = "random"
+RANDOM, CONSTANTS = "random", "constants"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +100,9 @@ def _held_by_source(calibration: Calibration) -> list[EvaluationSet]:
     return [EvaluationSet(name, tuple(batches)) for name, batches in zip(calibration.source_names, found, strict=True)]
 
 
-def _layer_error(layers: Sequence[LayerPlan]) -> float | None:
-    errors = [layer.figures["correction"].get("heldout_error") for layer in layers]
-    known = [error for error in errors if error is not None]
+def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
+    """Mean over layers, by what their corrections recorded; None where no layer has an error."""
+    known = [error for figures in corrections if (error := figures.get("heldout_error")) is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -102,6 +114,59 @@ class Variant:
     counts: Sequence[int]
     protected: Protected | None = None
     planner: Planner | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Substituted:
+    """One way to put constants into the model."""
+
+    name: str  # as the table calls it
+    experts: int  # kept in each layer, on average
+    variant: Substitutes
+    size: Size
+    seconds: float  # that choosing took
+
+
+def substituted_models(
+    model: OpenModel,
+    counts: Sequence[int],
+    calibration: Calibration,
+    progress: Progress,
+    seed: int,
+    protected: Protected | None,
+) -> Iterator[Substituted]:
+    """For each count of experts as many in every layer, then as many in all where the model loses least."""
+    layers, guarded = model.architecture.layers, protected or {}
+    begin = time.perf_counter()
+    constants = measure(model, calibration, progress, seed)
+    measured = time.perf_counter() - begin
+    most = [spare(layer, guarded) for layer in layers]
+    budgets = [EVEN, UNEVEN]
+    if (held := sum(map(len, calibration.heldout_batches))) < FEWEST:
+        logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
+        budgets = [EVEN]
+    for count in counts:
+        removed = sum(layer.experts - count for layer in layers)
+        if sum(most) < removed:
+            raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
+        for budget in budgets:
+            begin = time.perf_counter()
+            numbers = even_numbers(removed, most)
+            if budget == UNEVEN:
+                numbers, _ = divide(model, constants, removed, guarded, calibration.heldout_batches, progress)
+            variant = replacing(layers, constants, numbers, guarded)
+            seconds = measured + time.perf_counter() - begin
+            yield Substituted(f"{CONSTANTS}, {budget}", count, variant, stored_substituted(model, variant), seconds)
+
+
+def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
+    """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
+    tensors, parameters, nbytes = model.checkpoint.tensors, 0, 0
+    for name, role in model.layout.roles.items():
+        if not is_replaced(role, variant):
+            parameters, nbytes = parameters + tensors[name].parameters, nbytes + tensors[name].nbytes
+    more = sum(found.values.numel() for found in variant.values())
+    return Size(parameters + more, nbytes + more * model.partial.dtype.itemsize)
 
 
 @dataclass(slots=True)
@@ -212,7 +277,7 @@ class _Table:
             peak.anonymous,
             strategy=planned.plan.strategy,
             correction=correction.method,
-            error=_layer_error(layers),
+            error=_layer_error(layer.figures["correction"] for layer in layers),
             source=planned.source,
             seed=contender.seed,
         )
@@ -220,11 +285,19 @@ class _Table:
 
     def substituted(self, made: Substituted, correction: Correct, calibration: Calibration) -> Row:
         """Run a model in which constants stand for experts, without writing it, and evaluate it."""
-        begin = time.perf_counter()
+        begin, error = time.perf_counter(), None
         with PeakMemory() as peak:
-            figures, error = evaluate_substituted(
-                self.model, made, correction, calibration, self.evaluator, self.progress, self.seed
-            )
+            if not correction.wanted:
+                visitor, phase = Substituting(self.model, [made.variant]), f"{made.name}, {made.experts}"
+                figures = self.evaluator.measure(self.model, visitor, 1, self.progress, phase)[0]
+            else:
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    self.evaluator.measuring(self.model.partial.model) as riding,
+                ):
+                    work = (calibration, correction, Path(folder), self.progress, self.seed)
+                    layers = correct_constants(InOrder(self.model, made.variant, *work), riding)
+                figures, error = riding.figures[0], _layer_error(layers.values())
         spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(
             figures,

@@ -1,16 +1,61 @@
-"""A comparison as files: comparison.json, a table for GitHub in comparison.md, and a picture, comparison.png."""
+"""A comparison as blocks, as a picture and as files.
+
+A row for each model in the document, random drops in one row in a terminal and on one line of the picture, which shows
+loss against kept experts.
+"""
 
 import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from compressor.comparison.document import comparison_blocks
-from compressor.comparison.picture import active_figure, comparison_figure
-from compressor.comparison.rows import Comparison, with_active
+from compressor.comparison.rows import (
+    Comparison,
+    Entry,
+    Row,
+    best_rows,
+    data_line,
+    label,
+    ranked,
+    sort_key,
+    with_active,
+)
+from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
 from compressor.document.markdown import markdown
-from compressor.drawing.picture import png
+from compressor.drawing.marks import LABEL_LENGTH, Line, colour, draw_lines, legend_beside, mark, spaced
+from compressor.drawing.palette import ROLES, scale_axis
+from compressor.drawing.picture import Drawing, png
 from compressor.files import whole_folder
+from compressor.words import human_bytes, human_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png", "active.png")  # the last where top-k varies
+TEXTS = frozenset({"correction", "planned for"})
+# columns, the least important first
+OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
+LEGEND = (
+    "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Flips is the share "
+    "of positions whose greedy token is not the original's. Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², "
+    "tokens weighted, on calibration text that no plan saw. Seconds are those of "
+    "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss "
+    "among models of its size."
+)
+AXES_WIDTH, LEAST_HEIGHT = 6.6, 5.0  # inches
+LINE_HEIGHT, LETTER_WIDTH = 0.185, 0.068  # inches of legend text
+STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
+DECADES = 4  # of the logarithmic scale at the most
+CAPTION = (
+    "Loss above the original's by the experts kept in each MoE layer; the legend lists lines in the order in which "
+    "they end. Colour is the strategy, line style the correction, and the grey band random drops."
+)
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -27,3 +72,207 @@ def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False)
         for figure in figures:
             (made / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
     return [folder / name for name in NAMES[: 2 + len(figures)]]
+
+
+def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
+    """The whole document: what was measured on what, a row for each model, the least loss of each count in bold."""
+    layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
+    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    best = [comparison.rows[number] for number in best_rows(comparison)]
+    rows: list[tuple[Words, ...]] = []
+    for entry in _shown(comparison, apart=True):
+        cells = _cells(comparison, entry, apart=True)
+        is_best = any(entry.rows[0] is each for each in best)
+        rows.append(tuple(map(Strong, cells.values()) if is_best else cells.values()))
+    return (
+        Heading(f"{comparison.model}: comparison", level=1),
+        Text(data_line(comparison)),
+        *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
+        Table("", tuple(cells), tuple(rows), TEXTS),
+        Text(LEGEND),
+        comparison_figure(comparison),
+        *([active_figure(comparison)] if with_active(comparison) else []),
+        *([Text(f"Made with {made_with}.")] if made_with else []),
+    )
+
+
+def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
+    """What a terminal shows: the original, then each expert count's models; means of random drops."""
+    entries, sources = _shown(comparison), tuple(comparison.evaluation)
+    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(entries)) if one.kept != other.kept}
+    cells = [_cells(comparison, entry) for entry in entries]
+    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
+    tables = [
+        Table(caption, tuple(cells[0]), tuple(tuple(row.values()) for row in cells), frozenset(), OPTIONAL, ruled)
+    ]
+    if len(sources) > 1:
+        losses = tuple((_name(entry), str(entry.experts), *_by_source(entry, sources)) for entry in entries)
+        tables.append(Table("Loss by evaluation source", ("model", "experts", *sources), losses, ruled=ruled))
+    return *tables, Text(data_line(comparison))
+
+
+def _shown(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
+    return (Entry("original", (comparison.original,)), *ranked(comparison, apart))
+
+
+def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[str, str]:
+    """A row by column: means of random drops, and the highest of their peaks.
+
+    `apart` has columns for what a label joins otherwise, and for evaluation sources if there are several.
+    """
+    rows, first = entry.rows, entry.rows[0]
+    is_original, sources = first is comparison.original, tuple(comparison.evaluation)
+    named = {"model": _name(entry)}
+    if apart:
+        seeded = first.is_random and first.seed is not None
+        named = {"model": f"random, seed {first.seed}" if seeded else first.name}
+        named["correction"] = "-" if is_original else first.correction + " (undone)" * first.undone
+        if any(each.split > 1 for each in comparison.rows):
+            named["parts"] = str(first.split)
+        if any(each.top_k is not None for each in comparison.rows):
+            named["top-k"] = "as before" if first.top_k is None else str(first.top_k)
+        if any(each.source is not None for each in comparison.rows):
+            named["planned for"] = first.source or "-"
+    by_source = {f"loss on {name}": loss for name, loss in zip(sources, _by_source(entry, sources), strict=True)}
+    return {
+        **named,
+        "experts": str(entry.experts),
+        "parameters": human_count(fmean(row.parameters for row in rows)),
+        **({"active": human_count(fmean(row.active or 0 for row in rows))} if with_active(comparison) else {}),
+        "loss": f"{entry.loss:.4f}",
+        "increase": "-" if is_original else f"{fmean(map(comparison.increase, rows)):+.4f}",
+        "perplexity": f"{fmean(row.perplexity for row in rows):.4g}",
+        "KL": f"{fmean(row.kl for row in rows):.4f}",
+        "flips": f"{fmean(row.flips for row in rows):.4f}",
+        **(by_source if apart and len(sources) > 1 else {}),
+        "layer error": "-" if entry.error is None else f"{entry.error:.4f}",
+        "seconds": f"{fmean(row.seconds for row in rows):.1f}",
+        "peak memory": human_bytes(max(row.peak_memory for row in rows)),
+    }
+
+
+def _name(entry: Entry) -> str:
+    drops = f" ({len(entry.rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
+    return entry.label + (drops if len(entry.rows) > 1 else "")
+
+
+def _by_source(entry: Entry, sources: Sequence[str]) -> list[str]:
+    found = [[row.loss_by_source[name] for row in entry.rows if name in row.loss_by_source] for name in sources]
+    return [f"{fmean(losses):.4f}" if losses else "-" for losses in found]
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    """The picture; its x axis falls from the original's expert count, so lines fan out to the right."""
+    lines, title = _lines(comparison), f"{comparison.model}: loss with fewer experts"
+    size = _size(["original", *map(_label, lines)])
+    drawing = Drawing(title, _alt(comparison), size, partial(_draw, comparison=comparison, lines=lines))
+    return Figure("comparison", title, CAPTION, (drawing,))
+
+
+def _size(labels: Sequence[str]) -> tuple[float, float]:
+    """Inches of a picture with these lines in its legend."""
+    texts = [text for label in labels for text in textwrap.wrap(label, LABEL_LENGTH)]
+    return AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts))
+
+
+def _lines(comparison: Comparison) -> list[list[Entry]]:
+    """Entries of one label by falling expert count; the lines as they end on the picture's right edge, from above."""
+    lines: dict[str, list[Entry]] = {}
+    for entry in ranked(comparison):
+        lines.setdefault(entry.label, []).append(entry)
+    return sorted(lines.values(), key=lambda line: -sort_key(line[-1].loss))
+
+
+def _label(line: Sequence[Entry]) -> str:
+    drops = max(len(entry.rows) for entry in line)
+    range_of = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if line[0].is_random else ""
+    return f"{line[0].label}{range_of}"
+
+
+def _alt(comparison: Comparison) -> str:
+    first = comparison.original.loss
+    said = [
+        f"With {count:g} experts: {', '.join(f'{entry.label} {entry.loss - first:+.4f}' for entry in entries)}."
+        for count, entries in groupby(ranked(comparison), lambda entry: entry.kept)
+    ]
+    return " ".join([f"Loss above the original's {first:.4f}, the least first.", *said])
+
+
+def _line(original: Row, line: Sequence[Entry], number: int, shade: str) -> Line:
+    """From the original, which is no choice of this line; random drops in a band from the least to the greatest."""
+    increases = [[loss - original.loss for loss in entry.losses] for entry in line]
+    low, high = ([0.0, *map(limit, increases)] if line[0].is_random else [] for limit in (min, max))
+    means = [0.0, *(entry.loss - original.loss for entry in line)]
+    style = "dashed" if line[0].is_random else STYLES.get(line[0].rows[0].correction, "dashdot")
+    experts = [original.kept, *(entry.kept for entry in line)]
+    return Line(_label(line), experts, means, shade, style, low=low, high=high, **mark(number))
+
+
+def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence[Entry]]) -> None:
+    axes, first = canvas.add_subplot(), comparison.original
+    names = _names(comparison)
+    order = list(dict.fromkeys(entry.label for entry in ranked(comparison)))
+    made = []
+    for line in lines:
+        row = line[0].rows[0]
+        shade = ROLES["muted"] if row.is_random else colour(names.index(row.name))
+        made.append(_line(first, line, order.index(line[0].label), shade))
+    zero = axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
+    ends = [sort_key(line[-1].loss) for line in lines]
+    listed = [(first.loss, "original", zero), *zip(ends, map(_label, lines), draw_lines(axes, made), strict=True)]
+    listed.sort(key=lambda each: -each[0])
+    legend_beside(canvas, [handle for *_, handle in listed], [label for _, label, _ in listed])
+    _scale_loss(axes, comparison)
+    counts = {row.kept for row in comparison.rows}
+    axes.set_xticks(spaced(list(counts)))
+    axes.set_xticks(sorted(counts), minor=True)
+    parts = ", parts counted as parts of one" if any(row.split > 1 for row in comparison.rows) else ""
+    axes.set_xlabel(f"experts kept in each MoE layer{parts} (the original has {first.experts})")
+
+
+def _names(comparison: Comparison) -> list[str]:
+    """Strategies in their order, each of which has a colour."""
+    return list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
+
+
+def _scale_loss(axes: "Axes", comparison: Comparison) -> None:
+    """The axes of both pictures: losses upwards, the original's size on the left."""
+    said = scale_axis(axes, "y", [comparison.increase(row) for row in comparison.rows], DECADES)
+    first = comparison.original.loss
+    axes.set_ylabel(f"loss above the original's {first:.4f} (nats per token)" + (f"\n{said}" if said else ""))
+    axes.invert_xaxis()
+    axes.grid(axis="y")
+
+
+def active_figure(comparison: Comparison) -> Figure:
+    """Loss by the parameters that a token passes, a line for each model that was cut to several top-k."""
+    lines: dict[str, list[Row]] = {}
+    for row in comparison.rows[1:]:
+        if not row.is_random:
+            plain = replace(row, top_k=None)
+            lines.setdefault(f"{label(plain)}, {row.experts} experts", []).append(row)
+    title = f"{comparison.model}: loss with fewer active parameters"
+    first = comparison.original.loss
+    said = [
+        f"{name}: {', '.join(f'{human_count(row.active or 0)} {row.loss - first:+.4f}' for row in rows)}."
+        for name, rows in lines.items()
+    ]
+    alt = " ".join([f"Loss above the original's {first:.4f} by active parameters.", *said])
+    draw = partial(_draw_active, comparison=comparison, lines=lines)
+    caption = "Loss above the original's by the parameters that a token passes."
+    return Figure("active", title, caption, (Drawing(title, alt, _size(list(lines)), draw),))
+
+
+def _draw_active(canvas: "FigureBase", comparison: Comparison, lines: Mapping[str, Sequence[Row]]) -> None:
+    axes, original, made, names = canvas.add_subplot(), comparison.original, list[Line](), _names(comparison)
+    for number, (name, rows) in enumerate(lines.items()):
+        points = sorted(rows, key=lambda row: -(row.active or 0))
+        style = STYLES.get(points[0].correction, "dashdot")
+        active, losses = [row.active or 0 for row in points], [row.loss - original.loss for row in points]
+        shade = colour(names.index(points[0].name))
+        made.append(Line(name, active, losses, shade, style, low=[], high=[], **mark(number)))
+    handles = draw_lines(axes, made)
+    legend_beside(canvas, handles, [line.label for line in made])
+    _scale_loss(axes, comparison)
+    axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
+    axes.set_xlabel(f"parameters that a token passes (of the original's: {human_count(original.active or 0)})")

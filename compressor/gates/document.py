@@ -10,7 +10,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
 from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned
-from compressor.drawing.dots import Dots, draw_dots
+from compressor.drawing.marks import Dots, draw_dots
 from compressor.drawing.picture import Drawing
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import GateResult, RoutedBy, TaskGate, Verdict

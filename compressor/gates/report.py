@@ -149,11 +149,6 @@ def find_gate(folder: Path) -> GateResult | None:
     return result if known and differing(folder, identity) is None else None
 
 
-def read_gate_of(folder: Path, path: Path | None) -> GateResult | None:
-    """The gate in a file, refused if it names other files than these; without a path, the one beside the weights."""
-    return find_gate(folder) if path is None else belonging(folder, read_gate(path))
-
-
 def belonging(folder: Path, gate: GateResult) -> GateResult:
     """A result that was handed in; refused if it names other files than these."""
     if (name := differing(folder, gate.compressed_identity)) is not None:

@@ -1,23 +1,32 @@
-"""What came of a run: the one record in an output folder, as it is written and read."""
+"""What came of a run: the one record in an output folder, as it is written and read.
+
+Terminal summary, `--json`, report and model card are made of it.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
+from compressor.errors import CompressionError
+from compressor.gates.report import belonging, find_gate, read_gate
+from compressor.gates.verdict import GateResult
 from compressor.model.opened import OpenModel, advice_on, served_model
+from compressor.recipe.plan import CompressionPlan, parts_of
 from compressor.recipe.steps_plan import Plan
-from compressor.records import readable_json
+from compressor.records import read_json, readable_json
 from compressor.replaceable import TOOL
-from compressor.run_record import versions
+from compressor.run_record import COMPRESSION, read_record, versions
 from compressor.serving.advice import Advice
+from compressor.words import human_bytes, human_count
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """What a run did, for a person or a script."""
 
@@ -27,21 +36,80 @@ class Outcome:
     experts_after: int
     before: Size
     after: Size
-    seconds: Mapping[str, float]
-    peak_memory: int  # bytes of anonymous memory at the highest
+    seconds: Mapping[str, float]  # by phase; empty where this machine has no record of the run
+    peak_memory: int  # bytes of anonymous memory at the highest; 0: not known
     left_out: tuple[str, ...] = ()  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...] = ()  # config fields that announced them
     servers: Advice | None = field(default=None, repr=False)  # None with constants, which vLLM alone serves
     acceptance: Acceptance = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
+    command: tuple[str, ...] | None = None  # that was run; None: not known
+    gate: GateResult | None = None  # about these very weights
+    recorded_digest: str = ""  # of the plan, as a folder has it
+
+    @property
+    def stage(self) -> CompressionPlan:
+        """What became of the source's experts."""
+        return self.plan.stage
 
     @property
     def strategy(self) -> str:
         """How experts were chosen."""
-        return self.plan.stage.strategy
+        return self.stage.strategy
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token is routed to; 0 where no step decided on experts."""
+        return max((layer.top_k for layer in self.stage.layers), default=0)
+
+    @property
+    def title(self) -> str:
+        """The name of the folder."""
+        return Path(self.out).resolve().name
+
+    @property
+    def steps(self) -> tuple[dict[str, Any], ...]:
+        """Entries of the steps that something came of, in order."""
+        return tuple(step.to_dict() for step in self.plan.steps if step.result is not None)
 
     def result(self, name: str) -> Mapping[str, Any]:
         """What came of the last step of that name."""
         return self.plan.of(name)[-1].result or {}
+
+    def sizes(self) -> list[tuple[str, int, int, str, str]]:
+        """What got smaller: its name, before and after exactly, and both for people."""
+        a, b, x, y = self.before, self.after, self.experts_before, self.experts_after
+        return [
+            ("experts per layer", x, y, f"{x:,}", f"{y:,}"),
+            ("parameters", a.parameters, b.parameters, human_count(a.parameters), human_count(b.parameters)),
+            ("bytes", a.bytes, b.bytes, human_bytes(a.bytes), human_bytes(b.bytes)),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types, without the plan's layers."""
+        stage = self.stage
+        return {
+            "output": self.out,
+            "source": {"model": self.plan.source.model, "revision": self.plan.source.revision},
+            "strategy": self.strategy,
+            "experts": {"before": self.experts_before, "after": self.experts_after},
+            "top_k": self.top_k,
+            "parameters": {"before": self.before.parameters, "after": self.after.parameters},
+            "bytes": {"before": self.before.bytes, "after": self.after.bytes},
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "peak_memory_bytes": self.peak_memory,
+            "command": self.command,
+            "left_out": list(self.left_out),
+            "zeroed_fields": list(self.zeroed_fields),
+            **({"acceptance": {name: dict(each) for name, each in self.acceptance.items()}} if self.acceptance else {}),
+            "protected_experts": sum(map(len, stage.protected.values())),
+            "plan_digest": self.plan.digest(),
+            "calibration": self.plan.calibration,
+            "versions": dict(self.versions),
+            "servers": None if self.servers is None else asdict(self.servers),
+            **({} if stage.constants is None else {"constants": dict(stage.constants)}),
+            "steps": [{name: entry[name] for name in ("name", "options", "result")} for entry in self.steps],
+        }
 
 
 def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
@@ -103,3 +171,55 @@ def outcome_of(
         servers=None if stage.constants is not None else advice_on(served_model(model), layers, experts),
         acceptance=acceptance or {},
     )
+
+
+def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome:
+    """What an output folder says of itself, with what this machine knows of the run.
+
+    `gate` is by default the result beside the weights; one about other files is refused. Raises `CompressionError`
+    where the folder has no record or a damaged one.
+    """
+    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
+    content = read_json(path, remedy, remedy)
+    if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
+        raise CompressionError(f"{path} holds no plan; {remedy}")
+    plan, run = Plan.from_dict(content["plan"], f"{path}: plan"), read_record(folder)
+    experts_before, experts_after = _experts_of(folder, plan.stage)
+    if isinstance(gate, Path):
+        gate = read_gate(gate)
+    try:
+        before, after = (
+            Size(int(content["parameters"][when]), int(content["bytes"][when])) for when in ("before", "after")
+        )
+        if min(before.parameters, before.bytes, after.parameters, after.bytes) <= 0:
+            raise ValueError("a size is not positive")
+        return Outcome(
+            out=str(folder),
+            plan=plan,
+            experts_before=experts_before,
+            experts_after=experts_after,
+            before=before,
+            after=after,
+            seconds=run.seconds if run else {},
+            peak_memory=run.peak_memory if run else 0,
+            left_out=tuple(map(str, content.get("left_out") or ())),
+            zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
+            acceptance=run.acceptance if run else {},
+            versions=dict(content.get("versions") or plan.versions),
+            command=run.command if run else None,
+            gate=find_gate(folder) if gate is None else belonging(folder, gate),
+            recorded_digest=str(content["plan_digest"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise CompressionError(f"{path} is damaged ({error!r}); compress again") from error
+
+
+def _experts_of(folder: Path, stage: CompressionPlan) -> tuple[int, int]:
+    """Experts of a layer before and after; where no step has chosen any, those of the output itself."""
+    if stage.layers:
+        return max(layer.experts for layer in stage.layers), stage.experts
+    config = read_json(folder / "config.json", "restore it", "restore it")
+    inner = [config, *(value for value in config.values() if isinstance(value, dict))]
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    after = next((entry[name] for entry in inner for name in names if isinstance(entry.get(name), int)), 0)
+    return after // parts_of(stage.split), after

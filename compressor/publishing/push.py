@@ -13,10 +13,9 @@ from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.gates.verdict import GateResult
 from compressor.publishing import hub
-from compressor.publishing.card.build import card_text, known_here
-from compressor.publishing.card.facts import is_hub_id
-from compressor.publishing.check import VerifiedFolder, default_message, require_pass, verify_folder
-from compressor.publishing.files import CARD, superseded
+from compressor.publishing.card import card_text, known_here
+from compressor.publishing.check import CARD, VerifiedFolder, default_message, require_pass, superseded, verify_folder
+from compressor.publishing.facts import is_hub_id
 from compressor.publishing.secrets import kind_of_secret, refuse_secrets
 from compressor.run_record import COMPRESSION
 

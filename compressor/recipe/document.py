@@ -12,7 +12,7 @@ from compressor.document.blocks import Block, Table, Text, plain_words
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
-from compressor.words import counted, one_line, short
+from compressor.words import counted, one_line, short, span
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def plan_blocks(made: Plan, path: Path) -> tuple[Block, ...]:
             str(layer.experts),
             str(len(layer.groups)),
             first_of(layer.dropped),
-            first_of([list(group.members) for group in layer.groups if len(group.members) > 1]),
+            first_of(list(map(list, layer.merged))),
             first_of(plan.protected.get(layer.module, ())),
         )[: len(columns)]
         for layer in plan.layers
@@ -46,8 +46,7 @@ def plan_blocks(made: Plan, path: Path) -> tuple[Block, ...]:
 
 def constants_line(plan: CompressionPlan) -> str:
     """'constants for 12 experts; the layers keep 6 to 8'."""
-    kept = sorted({len(layer.groups) for layer in plan.layers})
-    each = f"{kept[0]}" if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
+    each = span(len(layer.groups) for layer in plan.layers)
     gone = counted(sum(len(layer.constants) for layer in plan.layers), "expert")
     return f"constants for {gone}; the layers keep {each} each"
 

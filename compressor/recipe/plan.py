@@ -160,6 +160,11 @@ class LayerPlan:
         return tuple(expert for expert in range(self.experts) if expert not in grouped)
 
     @property
+    def merged(self) -> tuple[tuple[int, ...], ...]:
+        """Members of the groups of several experts."""
+        return tuple(group.members for group in self.groups if len(group.members) > 1)
+
+    @property
     def is_drop(self) -> bool:
         """Whether no weight changes: every group is one untouched expert."""
         return all(group.untouched for group in self.groups)

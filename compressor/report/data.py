@@ -1,26 +1,29 @@
-"""Everything that a report or a model card shows of a compressed model, as plain data that JSON can hold.
+"""What a report or a model card shows: the outcome in a folder, and what was measured of each layer.
 
-`report_data` puts it together from the output folder; what was measured on text comes from
-`compressor.report.measuring`. E experts, N kept.
+What was measured on text comes from `compressor.report.measuring`. E experts, N kept.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
+from compressor.document.blocks import Table
 from compressor.errors import CompressionError
-from compressor.gates.report import read_gate_of
-from compressor.gates.verdict import GateResult, gate_content
-from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of, parts_of
-from compressor.recipe.steps_plan import Plan
+from compressor.gates.verdict import gate_content
+from compressor.pipeline.outcome import Outcome, read_outcome
+from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
+from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json, read_as, read_json
-from compressor.run_record import COMPRESSION, read_record
+from compressor.words import counted, joined, one_line, ranges
 
-FORMAT = "moe-compressor-report/2"
-DIGITS = 4  # of a matrix's entries
+FORMAT = "moe-compressor-report/3"
+NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -62,7 +65,7 @@ class LayerMeasures:
 class Measured:
     """What was measured of a whole output."""
 
-    layers: tuple[LayerMeasures, ...]
+    layers: tuple[LayerMeasures, ...] = ()
     tokens: int = 0  # of the calibration text that ran through both models
     text: str | None = None  # its name, without folders
     missing: tuple[str, ...] = ()  # what could not be measured, and the option that gives it, a sentence each
@@ -80,19 +83,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport(LayerMeasures):
-    """One MoE layer: what the plan did to it, and what was measured of it."""
+    """One MoE layer: what the plan does to it, and what was measured of it."""
 
-    layer: int
-    experts: int
-    kept: int
-    groups: tuple[tuple[int, ...], ...]  # members of slot n
-    dropped: tuple[int, ...]
-    protected: tuple[int, ...]
-    decided_by: str
-    heldout_error_before: float | None = None  # of the correction, on tokens that it did not see
-    heldout_error_after: float | None = None
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    rescaled: tuple[int, ...] = ()  # experts alone in their group, but not as they were
+    plan: LayerPlan
+    protected: tuple[int, ...] = ()
 
     @property
     def load_before(self) -> Load | None:
@@ -104,70 +98,46 @@ class LayerReport(LayerMeasures):
         """How evenly the compressed model's visits spread."""
         return load_of(self.visits_after)
 
+    @property
+    def heldout_error_before(self) -> float | None:
+        """Error on tokens that the correction did not see, before it."""
+        return _figure(correction_of(self.plan).get("heldout_error_before"))
 
-@dataclass(frozen=True, slots=True)
-class ReportData:
-    """All that a page or a card shows of one compressed model."""
+    @property
+    def heldout_error_after(self) -> float | None:
+        """Error on tokens that the correction did not see, after it."""
+        return _figure(correction_of(self.plan).get("heldout_error"))
 
-    title: str
-    source: str  # the Hub id, or the folder's name
-    revision: str | None
-    strategy: str
-    options: Mapping[str, Any]
-    correction: Mapping[str, Any] | None
-    sequential: bool
-    experts_before: int
-    experts_after: int
-    top_k: int
-    parameters: tuple[int, int]  # before and after
-    nbytes: tuple[int, int]
-    calibration: Mapping[str, Any] | None  # without folders
-    versions: Mapping[str, str]
-    plan_digest: str
-    layers: tuple[LayerReport, ...]
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase; empty without a record of the run
-    peak_memory: int | None = None  # bytes
-    command: tuple[str, ...] | None = None
-    gate: GateResult | None = None
+
+def _figure(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
+
+
+@dataclass(frozen=True)
+class Report(Outcome):
+    """An outcome, and all that was measured of it."""
+
+    layers: tuple[LayerReport, ...] = ()
     hubs: tuple[Mapping[str, Any], ...] = ()
     missing: tuple[str, ...] = ()  # what is not shown, and the option that gives it
-    left_out: tuple[str, ...] = ()
-    zeroed_fields: tuple[str, ...] = ()
     measured_tokens: int = 0
     measured_text: str | None = None
-    steps: tuple[Mapping[str, Any], ...] = ()  # those on the whole model, in order, as the plan has them
-    split: Mapping[str, Any] | None = None  # how each of the source's experts became several
 
     def to_json(self) -> str:
         """All of it as JSON."""
+        layers = [
+            {
+                **{entry.name: getattr(layer, entry.name) for entry in fields(LayerMeasures)},
+                **layer_to_dict(layer.plan),
+                "protected": layer.protected,
+            }
+            for layer in self.layers
+        ]
+        own = {name: getattr(self, name) for name in ("hubs", "missing", "measured_tokens", "measured_text")}
+        steps = [{name: each for name, each in step.to_dict().items() if name != "plan"} for step in self.plan.steps]
+        content = plain_json({**self.to_dict(), "output": self.title, "steps": steps, **own, "layers": layers})
         gate = None if self.gate is None else gate_content(self.gate)
-        content = {"format": FORMAT, **plain_json(replace(self, gate=None)), "gate": gate}
-        return json.dumps(content, ensure_ascii=False, allow_nan=False)
-
-
-def rounded(value: float) -> float:
-    """An entry of a matrix, as short as it is stored."""
-    return round(float(value), DIGITS)
-
-
-def read_compression(folder: Path) -> tuple[Mapping[str, Any], Plan]:
-    """An output's compression.json and the plan in it; raises `CompressionError` if there is none or it is damaged."""
-    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
-    content = read_json(path, remedy, remedy)
-    if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
-        raise CompressionError(f"{path} holds no plan; {remedy}")
-    return content, Plan.from_dict(content["plan"], f"{path}: plan")
-
-
-def experts_of(folder: Path, stage: CompressionPlan) -> tuple[int, int]:
-    """Experts of a layer before and after; where no step has chosen any, those of the output itself."""
-    if stage.layers:
-        return max(layer.experts for layer in stage.layers), stage.experts
-    config = read_json(folder / "config.json", "restore it", "restore it")
-    inner = [config, *(value for value in config.values() if isinstance(value, dict))]
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    after = next((entry[name] for entry in inner for name in names if isinstance(entry.get(name), int)), 0)
-    return after // parts_of(stage.split), after
+        return json.dumps({"format": FORMAT, **content, "gate": gate}, ensure_ascii=False, allow_nan=False)
 
 
 def read_hubs(path: Path | None, most: int) -> tuple[Mapping[str, Any], ...]:
@@ -183,76 +153,148 @@ def read_hubs(path: Path | None, most: int) -> tuple[Mapping[str, Any], ...]:
     return tuple(content)
 
 
+def report_on(outcome: Outcome, measured: Measured | None = None, hubs: Path | None = None) -> Report:
+    """An outcome that was read from its folder, and what was `measured` of it; `hubs` is a hubs.json."""
+    stage, measured = outcome.stage, measured or Measured()
+    measures = {layer.module: layer for layer in measured.layers}
+    layers = []
+    for layer in stage.layers:
+        found = measures.get(layer.module, LayerMeasures(layer.module))
+        measured_here = {entry.name: getattr(found, entry.name) for entry in fields(found)}
+        protected = tuple(stage.protected.get(layer.module, ()))
+        layers.append(LayerReport(**measured_here, plan=layer, protected=protected))
+    missing = measured.missing if outcome.seconds else (*measured.missing, NO_RECORD)
+    return Report(
+        **{entry.name: getattr(outcome, entry.name) for entry in fields(Outcome)},
+        layers=tuple(layers),
+        hubs=read_hubs(hubs, sum(layer.experts for layer in stage.layers)),
+        missing=missing,
+        measured_tokens=measured.tokens,
+        measured_text=measured.text,
+    )
+
+
 def report_data(
     folder: Path, measured: Measured | None = None, hubs: Path | None = None, gate: Path | None = None
-) -> ReportData:
+) -> Report:
     """What an output folder says of itself, and what was `measured` of it.
 
     `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
     """
-    (content, plan), record, measured = read_compression(folder), read_record(folder), measured or Measured(())
-    measures = {layer.module: layer for layer in measured.layers}
-    stage = plan.stage
-    rows = read_hubs(hubs, sum(layer.experts for layer in stage.layers))
-    unknown = () if record else ("This machine has no record of the run, so its times and memory are not shown.",)
-    layers = [_layer(layer, stage, measures.get(layer.module, LayerMeasures(layer.module))) for layer in stage.layers]
-    experts_before, experts_after = experts_of(folder, stage)
-    try:
-        return ReportData(
-            title=Path(folder).resolve().name,
-            source=plan.source.model,
-            revision=plan.source.revision,
-            strategy=stage.strategy,
-            options=stage.options,
-            correction=stage.correction,
-            sequential=stage.sequential,
-            steps=tuple(step.to_dict() for step in plan.steps if step.result is not None),
-            split=stage.split,
-            experts_before=experts_before,
-            experts_after=experts_after,
-            top_k=max((layer.top_k for layer in stage.layers), default=0),
-            parameters=_before_after(content["parameters"]),
-            nbytes=_before_after(content["bytes"]),
-            calibration=plan.calibration,
-            versions=dict(content.get("versions") or plan.versions),
-            layers=tuple(layers),
-            plan_digest=str(content["plan_digest"]),
-            gate=read_gate_of(folder, gate),
-            hubs=rows,
-            seconds=record.seconds if record else {},
-            peak_memory=record.peak_memory if record else None,
-            command=record.command if record else None,
-            missing=(*measured.missing, *unknown),
-            left_out=tuple(content.get("left_out") or ()),
-            zeroed_fields=tuple(content.get("zeroed_fields") or ()),
-            measured_tokens=measured.tokens,
-            measured_text=measured.text,
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
+    return report_on(read_outcome(folder, gate), measured, hubs)
 
 
-def _before_after(entry: Mapping[str, Any]) -> tuple[int, int]:
-    return int(entry["before"]), int(entry["after"])
+def named(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, str]]:
+    """Each layer with its name: 'Layer 3', or the module's where two have the same number."""
+    often = Counter(layer.plan.layer for layer in layers)
+    return [(each, f"Layer {each.plan.layer}" if often[each.plan.layer] == 1 else each.module) for each in layers]
 
 
-def _figure(value: Any) -> float | None:
-    return value if isinstance(value, int | float) else None
+def order(plan: LayerPlan) -> tuple[int, ...]:
+    """All experts [E]: merged groups first, the largest before the others, then those alone, then the dropped."""
+    alone = (group.members for group in plan.groups if len(group.members) == 1)
+    return tuple(chain(*sorted(plan.merged, key=len, reverse=True), *alone, plan.dropped))
 
 
-def _layer(layer: LayerPlan, plan: CompressionPlan, found: LayerMeasures) -> LayerReport:
-    corrected, measured = correction_of(layer), {entry.name: getattr(found, entry.name) for entry in fields(found)}
-    return LayerReport(
-        **measured,
-        layer=layer.layer,
-        experts=layer.experts,
-        kept=len(layer.groups),
-        groups=tuple(group.members for group in layer.groups),
-        dropped=layer.dropped,
-        protected=tuple(plan.protected.get(layer.module, ())),
-        rescaled=tuple(group.members[0] for group in layer.groups if len(group.members) == 1 and not group.untouched),
-        decided_by=layer.decided_by,
-        heldout_error_before=_figure(corrected.get("heldout_error_before")),
-        heldout_error_after=_figure(corrected.get("heldout_error")),
-        figures=layer.figures,
+def dispositions(layer: LayerReport) -> Mapping[int, str]:
+    """What became of each expert, in words."""
+    found = dict.fromkeys(range(layer.plan.experts), "dropped")
+    for slot, group in enumerate(layer.plan.groups):
+        (first, *others) = group.members
+        alone = "protected" if first in layer.protected else "kept" if group.untouched else "rescaled"
+        said = f"merged into slot {slot}" if others else f"{alone} as slot {slot}"
+        found.update(dict.fromkeys(group.members, said))
+    return found
+
+
+def roles(layer: LayerReport) -> list[str]:
+    """Kept, merged or dropped: [E]."""
+    words = (said.split()[0] for said in dispositions(layer).values())
+    return [word if word in ("merged", "dropped") else "kept" for word in words]
+
+
+def all_dispositions(layers: Sequence[LayerPlan]) -> str:
+    """'40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
+    groups = [group for layer in layers for group in layer.groups]
+    kept, merged = sum(group.untouched for group in groups), [group for layer in layers for group in layer.merged]
+    dropped = sum(len(layer.dropped) for layer in layers)
+    rescaled = len(groups) - len(merged) - kept
+    gone = "replaced by constants" if any(layer.constants for layer in layers) else "dropped"
+    found = [
+        *([f"{counted(kept, 'expert')} kept"] if kept else []),
+        *([f"{rescaled:,} rescaled"] if rescaled else []),
+        *([f"{sum(map(len, merged)):,} merged into {len(merged):,}"] if merged else []),
+        *([f"{dropped:,} {gone}"] if dropped else []),
+    ]
+    return joined(found)
+
+
+def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
+    """What became of each expert, a row for each layer; names of modules where a decoder layer has several.
+
+    An expert that stands alone among the merged ones was rescaled.
+    """
+    often = Counter(layer.layer for layer in plan.layers)
+
+    def merged(layer: LayerPlan) -> str:
+        changed = [sorted(group.members) for group in layer.groups if not group.untouched]
+        return ", ".join("+".join(map(str, members)) for members in changed) or "-"
+
+    def decided_by(layer: LayerPlan) -> str:
+        won = layer.figures.get("won")  # where several strategies were tried
+        return one_line(f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by or "-")
+
+    has_errors = any(correction_of(layer) for layer in plan.layers)
+    columns = {
+        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if often[each.layer] > 1 else str(each.layer),
+        "kept": lambda layer: ranges(group.members[0] for group in layer.groups if group.untouched),
+        "merged": merged,
+        "dropped" if plan.constants is None else "constants": lambda layer: ranges(layer.dropped),
+        **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
+        "decided by": decided_by,
+        **({"held-out error": error_change} if has_errors else {}),
+    }
+    rows = tuple(tuple(cell(layer) for cell in columns.values()) for layer in plan.layers)
+    return Table(caption, tuple(columns), rows, frozenset(columns))
+
+
+def error_change(layer: LayerPlan) -> str:
+    """The held-out reconstruction error before and after the reconstruction."""
+    figures = correction_of(layer)
+    before, after = figures.get("heldout_error_before"), figures.get("heldout_error")
+    if not (isinstance(before, float | int) and isinstance(after, float | int)):
+        return "-"
+    if figures.get("kept") == "none":
+        return f"{before:.4g}, not corrected"
+    return f"{before:.4g} to {after:.4g} ({figures.get('kept')})"
+
+
+def experts_legend(plan: CompressionPlan) -> str:
+    """How to read the table."""
+    legend = (
+        "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
+        "Merged: the experts joined by + became one; one that stands there alone was rescaled."
     )
+    if any(correction_of(layer) for layer in plan.layers):
+        legend += (
+            " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
+            "to which neither plan nor reconstruction was fitted, before and after the reconstruction."
+        )
+    return legend
+
+
+def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
+    """Similarities of a group's pairs; none without a matrix."""
+    if layer.similarity is None:
+        return []
+    return [layer.similarity[a][b] for place, a in enumerate(group) for b in group[place + 1 :]]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Their mean, or None without any."""
+    return fmean(values) if values else None
+
+
+def brief_end(text: str, most: int = 24) -> str:
+    """The end of a name that is too long for a drawing: what tells modules apart stands there."""
+    return text if len(text) <= most else f"…{text[1 - most :]}"

@@ -1,27 +1,50 @@
 """The figures of a report: the same drawings for the page, as SVG, and for a model card, as PNG."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compressor.document.blocks import Figure
-from compressor.drawing.bars import draw_bars, draw_left, draw_parts
-from compressor.drawing.dots import Dots, draw_dots
-from compressor.drawing.lines import Line, draw_lines, spaced
-from compressor.drawing.palette import FONT, ROLES, draw_key
+from compressor.drawing.heatmaps import draw_heat, label_axes
+from compressor.drawing.marks import (
+    MARKS,
+    Cell,
+    Dots,
+    Line,
+    draw_bars,
+    draw_cells,
+    draw_dots,
+    draw_left,
+    draw_lines,
+    draw_parts,
+    group_look,
+    spaced,
+)
+from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
 from compressor.gates.document import gate_figure
 from compressor.recipe.document import changed, result_of
-from compressor.report.data import LayerReport, Load, ReportData
-from compressor.report.layers import brief_end, named, roles, share
-from compressor.report.matrices import experts, similarity
+from compressor.report.data import (
+    LayerReport,
+    Load,
+    Report,
+    all_dispositions,
+    brief_end,
+    mean,
+    named,
+    order,
+    roles,
+    within,
+)
 from compressor.steps.distill.describe import Evaluation, curve
-from compressor.words import counted, human_bytes, human_count, readable, short
-from compressor.words import share as part_of
+from compressor.words import counted, listed, percent, readable, share, short, span
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import FigureBase
 
 WIDTH = 3.6  # inches
@@ -36,29 +59,25 @@ ERRORS = {  # by field of a layer: what it is and how it is drawn
     HELDOUT[1]: Dots("held-out, after correction", (), "merged", "D"),
 }
 Row = tuple[str, Mapping[str, float]]  # a layer's name, and its errors by field, those that are known and finite
+GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
+LEAST_CELL, MOST_CELL = 0.06, 0.26
+NUMBERED_CELL = 0.2  # from this size on a cell holds the number of the expert that its group is called by
+MOST_NUMBERS = 1_500  # which take longer to draw than marks
+MOST_CELLS = 2**17  # what is larger, nobody can read
+KEPT = "#d0d5da"
+SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
+LEVELS = 64  # of the colour scale, few enough for small images
+MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
+MOST_NAMED = 8  # groups in a text alternative
+DASHES = (0, (3, 2))
+CASING, LINE = ("#0b0d10", 2.4), ("#fefefe", 1.1)  # an outline that any colour shows: white on black
 
 
-def size_rows(data: ReportData) -> list[tuple[str, float, float, str, str]]:
-    """What got smaller: name, before and after as numbers and in words."""
-    (a, b), (c, d) = data.parameters, data.nbytes
-    return [
-        (
-            "experts per MoE layer",
-            data.experts_before,
-            data.experts_after,
-            f"{data.experts_before:,}",
-            f"{data.experts_after:,}",
-        ),
-        ("parameters", a, b, human_count(a), human_count(b)),
-        ("size on disk", c, d, human_bytes(c), human_bytes(d)),
-    ]
-
-
-def sizes(data: ReportData) -> Figure:
+def sizes(data: Report) -> Figure:
     """Bars of what is left of experts, parameters and bytes."""
-    rows = size_rows(data)
-    said = [f"{name}: {first} before, {second} after, {part_of(b, a)} is left" for name, a, b, first, second in rows]
-    bars = [(name, b / a if a else 0.0, f"{first} → {second} ({part_of(b, a)})") for name, a, b, first, second in rows]
+    rows = data.sizes()
+    said = [f"{name}: {first} before, {second} after, {share(b, a)} is left" for name, a, b, first, second in rows]
+    bars = [(name, b / a if a else 0.0, f"{first} → {second} ({share(b, a)})") for name, a, b, first, second in rows]
     drawing = Drawing(
         "Sizes before and after",
         f"{'; '.join(said)}.",
@@ -70,7 +89,220 @@ def sizes(data: ReportData) -> Figure:
     return Figure("sizes", "What is left of experts, parameters and bytes", caption, (drawing,))
 
 
-def visits(data: ReportData) -> Figure | None:
+def experts(data: Report) -> Figure | None:
+    """The grid of all experts: a row for each layer, a column for each expert of the source; none of too many."""
+    rows, columns = len(data.layers), max((layer.plan.experts for layer in data.layers), default=0)
+    if not 0 < rows * columns <= MOST_CELLS:
+        return None
+    cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
+    is_numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
+    grid = [cells(layer) for layer in data.layers]
+    each, found = span(layer.plan.experts for layer in data.layers), all_dispositions([x.plan for x in data.layers])
+    looks = _looks(data.layers, is_numbered)
+    lines = sum(label.count("\n") + 1 for label, _ in looks)
+    legend = Drawing(
+        "What the cells are",
+        f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
+        (3.6, 0.17 * lines + 0.12),
+        partial(draw_key, looks=looks),
+        is_legend=True,
+        margins=(0.0,) * 4,
+    )
+    size = (max(cell * columns + 0.7, 3.6), cell * rows + 0.5)
+    names = [str(layer.plan.layer) for layer in data.layers]
+    drawing = Drawing(
+        "What became of each expert",
+        f"Grid of {counted(rows, 'MoE layer')} by {each} experts: {found}. The table below says the same in numbers.",
+        size,
+        partial(_draw_grid, grid=grid, names=names, cell=cell, is_numbered=is_numbered),
+        margins=(0.5, 0.45, size[0] - 0.5 - cell * columns, 0.05),
+    )
+    caption = f"A row for each MoE layer, a column for each expert of the source; {found}."
+    return Figure("experts", "What became of each expert", caption, (legend, drawing))
+
+
+def cells(layer: LayerReport) -> list[Cell]:
+    """A layer's experts [E]. A merged group has one colour and mark, and its least member's number."""
+    found = [Cell(ROLES["paper"], "x")] * layer.plan.experts
+    changed = 0
+    for group in layer.plan.groups:
+        (colour, mark), least = (KEPT, ""), None
+        if not group.untouched:
+            (colour, mark), least = group_look(changed), min(group.members)
+            changed += 1
+        for member in group.members:
+            found[member] = Cell(colour, mark, least, member in layer.protected)
+    return found
+
+
+def _looks(layers: Sequence[LayerReport], is_numbered: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Each kind of cell in words, and how matplotlib's legend draws it."""
+    most = max(sum(not group.untouched for group in layer.plan.groups) for layer in layers)  # in a row
+    sign = "number (its least member)" if is_numbered else "mark"
+    repeat = " (signs repeat)" if not is_numbered and most > len(MARKS) * len(COLOURS) else ""
+    cross = {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5}
+    found: list[tuple[str, dict[str, Any], bool]] = [
+        ("kept", {"facecolor": KEPT}, True),
+        (f"merged into one: same colour and {sign} in a row{repeat}", {"facecolor": COLOURS[0]}, most > 0),
+        ("cross: dropped", cross, any(layer.plan.dropped for layer in layers)),
+        ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(each.protected for each in layers)),
+    ]
+    return [(textwrap.fill(label, 54), style) for label, style, is_there in found if is_there]
+
+
+def _draw_grid(
+    canvas: "FigureBase", grid: Sequence[Sequence[Cell]], names: Sequence[str], cell: float, is_numbered: bool
+) -> None:
+    axes = canvas.subplots()
+    draw_cells(axes, grid, cell, is_numbered)
+    columns = max(map(len, grid))
+    label_axes(axes, names, list(map(str, range(columns))), cell * columns, cell * len(grid))
+    axes.set_ylabel("layer")
+    axes.set_xlabel("expert of the source", loc="left")
+
+
+def similarity(data: Report) -> Figure | None:
+    """The scale and a matrix for each layer that has one; none if no layer has.
+
+    As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning in Sparse
+    Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are outlined.
+    """
+    shown = [(layer, name) for layer, name in named(data.layers) if layer.similarity is not None]
+    if not shown:
+        return None
+    low, high = limits(layer for layer, _ in shown)
+    kinds = [
+        ("merged", "solid", any(layer.plan.merged for layer, _ in shown)),
+        ("✕ dropped", DASHES, any(layer.plan.dropped for layer, _ in shown)),
+    ]
+    legend = Drawing(
+        "Scale of similarity",
+        f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
+        "ones the dropped experts.",
+        (3.6, 0.5),
+        partial(_draw_scale, low=low, high=high, kinds=[kind[:2] for kind in kinds if kind[2]]),
+        is_legend=True,
+        margins=(0.2, 0.2, 1.9, 0.15),
+    )
+    size, margins = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW), (LEFT, BELOW, 0.08, ABOVE)
+    drawings = [
+        Drawing(
+            name,
+            matrix_alt(layer),
+            size,
+            partial(_draw_matrix, layer=layer, name=name, low=low, high=high),
+            margins=margins,
+        )
+        for layer, name in shown
+    ]
+    labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in data.layers if layer.similarity_label))
+    caption = (
+        f"A square for each layer shows how alike the source's experts are{f' ({labels})' if labels else ''}. "
+        "They are ordered so that merged ones lie side by side; ✕ marks a dropped expert, ★ a protected one."
+    )
+    return Figure("similarity", "Similarity of the experts, with the chosen groups", caption, (legend, *drawings))
+
+
+def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
+    """A scale in tenths that holds all similarities but those of experts with themselves."""
+    values = [value for layer in layers for value in _pairs(layer) if math.isfinite(value)]
+    if not values:
+        return 0.0, 1.0
+    low, high = math.floor(10 * min(values)) / 10, math.ceil(10 * max(values)) / 10
+    return (low, high) if low < high else (low, low + 0.1)
+
+
+def _pairs(layer: LayerReport) -> list[float]:
+    """Similarities of all pairs, row by row below the diagonal."""
+    return [value for row, line in enumerate(layer.similarity or ()) for value in line[:row]]
+
+
+def matrix_alt(layer: LayerReport) -> str:
+    """What a matrix shows, in numbers."""
+    pairs, groups = _pairs(layer), layer.plan.merged
+    inside = [value for group in groups for value in within(layer, group)]
+    named = ", ".join("+".join(map(str, group)) for group in groups[:MOST_NAMED]) or "none"
+    said = [
+        f"{counted(layer.plan.experts, 'expert')} in {counted(len(layer.plan.groups), 'slot')}; merged groups: {named}"
+        f"{' and more' if len(groups) > MOST_NAMED else ''}; dropped: {listed(layer.plan.dropped)}.",
+        f"Mean similarity of all pairs {short(mean(pairs))}"
+        + (f", within merged groups {short(mean(inside))}." if inside else "."),
+    ]
+    if pairs:
+        places = ((row, column) for row in range(layer.plan.experts) for column in range(row))
+        (second, first), most = max(zip(places, pairs, strict=False), key=lambda pair: pair[1])
+        said.append(f"The most alike are {first} and {second} with {short(most)}.")
+    return " ".join(said)
+
+
+def _colours() -> "Colormap":
+    from matplotlib import colormaps
+
+    return colormaps[HEAT].resampled(LEVELS)
+
+
+def _draw_matrix(canvas: "FigureBase", layer: LayerReport, name: str, low: float, high: float) -> None:
+    assert layer.similarity is not None
+    axes, placed = canvas.subplots(), order(layer.plan)
+    draw_heat(axes, [[layer.similarity[a][b] for b in placed] for a in placed], low, high, cmap=_colours())
+    sizes = sorted(map(len, layer.plan.merged), reverse=True)
+    groups = [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+    _outline(axes, len(placed), groups, "solid")
+    gone = len(layer.plan.dropped)
+    _outline(axes, len(placed), [(len(placed) - gone, gone)] if gone else [], DASHES)
+    axes.set_title(readable(brief_end(name)), loc="left", fontweight="bold")
+    axes.spines[:].set_visible(False)
+    axes.set(xticks=[], yticks=[])
+    if len(placed) <= MOST_NUMBERED:
+        _number(axes, layer, placed)
+    else:
+        axes.set_xlabel(f"{layer.plan.experts} experts, groups first", loc="left", color=ROLES["muted"])
+
+
+def _number(axes: "Axes", layer: LayerReport, placed: Sequence[int]) -> None:
+    """The experts' numbers at both sides, the dropped ones with a cross, the protected ones with a star."""
+    marks = ["✕" if each in layer.plan.dropped else "★" if each in layer.protected else "" for each in placed]
+    axes.set_yticks(range(len(placed)), labels=[f"{mark}{each}" for mark, each in zip(marks, placed, strict=True)])
+    turn = 90 if len(placed) > MOST_UPRIGHT else 0
+    axes.set_xticks(range(len(placed)), labels=list(map(str, placed)), rotation=turn)
+    axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / len(placed) / 1.1))
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        for label, mark in zip(labels, marks, strict=True):
+            label.set_color(ROLES["dropped" if mark == "✕" else "ink"])
+
+
+def _outline(axes: "Axes", experts: int, blocks: Sequence[tuple[int, int]], style: Any) -> None:
+    """Squares on the diagonal: where each starts and its size; white on black, to be seen on any colour."""
+    from matplotlib.patches import Rectangle
+
+    thin = min(1.0, max(0.4, MOST_NUMBERED / experts))  # so that small groups are still to be seen inside
+    for (shade, width), dashes in ((CASING, "solid"), (LINE, style)):
+        look: Any = {"edgecolor": shade, "linewidth": thin * width, "linestyle": dashes, "joinstyle": "miter"}
+        for start, size in blocks:
+            axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, clip_on=False, **look))
+
+
+def _draw_scale(canvas: "FigureBase", low: float, high: float, kinds: Sequence[tuple[str, Any]]) -> None:
+    bar, marks = canvas.subplots(), [low, (low + high) / 2, high]
+    steps = [low + (high - low) * step / (LEVELS - 1) for step in range(LEVELS)]
+    draw_heat(bar, [steps], low, high, cmap=_colours(), extent=(low, high, 0, 1))
+    bar.set_yticks([])
+    bar.set_xticks(marks, labels=[f"{mark:g}" for mark in marks])
+    bar.spines[:].set_visible(False)
+    looks = [
+        (
+            said,
+            [
+                {"facecolor": "#808080", "edgecolor": shade, "linewidth": width, "linestyle": dashes}
+                for (shade, width), dashes in ((CASING, "solid"), (LINE, style))
+            ],
+        )
+        for said, style in kinds
+    ]
+    draw_key(canvas, looks, ncols=2, bbox_to_anchor=(0.52, 0.55))
+
+
+def visits(data: Report) -> Figure | None:
     """A legend, and for each layer with visits the share of every expert and slot; none if nothing was counted.
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
@@ -90,7 +322,7 @@ def visits(data: ReportData) -> Figure | None:
     legend = Drawing(
         "What the bars are",
         f"Bars of the source's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
-        f"All bars are on one scale up to {share(highest)}.",
+        f"All bars are on one scale up to {percent(highest)}.",
         (WIDTH, 0.3),
         partial(draw_key, looks=looks, ncols=4),
         is_legend=True,
@@ -113,7 +345,7 @@ def visits(data: ReportData) -> Figure | None:
     return Figure("visits", "Visits of the experts before, and of the slots after", caption, (legend, *drawings))
 
 
-def _tokens(data: ReportData) -> str:
+def _tokens(data: Report) -> str:
     text = f" of {data.measured_text}" if data.measured_text else ""
     return f" on {counted(data.measured_tokens, 'token')}{text}" if data.measured_tokens else ""
 
@@ -131,8 +363,8 @@ def _side(when: str, unit: str, visits: Sequence[float] | None, load: Load | Non
         return f"{when}: {counted(len(visits), unit)}, which no token reached."
     most, least = max(visits), min(visits)
     return (
-        f"{when}: {counted(len(visits), unit)}, from {share(least)} ({unit} {list(visits).index(least)}) to "
-        f"{share(most)} ({unit} {list(visits).index(most)}); maximum {short(load.maximum_to_mean)} times the mean, "
+        f"{when}: {counted(len(visits), unit)}, from {percent(least)} ({unit} {list(visits).index(least)}) to "
+        f"{percent(most)} ({unit} {list(visits).index(most)}); maximum {short(load.maximum_to_mean)} times the mean, "
         f"entropy {short(load.entropy)}."
     )
 
@@ -142,8 +374,8 @@ def _draw_visits(canvas: "FigureBase", layer: LayerReport, name: str, highest: f
     above.set_title(readable(brief_end(name)), loc="left", fontweight="bold", pad=6)
     sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
     for axes, visits, when, kinds in sides:
-        axes.set(xlim=(-0.6, layer.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
-        axes.set_yticks([0, highest], labels=["0", share(highest)])
+        axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
+        axes.set_yticks([0, highest], labels=["0", percent(highest)])
         axes.set_title(when, loc="right", pad=2, color=ROLES["muted"])
         if visits:
             draw_bars(axes, visits, kinds or ["after"] * len(visits), 1 / len(visits))
@@ -152,7 +384,7 @@ def _draw_visits(canvas: "FigureBase", layer: LayerReport, name: str, highest: f
             axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
 
 
-def errors(data: ReportData) -> Figure | None:
+def errors(data: Report) -> Figure | None:
     """Dots of each layer's errors; none where no error is known."""
     rows: list[Row] = []
     for layer, name in named(data.layers):
@@ -201,13 +433,13 @@ def _draw_errors(canvas: "FigureBase", rows: Sequence[Row]) -> None:
     canvas.legend(loc="outside upper left", fontsize=FONT)
 
 
-def phases(data: ReportData) -> list[tuple[str, float]]:
+def phases(data: Report) -> list[tuple[str, float]]:
     """Phases of the run and their seconds, those that took any, without a sum of the others."""
     taken = ((name, value) for name, value in data.seconds.items() if name != "total")
     return [(name, value) for name, value in taken if math.isfinite(value) and value >= 0]
 
 
-def times(data: ReportData) -> Figure | None:
+def times(data: Report) -> Figure | None:
     """One bar of the time by phase; none without a record."""
     found = phases(data)
     total = sum(value for _, value in found)
@@ -226,7 +458,7 @@ def times(data: ReportData) -> Figure | None:
     return Figure("times", "Time by phase", "The numbers are those of the table's rows.", (drawing,))
 
 
-def distillation(data: ReportData) -> Figure | None:
+def distillation(data: Report) -> Figure | None:
     """For each distillation its curve on held-out text, with the state that was taken; None without two evaluations."""
     drawings = []
     for step in data.steps:
@@ -263,12 +495,12 @@ def _draw_curve(canvas: "FigureBase", found: Sequence[Evaluation], taken: Evalua
     axes.grid(axis="y")
 
 
-def gate(data: ReportData) -> Figure | None:
+def gate(data: Report) -> Figure | None:
     """The gate's own figure; none without a gate."""
     return gate_figure(data.gate) if data.gate else None
 
 
-MADE: Mapping[str, Callable[[ReportData], Figure | None]] = {
+MADE: Mapping[str, Callable[[Report], Figure | None]] = {
     "sizes": sizes,
     "experts": experts,
     "similarity": similarity,
@@ -281,6 +513,6 @@ MADE: Mapping[str, Callable[[ReportData], Figure | None]] = {
 NAMES = tuple(MADE)  # in the order of the page
 
 
-def figures(data: ReportData, names: Sequence[str] = NAMES) -> tuple[Figure, ...]:
+def figures(data: Report, names: Sequence[str] = NAMES) -> tuple[Figure, ...]:
     """The figures of these names that the data gives, by default all in the order of the page."""
     return tuple(figure for name in names if (figure := MADE[name](data)) is not None)

@@ -2,7 +2,7 @@
 
 Source and output run over a part of the calibration text, a layer of each at a time. Source and text are found by the
 record of the run, unless they are named. What cannot be had is taken from what the run itself kept, or left out with a
-sentence that says so.
+sentence that says so. What was measured last, and what a run of `compress` sees anyway, is kept in the user's cache.
 """
 
 import hashlib
@@ -12,25 +12,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text
 from compressor.data.sources import DEMO_SOURCE, divide, is_file, parse_sources, without_folders
 from compressor.errors import CompressionError
 from compressor.memory import give_back
+from compressor.model.architecture import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model
+from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
-from compressor.report.data import FORMAT, LayerMeasures, Measured, read_compression
-from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers
-from compressor.report.measuring_run import keep_measures, kept_measures
-from compressor.run_record import RunRecord, read_record, versions
-from compressor.statistics.statistics import WEIGHTS, Collector
+from compressor.report.data import FORMAT, LayerMeasures, Measured
+from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers, own_likeness, shares
+from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
+from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics
 from compressor.steps.split.opening import as_planned
 from compressor.surgery.job import check_plan
 
@@ -129,7 +133,7 @@ def measure(
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
     if model is None and revision is not None:
         raise CompressionError("--revision is that of the model that --model names; give both")
-    plan, record, listener = read_compression(folder)[1], read_record(folder), progress or Silent()
+    plan, record, listener = read_outcome(folder).plan, read_record(folder), progress or Silent()
     source = _source(folder, plan, record, (model, revision), (dtype, device), listener)
     output = _output(folder, source, (dtype, device))
     text = None
@@ -270,3 +274,88 @@ def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tenso
 
 def _name(identity: Mapping[str, Any]) -> str:
     return str(without_folders(identity)["source"])
+
+
+By = Literal["run", "report"]
+
+
+def keep_measures(folder: Path, measured: Measured, by: By, key: str = "") -> None:
+    """Remember what was measured of an output as it is now, under a `key` that names what else it depends on.
+
+    Where that cannot be written, nothing is kept.
+    """
+    if measured.layers:
+        write_cached(_path(folder, by), {**_facts(folder), "key": key, "measured": measured.to_dict()})
+
+
+def kept_measures(folder: Path, by: By = "report", key: str | None = None) -> Measured | None:
+    """What was measured last, unless the weights or the key, if one is given, are others; None if nothing was."""
+    path, wanted = _path(folder, by), _facts(folder) | ({} if key is None else {"key": key})
+    content = read_cached(path)
+    try:
+        fits = content is not None and all(content[name] == value for name, value in wanted.items())
+        return Measured.from_dict(content["measured"]) if content is not None and fits else None
+    except (KeyError, CompressionError) as error:
+        logger.debug("the measures in %s are ignored: %s", path, error)
+        return None
+
+
+def _path(folder: Path, by: By) -> Path:
+    return cache_folder("reports") / f"{by}-{digest_of(folder)}.json"
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Name, size and time of change of each weight file; none of a folder with a graph alone."""
+    try:
+        return {"weights": [list(entry) for entry in Checkpoint(folder).stamp()]}
+    except (CompressionError, OSError):
+        return {"weights": []}
+
+
+class Noted:
+    """Notes of a run: visits of the source from its plan's statistics, each calibration source by its weight; how alike
+    experts are by the strategy's own likeness; visits of the smaller layers that a correction lets all batches pass.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, LayerMeasures] = {}
+        self.tokens = 0  # that were seen, held-out ones excepted
+
+    def planning(self, strategy: Strategy) -> Strategy:
+        """The strategy; what it plans a layer by is noted."""
+
+        def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
+            made = strategy.plan(stats, *more)
+            try:
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    self._planned(stats, strategy, made)
+            except Exception as error:  # of a plugin: a report asks it again, and tells
+                logger.debug("%s: nothing is noted for reports: %s", stats.layer.name, error)
+            return made
+
+        return replace(strategy, plan=plan)
+
+    def _planned(self, stats: LayerStatistics, strategy: Strategy, made: LayerPlan) -> None:
+        if "routed_count" in stats.values:
+            self._note(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
+        won = made.figures.get("won")  # by a strategy that tries several, each with its default options
+        own = own_likeness(strategy if won is None else load_strategy(str(won)))
+        if own and own.needs <= set(stats.values) and (found := own.tell(stats)):
+            self._note(stats.layer, stats.tokens, similarity=found[0], similarity_label=found[1])
+
+    def visited(self, layer: MoeLayer, counts: Tensor, tokens: int) -> None:
+        """Note how many of so many tokens chose each expert [N] of a layer that is smaller now."""
+        self._note(layer, tokens, visits_after=shares(counts))
+
+    def _note(self, layer: MoeLayer, tokens: int, **found: Any) -> None:
+        self.tokens = max(self.tokens, tokens)
+        self.layers[layer.name] = replace(self.layers.get(layer.name, LayerMeasures(layer.name)), **found)
+
+    def measured(self, calibration: Mapping[str, Any] | None) -> Measured:
+        """All notes, with the name of their text."""
+        text = without_folders(calibration)["source"] if calibration else None
+        return Measured(tuple(self.layers.values()), self.tokens, text)
+
+    def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
+        """Keep the notes for reports on the output in a folder."""
+        keep_measures(folder, self.measured(calibration), "run")

@@ -29,11 +29,12 @@ from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.report.data import LayerMeasures, Matrix, rounded
+from compressor.report.data import LayerMeasures, Matrix
 from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics
 
 logger = logging.getLogger(__name__)
 
+DIGITS = 4  # of a matrix's entries
 ROUTER_LABEL = "cosine of the centred router rows, negative ones as 0"
 
 
@@ -119,7 +120,7 @@ def _by_rows(layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:
 
 
 def _matrix(table: Tensor) -> Matrix:
-    return tuple(tuple(rounded(value) for value in row) for row in table.cpu().clamp(0, 1).tolist())
+    return tuple(tuple(round(value, DIGITS) for value in row) for row in table.cpu().clamp(0, 1).tolist())
 
 
 VISITS = frozenset({"routed_count"})

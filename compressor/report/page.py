@@ -4,66 +4,348 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from compressor.attribution.figures import expert_label
 from compressor.document import html
-from compressor.document.blocks import Block, Facts, Figure, Heading, Note, Toned, Words
+from compressor.document.blocks import (
+    Block,
+    Code,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Items,
+    Link,
+    Listing,
+    Note,
+    Strong,
+    Table,
+    Text,
+    Toned,
+    Words,
+)
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import check_folder, replacing, whole_folder
-from compressor.gates.document import SIGNS
+from compressor.gates.document import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.locking import alone
-from compressor.recipe.document import changed
+from compressor.recipe.document import changed, step_blocks, step_line
+from compressor.recipe.plan import told_split
 from compressor.replaceable import is_page
-from compressor.report import run_sections, sections
-from compressor.report.data import ReportData
-from compressor.report.figures import NAMES, figures
-from compressor.report.layers import mean
-from compressor.words import counted, human_bytes, human_count, joined, share, short
+from compressor.report.data import LayerReport, Report, dispositions, experts_legend, experts_table, mean, named, within
+from compressor.report.figures import NAMES, figures, phases
+from compressor.words import counted, human_bytes, joined, listed, percent, setting, share, short
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
-SECTIONS: Sequence[tuple[str, str, str | None, Callable[[ReportData], list[Block]]]] = (
+MOST_CELLS = 20_000  # of all layers' matrices as tables
+MOST_OPEN = 8  # layers whose tables are not folded away together
+HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
+ERROR_COLUMNS = {
+    "error": "error of the block",
+    "cosine": "cosine",
+    "stream_error": "error of the stream",
+    "stream_cosine": "cosine of the stream",
+    "heldout_error_before": "held-out, before correction",
+    "heldout_error_after": "held-out, after correction",
+}
+
+
+def done(data: Report) -> list[Block]:
+    """What was done, with what, and what this page cannot show."""
+    stage, source = data.stage, data.plan.source
+    measured = counted(data.measured_tokens, "token") + (f" of {data.measured_text}" if data.measured_text else "")
+    rows: list[tuple[str, Words | Items]] = [
+        ("Source", source.model + (f", revision {source.revision}" if source.revision else "")),
+        ("Strategy", data.strategy),
+        *([("Options", setting(stage.options))] if stage.options else []),
+        ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
+        *([("Split", told_split(stage.split))] if stage.split else []),
+        ("MoE layers", f"{len(data.layers):,}"),
+        ("Correction", setting(stage.correction) if stage.correction else "none"),
+        *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),
+        ("Sequential", "each layer on what the compressed earlier ones put out" if stage.sequential else "no"),
+        *_calibration(data),
+        *([("Measured for this report", measured)] if data.measured_tokens else []),
+        *([("Left out of the output", setting(data.left_out))] if data.left_out else []),
+        *([("Fields set to zero", setting(data.zeroed_fields))] if data.zeroed_fields else []),
+        ("Versions", setting(data.versions)),
+        ("Plan digest", Code(data.plan.digest())),
+    ]
+    told = Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
+    missing = (Heading("What is missing here", 3), Items(data.missing))
+    return [Facts(tuple(rows)), Heading("Command", 3), told, *(missing if data.missing else ())]
+
+
+def _calibration(data: Report) -> list[tuple[str, Words | Items]]:
+    if (identity := data.plan.calibration) is None:
+        return [("Calibration", "none; no text was read" + (" to choose experts" if data.steps else ""))]
+    skipped, sources = ("source", "sources", "sha256", "asked"), identity.get("sources")
+    sizes = {str(name).replace("_", " "): value for name, value in identity.items() if name not in skipped}
+    several = isinstance(sources, Sequence) and len(sources) > 1
+    return [
+        ("Calibration", str(identity.get("source", "unnamed text"))),
+        ("Calibration's size", setting(sizes)),
+        *([("Calibration's parts", Items(tuple(map(setting, sources or ()))))] if several else []),
+        *([("Calibration's digest", Code(str(identity["sha256"])))] if "sha256" in identity else []),
+    ]
+
+
+def steps(data: Report) -> list[Block]:
+    """What each step on the whole model did, in order."""
+    found = [block for step in data.steps for block in step_blocks(step)]
+    return found or [Text("No routers were calibrated, and nothing was distilled.")]
+
+
+def sizes(data: Report) -> list[Block]:
+    """Experts, parameters and bytes, exactly."""
+    rows = [(name, *said, share(b, a), f"{a:,}", f"{b:,}") for name, a, b, *said in data.sizes()]
+    rows[0] = (*rows[0][:-2], "", "")  # its number is exact already
+    columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
+    return [Table("Sizes before and after", columns, tuple(rows))]
+
+
+def gate(data: Report) -> list[Block]:
+    """The verdict in words, its tasks, and how it came about; or how to come by one."""
+    if (result := data.gate) is not None:
+        verdict = replace(verdict_block(result), tone=SIGNS[result.verdict][0])
+        tested = Details("How it was tested", tested_blocks(result))
+        return [verdict, *advice_blocks(result), task_table(result), tested]
+    name, source = data.title, data.plan.source
+    run = ["moe-compress", "gate", source.model, name, "-o", f"{name}.gate"]
+    run += ["--revision", source.revision] if source.revision else []
+    return [
+        Text("The accuracy gate was not run on this model, so nothing is known of its accuracy."),
+        Listing(shlex.join(run)),
+        Text(f"Then make this report again with --gate {name}.gate."),
+    ]
+
+
+def cost(data: Report) -> list[Block]:
+    """Seconds by phase, and the memory that the run held at its peak."""
+    found = phases(data)
+    total = sum(value for _, value in found)
+    rows = [(str(number), name, f"{value:.2f}", share(value, total)) for number, (name, value) in enumerate(found, 1)]
+    peak = f"Peak memory: {human_bytes(data.peak_memory)}." if data.peak_memory else "The peak memory was not recorded."
+    if not found:
+        return [Text("No times were recorded."), Text(peak)]
+    rows.append(("", "all phases", f"{total:.2f}", share(total, total)))
+    columns = ("number", "phase", "seconds", "share")
+    return [Text(peak), Table("Seconds by phase", columns, tuple(rows), frozenset({"phase"}))]
+
+
+def experts(data: Report) -> list[Block]:
+    """What became of each expert: a row for each layer."""
+    table = experts_table(data.stage, "What became of each expert")
+    return [table, Text(experts_legend(data.stage), "note")]
+
+
+def similarity(data: Report) -> list[Block]:
+    """The groups of each layer, with the similarities in and between them."""
+    with_matrices = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
+    folds = []
+    for layer, name in named(data.layers):
+        said = (
+            f"{layer.plan.experts} experts in {counted(len(layer.plan.groups), 'slot')}, "
+            f"{counted(len(layer.plan.merged), 'merged group')}, {len(layer.plan.dropped)} dropped"
+        )
+        matrix = _matrix(layer, name) if with_matrices else []
+        folds.append(Details(_headed(name, said), (*_layer(layer, name), *matrix)))
+    too_large = "The matrices have too many numbers for tables; those of the groups are below."
+    is_told = with_matrices or not any(layer.similarity for layer in data.layers)
+    return [
+        *_unseen(data, "similarity", "similarity of experts"),
+        *([] if is_told else [Text(too_large, "note")]),
+        *_together(folds, "groups of each layer"),
+    ]
+
+
+def _headed(name: str, said: str) -> Words:
+    return Strong(name), " ", Note(said)
+
+
+def _together(folds: Sequence[Details], what: str) -> Sequence[Block]:
+    """The folds of layers, in one of their own if they are many."""
+    return folds if len(folds) <= MOST_OPEN else [Details(f"All {len(folds)} layers: {what}", tuple(folds))]
+
+
+def _unseen(data: Report, field: str, what: str) -> list[Block]:
+    """A sentence where layers were not measured."""
+    lacking = [name for layer, name in named(data.layers) if not getattr(layer, field)]
+    if not lacking:
+        return []
+    if len(lacking) == len(data.layers):
+        return [Text((f"The {what} was not measured", *_remedy(data)))]
+    return [Text(f"Without a measured {what}: {', '.join(lacking)}.")]
+
+
+def _remedy(data: Report) -> tuple[Words, ...]:
+    return ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
+
+
+def _layer(layer: LayerReport, name: str) -> list[Block]:
+    """What decided a layer, and its groups."""
+    plan, rows = layer.plan, list[tuple[str, str, str, str]]()
+    for slot, group in enumerate(plan.groups):
+        if len(group.members) > 1:
+            found = within(layer, group.members)
+            similar = short(mean(found)), short(min(found, default=None))
+            rows.append((f"merged, slot {slot}", listed(group.members), *similar))
+    alone = [group.members[0] for group in plan.groups if len(group.members) == 1]
+    others = {
+        "protected": [expert for expert in alone if expert in layer.protected],
+        "kept alone": [expert for expert in alone if expert not in layer.protected],
+        "dropped": plan.dropped,
+    }
+    rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
+    columns = ("", "experts", "mean similarity", "least similarity")
+    told: list[tuple[str, Words]] = [("Module", Code(layer.module)), ("Decided by", plan.decided_by)]
+    told += [(str(name).replace("_", " ").capitalize(), setting(value)) for name, value in plan.figures.items()]
+    return [Facts(tuple(told)), Table(f"{name}: groups", columns, tuple(rows), frozenset({"experts"}))]
+
+
+def _matrix(layer: LayerReport, name: str) -> list[Block]:
+    if layer.similarity is None:
+        return []
+    columns = ("expert", *map(str, range(len(layer.similarity))))
+    rows = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
+    return [Table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows)]
+
+
+def visits(data: Report) -> list[Block]:
+    """How evenly tokens spread, and each expert's share."""
+    counted_layers = [each for each in named(data.layers) if each[0].visits_before or each[0].visits_after]
+    if not counted_layers:
+        return _unseen(data, "visits_before", "share of tokens")
+    columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
+    rows = tuple(
+        (
+            name,
+            *(
+                short(getattr(load, field, None))
+                for field in ("maximum_to_mean", "entropy")
+                for load in (layer.load_before, layer.load_after)
+            ),
+        )
+        for layer, name in counted_layers
+    )
+    what = "shares of experts and slots"
+    folds = [Details(_headed(name, what), (_shares(layer, name),)) for layer, name in counted_layers]
+    spread = "Maximum to mean is 1 where all are visited alike; so is the entropy, which is 0 where one takes all."
+    return [
+        *_unseen(data, "visits_before", "share of tokens"),
+        Table("How evenly the visits spread", columns, rows),
+        Text(spread, "note"),
+        *_together(folds, what),
+    ]
+
+
+def _shares(layer: LayerReport, name: str) -> Block:
+    slots, found = layer.plan.slots(), dispositions(layer)
+    before, after = layer.visits_before or (), layer.visits_after or ()
+    rows = tuple(
+        (str(expert), _at(before, expert), found.get(expert, "-"), _at(after, slots.get(expert)))
+        for expert in range(max(layer.plan.experts, len(before)))
+    )
+    columns = ("expert", "visits before", "what became of it", "visits of its slot after")
+    return Table(f"{name}: visits", columns, rows, frozenset({"what became of it"}))
+
+
+def _at(shares: Sequence[float], place: int | None) -> str:
+    return percent(shares[place]) if place is not None and place < len(shares) else "-"
+
+
+def errors(data: Report) -> list[Block]:
+    """Each layer's errors as numbers."""
+    heads = {
+        field: head
+        for field, head in ERROR_COLUMNS.items()
+        if any(getattr(layer, field) is not None for layer in data.layers)
+    }
+    if not heads:
+        return [Text(("The reconstruction error was not measured", *_remedy(data)))]
+    rows = tuple((name, *(short(getattr(layer, field), 4) for field in heads)) for layer, name in named(data.layers))
+    alone = "Only the held-out errors of the correction are known; the block's error was not measured"
+    own = "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
+    return [
+        *([] if "error" in heads else [Text((alone, *_remedy(data)))]),
+        Table("Errors by layer", ("", *heads.values()), rows),
+        *([Text(own, "note")] if "stream_error" in heads else []),
+    ]
+
+
+def hubs(data: Report) -> list[Block]:
+    """Named hubs with what became of them, and protected experts by layer."""
+    protected = tuple((name, listed(layer.protected)) for layer, name in named(data.layers) if layer.protected)
+    layers = {layer.module: (layer.plan.layer, dispositions(layer)) for layer in data.layers} if data.hubs else {}
+    rows = tuple(_hub(hub, *layers.get(str(hub.get("module")), (None, None))) for hub in data.hubs)
+    return [
+        Heading("Hubs", 3),
+        Table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"}))
+        if rows
+        else Text("None: no hubs were named to this report."),
+        Heading("Protected experts", 3),
+        Table("Protected experts", ("", "experts"), protected, frozenset({"experts"}))
+        if protected
+        else Text("None: the plan protects no expert."),
+    ]
+
+
+def _hub(hub: Any, layer: int | None, found: Mapping[int, str] | None) -> tuple[str, ...]:
+    expert, place = hub.get("expert"), hub.get("layer", layer)
+    label = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else setting(expert)
+    disposition = found.get(expert, "-") if found is not None and isinstance(expert, int) else "not in the plan"
+    figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
+    return (label, disposition, *map(short, figures), percent(hub.get("share")))
+
+
+SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], list[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
-    ("done", "What was done", None, run_sections.done),
-    ("sizes", "Sizes", "sizes", run_sections.sizes),
-    ("experts", "Experts", "experts", sections.experts),
-    ("similarity", "Similarity and groups", "similarity", sections.similarity),
-    ("visits", "Visits before and after", "visits", sections.visits),
-    ("errors", "Reconstruction error", "errors", sections.errors),
-    ("steps", "Router calibration and distillation", "distillation", run_sections.steps),
-    ("hubs", "Hubs and protected experts", None, sections.hubs),
-    ("gate", "Accuracy gate", "gate", run_sections.gate),
-    ("cost", "Time and memory", "times", run_sections.cost),
+    ("done", "What was done", None, done),
+    ("sizes", "Sizes", "sizes", sizes),
+    ("experts", "Experts", "experts", experts),
+    ("similarity", "Similarity and groups", "similarity", similarity),
+    ("visits", "Visits before and after", "visits", visits),
+    ("errors", "Reconstruction error", "errors", errors),
+    ("steps", "Router calibration and distillation", "distillation", steps),
+    ("hubs", "Hubs and protected experts", None, hubs),
+    ("gate", "Accuracy gate", "gate", gate),
+    ("cost", "Time and memory", "times", cost),
 )
 
 
-def page(data: ReportData, drawn: Sequence[Figure]) -> str:
+def page(data: Report, drawn: Sequence[Figure]) -> str:
     """The whole page; `drawn` are the figures of `figures`, or some of them."""
     by_name = {figure.name: figure for figure in drawn}
     blocks: list[Block] = []
     for anchor, heading, name, body in SECTIONS:
         blocks += [Heading(heading, 2, anchor), *([by_name[name]] if name in by_name else []), *body(data)]
-    later = [WAYS.get(name, name) for step in data.steps if changed(step) and (name := str(step.get("name")))]
-    ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.correction else []), *later])
+    later = [WAYS.get(name, name) for step in data.steps if changed(step) and (name := str(step["name"]))]
+    ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.stage.correction else []), *later])
     said = (
-        f"{data.source} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in each MoE "
-        f"layer, by {joined([*ways])}."
+        f"{data.plan.source.model} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in "
+        f"each MoE layer, by {joined([*ways])}."
     )
-    made_by = f"{MADE_BY} {data.title}; plan {data.plan_digest[:12]}."
+    made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
     return html.page(data.title, "Compression report", said, Facts(_tiles(data)), blocks, made_by)
 
 
-def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
+def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
     """The figures that one looks for first."""
-    (a, b), (c, d) = data.parameters, data.nbytes
+    (_, *experts), parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     tiles: list[tuple[str, Words, str]] = [
-        ("Experts per layer", f"{data.experts_before} → {data.experts_after}", f"top {data.top_k}"),
-        ("Parameters", human_count(b), f"{share(b, a)} of {human_count(a)}"),
-        ("Size on disk", human_bytes(d), f"{share(d, c)} of {human_bytes(c)}"),
+        ("Experts per layer", f"{experts[0]} → {experts[1]}", f"top {data.top_k}"),
+        *(
+            (tile, after, f"{share(b, a)} of {before}")
+            for tile, (_, a, b, before, after) in (("Parameters", parameters), ("Size on disk", nbytes))
+        ),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         (
             "Accuracy gate",
@@ -74,7 +356,7 @@ def _tiles(data: ReportData) -> tuple[tuple[str, Words], ...]:
     return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)
 
 
-def _gate_note(data: ReportData) -> str:
+def _gate_note(data: Report) -> str:
     """On how much the verdict stands; a routed model is not the checkpoint as stock loaders run it."""
     if data.gate is None:
         return "see below"
@@ -99,7 +381,7 @@ def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
         check_folder(folder, FIGURES, overwrite)
 
 
-def write_report(data: ReportData, page_file: Path, folder: Path | None = None, overwrite: bool = False) -> list[Path]:
+def write_report(data: Report, page_file: Path, folder: Path | None = None, overwrite: bool = False) -> list[Path]:
     """Write the page and, into a new folder, its figures; returns the figures' files."""
     drawn = figures(data)
     text = page(data, drawn)

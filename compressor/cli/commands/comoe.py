@@ -77,7 +77,7 @@ def train(
 
     The adapters are written as safetensors with a config and a log. The same command goes on where a killed one was.
     """
-    from compressor.cli.results import written_line
+    from compressor.cli.rendering import written_line
     from compressor.comoe.options import ComoeConfig, TuningOptions
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
@@ -135,7 +135,7 @@ def evaluate(
 
     Of choices the likeliest counts; without choices, what the model writes by itself.
     """
-    from compressor.cli.results import written_line
+    from compressor.cli.rendering import written_line
     from compressor.comoe.report import NAMES, evaluation_blocks
     from compressor.records import plain_json
 

@@ -48,7 +48,7 @@ def gate(
     ] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
-    from compressor.cli.results import show_gate
+    from compressor.cli.rendering import show_gate
     from compressor.files import check_folder
     from compressor.gates.report import NAMES, write_gate
     from compressor.gates.run import DEFAULT_TASKS, DEMO_TASKS
@@ -96,7 +96,7 @@ def compress_under_gate(
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
     from compressor.api.exporting import WRITER, additions
     from compressor.api.searching import compress_gated
-    from compressor.cli.results import show_gated
+    from compressor.cli.rendering import show_gated
     from compressor.files import check_folder
     from compressor.gates.report import NAMES, write_gate
 

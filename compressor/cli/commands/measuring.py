@@ -90,7 +90,7 @@ def compare(
     ] = False,
 ) -> None:
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
-    from compressor.cli.results import show_comparison
+    from compressor.cli.rendering import show_comparison
     from compressor.comparison.report import NAMES, write_reports
     from compressor.files import check_folder
 
@@ -149,7 +149,7 @@ def attribute(
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.attribution.report import NAMES, findings, write_attribution
-    from compressor.cli.results import show_attribution
+    from compressor.cli.rendering import show_attribution
     from compressor.files import check_folder
 
     if edges not in ("routers", "experts"):

@@ -26,7 +26,7 @@ def reference(
     ] = "own",
 ) -> None:
     """Ask a model items and keep those that it answers right, each with the experts that it visits."""
-    from compressor.cli.results import written_line
+    from compressor.cli.rendering import written_line
     from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
 

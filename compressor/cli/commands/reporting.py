@@ -33,8 +33,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: what was done, sizes, similarities, visits, errors, hubs, gate, timings."""
     from compressor.report.data import report_data
-    from compressor.report.measuring import measure
-    from compressor.report.measuring_run import kept_measures
+    from compressor.report.measuring import kept_measures, measure
     from compressor.report.page import check_report, write_report
 
     if not checkpoint.is_dir():

@@ -31,7 +31,7 @@ from compressor.attribution.figures import (
 from compressor.attribution.graph import measured_graph
 from compressor.attribution.hubs import Hub
 from compressor.attribution.report import Findings, exactness, findings, rounded, whole_blocks, write_attribution
-from compressor.cli.results import show_attribution
+from compressor.cli.rendering import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder

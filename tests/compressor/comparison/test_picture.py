@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from compressor.comparison import picture
+from compressor.comparison import report as picture
 from compressor.comparison.rows import Comparison, label
-from compressor.drawing.lines import spaced
+from compressor.drawing.marks import spaced
 from compressor.drawing.palette import DPI, ROLES, scale_axis
 from compressor.drawing.picture import drawing_settings, png
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
@@ -221,7 +221,7 @@ def test_alternative_text_tells_each_line_by_count_the_least_first() -> None:
 
 def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:
     code = (
-        "import sys; import compressor.comparison.picture as pictures\n"
+        "import sys; import compressor.comparison.report as pictures\n"
         "from compressor.drawing.picture import png\n"
         "from tests.comparisons import full\n"
         "assert 'matplotlib' not in sys.modules\n"

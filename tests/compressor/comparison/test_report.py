@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from compressor.cli.results import show_comparison
+from compressor.cli.rendering import show_comparison
 from compressor.comparison import report as comparison_report
-from compressor.comparison.document import comparison_blocks
-from compressor.comparison.report import write_reports
+from compressor.comparison.report import comparison_blocks, write_reports
 from compressor.comparison.rows import Comparison, Row, entries, label
 from compressor.document import markdown as rendered
 from compressor.errors import CompressionError

@@ -14,11 +14,21 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import PathPatch, Rectangle, StepPatch
 
-from compressor.drawing.bars import draw_bars, draw_left, draw_parts
-from compressor.drawing.cells import Cell, draw_cells
-from compressor.drawing.dots import Dots, draw_dots
 from compressor.drawing.heatmaps import Panel, draw_heat, draw_panels, log_scale, panels_size
-from compressor.drawing.lines import Line, colour, draw_lines, mark, spaced
+from compressor.drawing.marks import (
+    Cell,
+    Dots,
+    Line,
+    colour,
+    draw_bars,
+    draw_cells,
+    draw_dots,
+    draw_left,
+    draw_lines,
+    draw_parts,
+    mark,
+    spaced,
+)
 from compressor.drawing.palette import COLOURS, MARKERS, ROLES, ink_on
 
 SHARES = st.floats(0.0, 1.0)

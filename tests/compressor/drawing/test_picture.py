@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from compressor.drawing.bars import draw_bars
 from compressor.drawing.heatmaps import draw_heat
+from compressor.drawing.marks import draw_bars
 from compressor.drawing.palette import DPI, draw_key
 from compressor.drawing.picture import Drawing, inline_svgs, png
 from compressor.words import readable

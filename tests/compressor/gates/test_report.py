@@ -14,7 +14,7 @@ from huggingface_hub import ModelCardData
 from hypothesis import given, settings
 
 from compressor.api.searching import Attempt, Gated
-from compressor.cli.results import show_gate, show_gated
+from compressor.cli.rendering import show_gate, show_gated
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder

@@ -15,8 +15,9 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.gates.report import gate_json
 from compressor.gates.verdict import gate_from_content
-from compressor.report.data import LayerMeasures, Load, Measured, ReportData, load_of, report_data
+from compressor.report.data import LayerMeasures, Load, Measured, load_of, report_data
 from tests import gates, small
+from tests.reported import report
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +54,21 @@ MEASURED = Measured(
 def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
     record = json.loads((out / "compression.json").read_text())
     data = report_data(out)
-    assert (data.title, data.source, data.revision) == ("out", "in", None)
-    assert (data.strategy, data.sequential) == ("reap", True)
-    assert data.correction is not None and data.correction["method"] == "ridge"
+    assert (data.title, data.plan.source.model, data.plan.source.revision) == ("out", "in", None)
+    assert (data.strategy, data.stage.sequential) == ("reap", True)
+    assert data.stage.correction is not None and data.stage.correction["method"] == "ridge"
     assert (data.experts_before, data.experts_after, data.top_k) == (8, 4, 2)
-    assert data.parameters == (record["parameters"]["before"], record["parameters"]["after"])
-    assert data.nbytes == (record["bytes"]["before"], record["bytes"]["after"])
-    assert data.nbytes[1] < data.nbytes[0]
-    assert data.plan_digest == record["plan_digest"] and data.versions == record["versions"]
-    assert set(data.seconds) == {"open", "read text", "plan", "correct", "write"} and (data.peak_memory or 0) > 0
+    for size, when in ((data.before, "before"), (data.after, "after")):
+        assert (size.parameters, size.bytes) == (record["parameters"][when], record["bytes"][when])
+    assert data.after.bytes < data.before.bytes
+    assert data.plan.digest() == record["plan_digest"] and data.versions == record["versions"]
+    assert set(data.seconds) == {"open", "read text", "plan", "correct", "write"} and data.peak_memory > 0
     assert data.command == ("moe-compress", "compress", "in")
     assert (data.missing, data.gate, data.hubs) == ((), None, ())
     for layer, planned in zip(data.layers, record["plan"]["steps"][0]["plan"]["layers"], strict=True):
-        assert [list(group) for group in layer.groups] == [group["members"] for group in planned["groups"]]
-        assert list(layer.dropped) == planned["dropped"] and (layer.experts, layer.kept) == (8, 4)
-        assert layer.protected == ((6,) if layer.layer == 1 else ())
+        assert [list(group.members) for group in layer.plan.groups] == [each["members"] for each in planned["groups"]]
+        assert list(layer.plan.dropped) == planned["dropped"] and (layer.plan.experts, len(planned["groups"])) == (8, 4)
+        assert layer.protected == ((6,) if layer.plan.layer == 1 else ())
         figures = planned["figures"]["correction"]
         assert layer.heldout_error_before == figures["heldout_error_before"]
         assert layer.heldout_error_after == figures["heldout_error"]
@@ -77,7 +78,7 @@ def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
 def test_an_output_from_elsewhere_lacks_only_the_runs_figures(out: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path))
     data = report_data(out)
-    assert (data.seconds, data.peak_memory, data.command) == ({}, None, None)
+    assert (data.seconds, data.peak_memory, data.command) == ({}, 0, None)
     assert data.missing == ("This machine has no record of the run, so its times and memory are not shown.",)
     assert str(out.parent) not in data.to_json()
 
@@ -152,12 +153,11 @@ def test_a_folder_that_is_no_output_is_refused(tmp_path: Path) -> None:
 def test_json_comes_back(gate: Any, command: Any) -> None:
     layer = LayerMeasures("m", ((1.0,),), "l", (1.0,), (1.0,), 0.5, 0.5)
     assert Measured.from_dict(json.loads(json.dumps(Measured((layer,), 3, "t", ("m",)).to_dict()))).layers == (layer,)
-    data = ReportData(
-        "t", "s", None, "reap", {"a": [1, 2]}, None, False, 8, 4, 2, (2, 1), (4, 2), {"seed": 0, "sources": [{}]},
-        {}, "d", (), gate=gate, command=command, hubs=({"expert": 1},), missing=("a",),
-    )  # fmt: skip
+    data = report(gate=gate, command=command, options={"a": [1, 2]}, hubs=({"expert": 1},), missing=("a",))
     content = json.loads(data.to_json())
-    assert content["experts_before"] == 8 and content["options"] == {"a": [1, 2]} and content["hubs"] == [{"expert": 1}]
+    assert content["experts"] == {"before": 16, "after": 12} and content["hubs"] == [{"expert": 1}]
+    assert content["steps"][0]["options"] == {"strategy": "hc-smoe", "options": {"a": [1, 2]}}
+    assert content["layers"][1]["protected"] == [11] and len(content["layers"][1]["similarity"]) == 16
     assert content["command"] == (None if command is None else list(command))
     assert (None if gate is None else gate_from_content(content["gate"])) == gate
 

@@ -18,15 +18,13 @@ from matplotlib.patches import PathPatch, Rectangle, StepPatch
 from PIL import Image
 
 from compressor.document.blocks import Figure
-from compressor.drawing.cells import group_look
+from compressor.drawing.marks import group_look
 from compressor.drawing.picture import Drawing, drawing_settings, inline_svgs, png
-from compressor.report.data import ReportData
-from compressor.report.figures import NAMES, figures, phases, visit_alt
-from compressor.report.layers import all_fates, fates, listed, named, order, roles
-from compressor.report.matrices import LEVELS, cells, limits, matrix_alt
-from compressor.words import short
+from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
+from compressor.report.figures import LEVELS, NAMES, cells, figures, limits, matrix_alt, phases, visit_alt
+from compressor.words import listed, short
 from tests.gates import gates
-from tests.reported import HOSTILE, bare, hostile, layer, report
+from tests.reported import HOSTILE, STEPS, bare, hostile, layer, report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,8 +34,12 @@ def made() -> dict[str, Figure]:
     return by_name(report())
 
 
-def by_name(data: ReportData) -> dict[str, Figure]:
+def by_name(data: Report) -> dict[str, Figure]:
     return {figure.name: figure for figure in figures(data)}
+
+
+def groups(each: LayerReport) -> list[tuple[int, ...]]:
+    return [group.members for group in each.plan.groups]
 
 
 def svgs(figure: Figure) -> list[ElementTree.Element]:
@@ -69,10 +71,10 @@ def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[st
     palette = colormaps["viridis"].resampled(LEVELS)
     for each, svg in zip(data.layers, svgs(made["similarity"])[1:], strict=True):
         assert each.similarity is not None
-        grouped = [expert for group in each.groups if len(group) > 1 for expert in group]
-        assert sorted(order(each)) == list(range(each.experts))
-        assert set(order(each)[: len(grouped)]) == set(grouped) and order(each)[-1:] == each.dropped
-        wanted = [[each.similarity[row][column] for column in order(each)] for row in order(each)]
+        grouped = [expert for group in groups(each) if len(group) > 1 for expert in group]
+        assert sorted(order(each.plan)) == list(range(each.plan.experts))
+        assert set(order(each.plan)[: len(grouped)]) == set(grouped) and order(each.plan)[-1:] == each.plan.dropped
+        wanted = [[each.similarity[row][column] for column in order(each.plan)] for row in order(each.plan)]
         shades = palette((np.array(wanted) - low) / (high - low), bytes=True)[..., :3]
         (image,) = svg.iter(f"{SVG}image")
         content = base64.b64decode(image.attrib["href"].removeprefix("data:image/png;base64,"))
@@ -91,11 +93,11 @@ def test_groups_are_outlined_where_they_lie(made: dict[str, Figure]) -> None:
             ]
             for style in ("solid", "dashed")
         }  # fmt: skip
-        at, gone, squares = 0, len(each.dropped), []
-        for size in sorted((len(group) for group in each.groups if len(group) > 1), reverse=True):
+        at, gone, squares = 0, len(each.plan.dropped), []
+        for size in sorted((len(group) for group in groups(each) if len(group) > 1), reverse=True):
             squares.append((at, size, size))
             at += size
-        last = (each.experts - gone, gone, gone)
+        last = (each.plan.experts - gone, gone, gone)
         is_line = shade == "#fefefe"
         assert found == {"solid": squares if is_line else [*squares, last], "dashed": [last] if is_line else []}
 
@@ -111,7 +113,7 @@ def test_scale_holds_all_but_the_diagonal() -> None:
 
 def test_alternative_of_a_matrix_by_hand() -> None:
     matrix = ((1.0, 0.2, 0.9), (0.2, 1.0, 0.4), (0.9, 0.4, 1.0))
-    each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), dropped=(), similarity=matrix)
+    each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), similarity=matrix)
     assert matrix_alt(each) == (
         "3 experts in 2 slots; merged groups: 0+2; dropped: none. Mean similarity of all pairs 0.5, within merged "
         "groups 0.9. The most alike are 0 and 2 with 0.9."
@@ -139,12 +141,12 @@ def test_alternative_of_visits_by_hand() -> None:
 
 def test_every_expert_has_one_fate() -> None:
     each = layer(1, 16, 12, 1, rescaled=(4,))
-    found = fates(each)
+    found = dispositions(each)
     assert sorted(found) == list(range(16)) and found[15] == "dropped" and found[11] == "protected as slot 11"
     assert found[0] == found[12] == "merged into slot 0" and found[5] == "kept as slot 5"
     assert found[4] == "rescaled as slot 4"
     assert [roles(each)[expert] for expert in (15, 11, 0, 5, 4)] == ["dropped", "kept", "merged", "kept", "kept"]
-    assert all_fates([each, each]) == "16 kept, 2 rescaled, 12 merged into 6 and 2 dropped"
+    assert all_dispositions([each.plan] * 2) == "16 experts kept, 2 rescaled, 12 merged into 6 and 2 dropped"
 
 
 def test_cells_tell_kept_merged_dropped_and_protected_apart() -> None:
@@ -153,13 +155,13 @@ def test_cells_tell_kept_merged_dropped_and_protected_apart() -> None:
     found = cells(each)
     for first in range(16):
         for second in range(16):
-            together = any({first, second} <= set(group) for group in each.groups)
+            together = any({first, second} <= set(group) for group in groups(each))
             signs = [(found[expert].mark, found[expert].number) for expert in (first, second)]
             is_sign = found[first].number is not None
             assert (signs[0] == signs[1]) == (together or (not is_sign and found[first].mark == found[second].mark))
-    assert {expert for expert, cell in enumerate(found) if cell.mark == "x"} == set(each.dropped)
+    assert {expert for expert, cell in enumerate(found) if cell.mark == "x"} == set(each.plan.dropped)
     assert {expert for expert, cell in enumerate(found) if cell.is_framed} == set(each.protected)
-    changed = {expert for group in each.groups if len(group) > 1 for expert in group} | {4}
+    changed = {expert for group in groups(each) if len(group) > 1 for expert in group} | {4}
     assert {expert for expert, cell in enumerate(found) if cell.number is not None} == changed
     assert len({group_look(number) for number in range(72)}) == 72
 
@@ -173,12 +175,12 @@ def test_grid_of_experts_draws_every_cell(made: dict[str, Figure]) -> None:
     places = {(round(x), round(y)) for x, y in centres.mean(axis=1)}
     assert places == {(x, y) for x in range(16) for y in range(len(data.layers))} and len(centres) == len(places)
     written = sorted((round(text.get_position()[1]), int(text.get_text())) for text in axes.texts)
-    wanted = [(row, min(group)) for row, each in enumerate(data.layers) for group in each.groups if len(group) > 1
+    wanted = [(row, min(group)) for row, each in enumerate(data.layers) for group in groups(each) if len(group) > 1
               for _ in group]  # fmt: skip
     assert written == sorted(wanted)
     said = made["experts"].drawings[0].alt
     assert all(word in said for word in ("kept", "merged", "dropped", "protected"))
-    assert "Grid of 4 MoE layers by 16 experts: 36 kept, 24 merged into 12 and 4 dropped" in made["experts"].alt
+    assert "Grid of 4 MoE layers by 16 experts: 36 experts kept, 24 merged into 12 and 4 dropped" in made["experts"].alt
 
 
 def test_large_grid_has_marks_in_place_of_numbers() -> None:
@@ -214,7 +216,7 @@ def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:
     layers = report().layers
     assert dots["of the MoE block"] == pytest.approx([each.error for each in layers])
     assert dots["held-out, after correction"] == pytest.approx([each.heldout_error_after for each in layers])
-    assert [label.get_text() for label in axes.get_yticklabels()] == [f"Layer {each.layer}" for each in layers]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"Layer {each.plan.layer}" for each in layers]
 
 
 def test_text_is_text(made: dict[str, Figure]) -> None:
@@ -225,7 +227,7 @@ def test_text_is_text(made: dict[str, Figure]) -> None:
 def test_the_curve_of_a_distillation_runs_through_its_evaluations(made: dict[str, Figure]) -> None:
     (axes,) = drawn(made["distillation"].drawings[0]).axes
     start, curve, ring = axes.get_lines()
-    told = report().steps[1]["result"]
+    told = STEPS[1]["result"]
     assert list(curve.get_xdata()) == [entry["step"] for entry in told["curve"]]
     assert list(curve.get_ydata()) == [entry["kl"] for entry in told["curve"]]
     assert [*ring.get_xdata(), *ring.get_ydata()] == [told["best"], told["after"]]
@@ -285,6 +287,6 @@ def test_hostile_names_stay_text() -> None:
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(gates())
 def test_any_gate_can_be_drawn(gate: object) -> None:
-    found: Sequence[Figure] = figures(replace(bare(), gate=gate), ("gate",))  # type: ignore[arg-type]
+    found: Sequence[Figure] = figures(bare(gate=gate), ("gate",))  # type: ignore[arg-type]
     for figure in found:
         assert "nan" not in "".join(each.attrib.get("d", "") for svg in svgs(figure) for each in svg.iter())

@@ -18,8 +18,7 @@ from compressor.data.batches import Calibration, calibrate
 from compressor.errors import CompressionError
 from compressor.report import measuring as report_measuring
 from compressor.report.data import LayerMeasures, Measured, report_data
-from compressor.report.measuring import TOKENS, measure, part_of
-from compressor.report.measuring_run import kept_measures
+from compressor.report.measuring import TOKENS, kept_measures, measure, part_of
 from tests import small, zoo
 from tests.plugins import install
 from tests.quantized import save_fp8

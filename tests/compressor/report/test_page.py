@@ -12,11 +12,11 @@ from compressor.document.html import POLICY, stylesheet
 from compressor.drawing.palette import ROLES
 from compressor.gates.document import cells, verdict_line
 from compressor.gates.verdict import RoutedBy
-from compressor.report.data import ReportData, load_of
+from compressor.report.data import Report, load_of
 from compressor.report.figures import figures
 from compressor.report.page import page
 from tests.gates import gate, task
-from tests.reported import HOSTILE, Tree, bare, hostile, report
+from tests.reported import HOSTILE, STEPS, Tree, bare, hostile, report
 
 ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "steps", "hubs", "gate", "cost")
 TEXT_PAIRS = [  # what stands on what
@@ -25,7 +25,7 @@ TEXT_PAIRS = [  # what stands on what
 SHAPES = ("ink", "muted", "before", "after", "kept", "merged", "dropped", "good", "bad", "unsure")  # of drawings
 
 
-def made(data: ReportData) -> str:
+def made(data: Report) -> str:
     return page(data, figures(data))
 
 
@@ -121,11 +121,15 @@ def test_numbers_in_tables_come_from_the_data(tree: Tree) -> None:
     assert len(cells_found) > 1000  # the matrices among them
 
 
-def known_numbers(data: ReportData) -> set[str]:
+def sizes(data: Report) -> list[int]:
+    return [value for size in (data.before, data.after) for value in (size.parameters, size.bytes)]
+
+
+def known_numbers(data: Report) -> set[str]:
     """Every number that the data holds or that follows from it, in all ways in which a table may write it."""
-    found: list[Any] = [*data.parameters, *data.nbytes, *data.seconds.values(), sum(data.seconds.values())]
+    found: list[Any] = [*sizes(data), *data.seconds.values(), sum(data.seconds.values())]
     found += [data.experts_before, data.experts_after, *range(max(data.experts_before, 20))]
-    rounds, curve = (entry["result"] for entry in data.steps)
+    rounds, curve = (entry["result"] for entry in STEPS)
     found += [value for step in rounds["steps"] for value in step.values()]
     found += [entry[name] for entry in curve["curve"] for name in ("step", "kl", "loss")]
     found += [value for hub in data.hubs for value in hub.values() if isinstance(value, float)]
@@ -138,12 +142,13 @@ def known_numbers(data: ReportData) -> set[str]:
             assert load
             found += [load.maximum_to_mean, load.entropy]
         found += [value for line in each.similarity for value in line]
-        for group in each.groups:
+        for group in (group.members for group in each.plan.groups):
             pairs = [each.similarity[a][b] for a in group for b in group if a < b]
             found += [sum(pairs) / len(pairs), min(pairs)] if pairs else []
-    ratios = [data.experts_after / data.experts_before, *(b / a for a, b in (data.parameters, data.nbytes))]
+    ratios = [data.experts_after / data.experts_before, data.after.parameters / data.before.parameters]
+    ratios += [data.after.bytes / data.before.bytes]
     found += [value / sum(data.seconds.values()) for value in data.seconds.values()] + ratios + [1.0]
-    scaled = [value / unit for value in (*data.parameters, *data.nbytes) for unit in (1, 1e3, 1e6)]
+    scaled = [value / unit for value in sizes(data) for unit in (1, 1e3, 1e6)]
     written = {f"{value:.{digits}g}" for value in [*found, *scaled] for digits in (2, 3, 4)}
     written |= {f"{factor * value:.{digits}f}" for value in found for factor in (1, 100) for digits in (1, 2)}
     written |= {f"{value:,}" for value in found if isinstance(value, int)}
@@ -159,7 +164,7 @@ def known_numbers(data: ReportData) -> set[str]:
 def test_run_is_told(whole: str) -> None:
     data, text = report(), text_of(whole)
     assert data.command
-    for said in (data.source, data.strategy, shlex.join(data.command), data.plan_digest, "torch 2.13.0",
+    for said in (data.plan.source.model, data.strategy, shlex.join(data.command), data.plan.digest(), "torch 2.13.0",
                  "bcd778843d96ce6f",
                  "16 before, 12 after, top 2", "method tune, steps 300", "weight 0.75", *data.missing, *data.left_out,
                  *data.zeroed_fields, "Peak memory: 812 MB", "16,384 tokens of texts.jsonl"):  # fmt: skip
@@ -208,13 +213,13 @@ def test_hostile_names_are_shown_as_they_are() -> None:
 
 
 def test_inconclusive_gate_says_what_would_decide() -> None:
-    text = text_of(made(replace(bare(), gate=gate(task("openbookqa", "inconclusive")))))
+    text = text_of(made(bare(gate=gate(task("openbookqa", "inconclusive")))))
     assert "What would decide it" in text and "items would decide it instead of 500" in text
 
 
 def test_the_verdict_on_a_routed_model_says_so_where_one_looks_first() -> None:
     routed = gate(task(), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
-    assert "1 task, routed by c3po" in text_of(made(replace(bare(), gate=routed)))
+    assert "1 task, routed by c3po" in text_of(made(bare(gate=routed)))
 
 
 def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:
@@ -224,23 +229,21 @@ def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:
     assert "istillation (experts, at most 30 steps of 2048 tokens): KL 0.36 to 0.125 nats per token from" in text
     cells = [text.strip() for _, text in Tree(whole).named("td")]
     assert {"0.01", "1.5", "0.05", "0.004"} <= set(cells)  # of the first round
-    for entry in report().steps[1]["result"]["curve"]:
+    for entry in STEPS[1]["result"]["curve"]:
         assert (f"{entry['kl']:g}", f"{entry['loss']:g}") in pairwise(cells)
 
 
 def test_what_changed_nothing_is_no_way_that_the_model_was_made() -> None:
-    data = report(2)
     routers = {"name": "routers", "options": {}, "result": {"before": 0.4, "after": 0.4, "steps": []}}
-    kept = {**data.steps[1], "result": {**data.steps[1]["result"], "changed": False}}
-    text = text_of(made(replace(data, steps=(routers, kept))))
+    kept = {**STEPS[1], "result": {**STEPS[1]["result"], "changed": False}}
+    text = text_of(made(report(2, steps=(routers, kept))))
     assert "by hc-smoe and reconstruction." in text and "the routers stay as they are" in text
     assert "tokens): nothing was changed" in text and "0.36 after 0 steps, 0.13 after 30; nothing was changed" in text
 
 
 def test_steps_may_be_repeated_and_each_distillation_has_its_curve() -> None:
-    data = report(2)
-    again = {**data.steps[1], "result": {**data.steps[1]["result"], "before": 0.125, "after": 0.0625}}
-    content = made(replace(data, steps=(*data.steps, again)))
+    again = {**STEPS[1], "result": {**STEPS[1]["result"], "before": 0.125, "after": 0.0625}}
+    content = made(report(2, steps=(*STEPS, again)))
     text = text_of(content)
     assert "by hc-smoe, reconstruction, router calibration and distillation." in text
     assert text.count("0.36 to 0.125 nats") == 2 and text.count("0.125 to 0.0625 nats") == 2

@@ -1,17 +1,18 @@
 """The table of a model card says what the plan says, and stays readable for the largest models."""
 
+import re
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.document.markdown import markdown
-from compressor.drawing.cells import group_look
+from compressor.drawing.marks import group_look
 from compressor.model.architecture import MoeLayer
-from compressor.publishing.card.layers import Dispositions, layer_details, layer_table
+from compressor.publishing.card import experts_details
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
-from compressor.report.data import LayerReport
-from compressor.report.matrices import cells
+from compressor.report.data import LayerReport, all_dispositions, experts_table
+from compressor.report.figures import cells
 from compressor.words import joined, label, one_line, ranges, without_paths
 
 
@@ -46,16 +47,6 @@ def layer_plans(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
     return LayerPlan.of(moe_layer(index, experts), groups, decided_by=draw(st.text(max_size=12)))
 
 
-def as_report(layer: LayerPlan) -> LayerReport:
-    """What a report knows of the plan."""
-    groups = tuple(each.members for each in layer.groups)
-    rescaled = tuple(each.members[0] for each in layer.groups if len(each.members) == 1 and not each.untouched)
-    return LayerReport(
-        module=layer.module, layer=layer.layer, experts=layer.experts, kept=len(groups), groups=groups,
-        dropped=layer.dropped, protected=(), decided_by=layer.decided_by, rescaled=rescaled,
-    )  # fmt: skip
-
-
 @st.composite
 def plans(draw: st.DrawFn) -> CompressionPlan:
     keep = draw(st.integers(2, 6))
@@ -73,7 +64,7 @@ def read_ranges(text: str) -> list[int]:
 @given(plans())
 @settings(max_examples=80, deadline=None)
 def test_the_table_parses_back_to_the_plan(plan: CompressionPlan) -> None:
-    table = layer_table(plan)
+    table = experts_table(plan)
     assert table.columns == ("layer", "kept", "merged", "dropped", "decided by")
     for layer, row in zip(plan.layers, table.rows, strict=True):
         number, kept, merged, dropped, _ = map(str, row)
@@ -86,16 +77,20 @@ def test_the_table_parses_back_to_the_plan(plan: CompressionPlan) -> None:
 @given(plans())
 @settings(max_examples=40, deadline=None)
 def test_the_counts_add_up_to_all_experts(plan: CompressionPlan) -> None:
-    counts = Dispositions.of(plan)
-    assert counts.kept + counts.rescaled + counts.merged + counts.dropped == sum(layer.experts for layer in plan.layers)
-    assert counts.kept + counts.rescaled + counts.groups == plan.experts * len(plan.layers)
+    counts = {"groups": 0}
+    for count, word, into in re.findall(r"(\d+) (?:experts? )?(\w+)(?: into (\d+))?", all_dispositions(plan.layers)):
+        counts[word] = int(count)
+        counts["groups"] += int(into or 0)
+    left = counts.get("kept", 0) + counts.get("rescaled", 0)
+    assert left + counts.get("merged", 0) + counts.get("dropped", 0) == sum(layer.experts for layer in plan.layers)
+    assert left + counts["groups"] == plan.experts * len(plan.layers)
 
 
 @given(plans())
 @settings(max_examples=40, deadline=None)
 def test_cells_look_alike_exactly_where_experts_share_a_group(plan: CompressionPlan) -> None:
     for layer in plan.layers:
-        drawn, slots = cells(as_report(layer)), layer.remap()
+        drawn, slots = cells(LayerReport(module=layer.module, plan=layer)), layer.remap()
         for one in range(layer.experts):
             for other in range(one):
                 both = [slots[one], slots[other]]
@@ -132,7 +127,7 @@ def largest(protect: int = 0) -> CompressionPlan:
 
 def test_64_layers_of_256_experts_stay_readable() -> None:
     plan = largest(4)
-    text = markdown(layer_details(plan))
+    text = markdown(experts_details(plan))
     assert len(text.encode()) < 150_000
     assert all(f"| {index} | 40-127 | 0+255, 1+254" in text for index in range(64))
     assert text.count("| 128-215 |") == 64
@@ -142,7 +137,7 @@ def test_a_table_that_nobody_reads_is_left_to_the_record() -> None:
     plan = largest()
     long = [replace(layer, decided_by="x" * 290) for layer in plan.layers]
     wide = a_plan([replace(layer, module=f"{n}.{layer.module}") for n in range(5) for layer in long])
-    text = markdown(layer_details(wide))
+    text = markdown(experts_details(wide))
     assert len(text) < 2_000 and text.count("`compression.json` has it") == 1
 
 
@@ -154,7 +149,7 @@ def test_corrections_are_told_as_they_were_recorded() -> None:
         {"kept": "none", "reason": "no calibration token reached the layer"},
     ]
     told = [replace(layer, figures={"correction": each}) for layer, each in zip(layers, corrections, strict=True)]
-    table = layer_table(a_plan(told))
+    table = experts_table(a_plan(told))
     assert table.columns[-1] == "held-out error"
     assert [row[-1] for row in table.rows] == ["0.1145 to 0.01453 (tune)", "0.2, not corrected", "-"]
 
@@ -162,7 +157,7 @@ def test_corrections_are_told_as_they_were_recorded() -> None:
 def test_layers_with_several_modules_are_told_apart_by_name() -> None:
     first, second = largest().layers[:2]
     plan = a_plan([first, replace(second, layer=0)])
-    assert [row[0] for row in layer_table(plan).rows] == [f"0 ({layer.module})" for layer in plan.layers]
+    assert [row[0] for row in experts_table(plan).rows] == [f"0 ({layer.module})" for layer in plan.layers]
 
 
 def test_names_lose_their_folders_and_nothing_else() -> None:

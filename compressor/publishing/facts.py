@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.gates.report import belonging, card_metrics, find_gate
+from compressor.gates.report import card_metrics
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
-from compressor.recipe.plan import CompressionPlan, Source, parts_of
-from compressor.recipe.steps_plan import Plan
-from compressor.records import MOST_BYTES, read_object
+from compressor.pipeline.outcome import Outcome, read_outcome
+from compressor.recipe.plan import Source, parts_of
+from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 from compressor.words import one_line
 
@@ -47,28 +47,19 @@ class Active:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a card may say of a checkpoint."""
+    """What a card may say of a checkpoint: the outcome in its folder, and what its files hold."""
 
     folder: Path
-    record: Mapping[str, Any]
-    plan: Plan
+    outcome: Outcome
     config: Mapping[str, Any]
-    before: Size
-    after: Size
     active: Active | None
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
-    gate: GateResult | None
     graph: Graph | None
-
-    @property
-    def stage(self) -> CompressionPlan:
-        """What became of the source's experts."""
-        return self.plan.stage
 
     @property
     def strategies(self) -> tuple[str, ...]:
         """How experts were chosen, in the order of the steps; empty where none were."""
-        chosen = [step for step in self.plan.steps if "layers" in (step.plan or {})]
+        chosen = [step for step in self.outcome.plan.steps if "layers" in (step.plan or {})]
         return tuple(dict.fromkeys(str(step.options.get("strategy", step.name)) for step in chosen))
 
     @property
@@ -76,21 +67,11 @@ class Facts:
         """Whether there are no safetensors beside the ONNX graph."""
         return not self.dtypes
 
-    @property
-    def quantization(self) -> Mapping[str, Any]:
-        """The config's entry on quantised weights; empty where they are plain numbers."""
-        return entry_of(self.config, "quantization_config")
 
-    @property
-    def versions(self) -> Mapping[str, Any]:
-        """Of the packages that made it."""
-        return entry_of(self.record, "versions", self.plan.versions)
-
-
-def entry_of(content: Mapping[str, Any], name: str, otherwise: Mapping[str, Any] = EMPTY) -> Mapping[str, Any]:
-    """An object within JSON of a file that anybody may have edited."""
+def entry_of(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object within JSON of a file that anybody may have edited; an empty one where there is none."""
     found = content.get(name)
-    return found if isinstance(found, Mapping) else otherwise
+    return found if isinstance(found, Mapping) else EMPTY
 
 
 def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
@@ -100,40 +81,20 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
             "moe-compress, or write its README.md by hand"
         )
-    record = read_object(folder / COMPRESSION, MOST_BYTES)
-    plan = Plan.from_dict(_part(record, "plan", folder), f"{folder / COMPRESSION}, plan")
-    if record.get("plan_digest") != plan.digest():
+    outcome = read_outcome(folder, gate)
+    if outcome.recorded_digest != outcome.plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
-    before, after = (_size(record, when, folder) for when in ("before", "after"))
     graph, has_weights = _find_graph(folder), any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if not has_weights and (graph is None or graph.place):
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
     return Facts(
         folder=folder,
-        record=record,
-        plan=plan,
+        outcome=outcome,
         config=read_object(folder / "config.json"),
-        before=before,
-        after=after,
-        active=_active_parameters(folder, plan.stage, before, after) if has_weights else None,
-        dtypes=_check_weights(folder, after) if has_weights else {},
-        gate=find_gate(folder) if gate is None else belonging(folder, gate),
+        active=_active_parameters(folder, outcome) if has_weights else None,
+        dtypes=_check_weights(folder, outcome.after) if has_weights else {},
         graph=graph,
     )
-
-
-def _part(record: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
-    part = record.get(name)
-    if not isinstance(part, Mapping):
-        raise CompressionError(f"{folder / COMPRESSION} has no {name!r}; restore the file or compress again")
-    return part
-
-
-def _size(record: Mapping[str, Any], when: str, folder: Path) -> Size:
-    parameters, nbytes = (_part(record, name, folder).get(when) for name in ("parameters", "bytes"))
-    if not (isinstance(parameters, int) and isinstance(nbytes, int) and parameters > 0 and nbytes > 0):
-        raise CompressionError(f"{folder / COMPRESSION} has no sizes {when!r}; restore the file or compress again")
-    return Size(parameters, nbytes)
 
 
 def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
@@ -151,7 +112,7 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
     return dict(sorted(dtypes.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def _active_parameters(folder: Path, plan: CompressionPlan, before: Size, after: Size) -> Active | None:
+def _active_parameters(folder: Path, outcome: Outcome) -> Active | None:
     """Counted from headers by the stock model's layout; None where stored elements are not parameters of one expert."""
     try:
         model = open_model(ModelSource(str(folder), None, folder), device="cpu")
@@ -160,6 +121,7 @@ def _active_parameters(folder: Path, plan: CompressionPlan, before: Size, after:
     layout, towers = model.layout, {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
+    plan, before, after = outcome.stage, outcome.before.parameters, outcome.after.parameters
     expert, row = Counter[str](), Counter[str]()  # by layer: elements of one expert, and of its router row
     for name, role in layout.roles.items():
         info, found = model.checkpoint.tensors[name], row if role.is_router else expert
@@ -173,8 +135,8 @@ def _active_parameters(folder: Path, plan: CompressionPlan, before: Size, after:
     gone = sum((layer.experts - plan.experts) * expert[layer.module] for layer in plan.layers)
     parts = parts_of(plan.split)
     rows = sum((layer.experts // parts - plan.experts) * row[layer.module] for layer in plan.layers)
-    same = plan.top_k is None and before.parameters - after.parameters == gone + rows
-    return Active(before.parameters - gone - idle if same else None, after.parameters - idle)
+    same = plan.top_k is None and before - after == gone + rows
+    return Active(before - gone - idle if same else None, after - idle)
 
 
 def _find_graph(folder: Path) -> Graph | None:
@@ -272,8 +234,8 @@ def languages(base: Mapping[str, Any]) -> list[str] | None:
 
 def tags(facts: Facts) -> list[str]:
     """What the Hub's search finds it by."""
-    merged = any(len(group.members) > 1 for layer in facts.stage.layers for group in layer.groups)
-    dropped = any(layer.dropped for layer in facts.stage.layers)
+    merged = any(layer.merged for layer in facts.outcome.stage.layers)
+    dropped = any(layer.dropped for layer in facts.outcome.stage.layers)
     return [
         "moe",
         "moe-compressor",
@@ -297,15 +259,20 @@ def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardD
     """The card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
-    repository, revision = base_id(facts.plan.source), facts.plan.source.revision
-    results = card_metrics(printable(facts.gate)) if facts.gate is not None else []
+    outcome = facts.outcome
+    repository, revision = base_id(outcome.plan.source), outcome.plan.source.revision
+    results = card_metrics(printable(outcome.gate)) if outcome.gate is not None else []
     pipeline = base.get("pipeline_tag")
     return ModelCardData(
         **licence(base, facts.folder, repository, revision),
         language=languages(base),
         base_model=repository,
         **({"base_model_relation": RELATION} if repository is not None else {}),
-        library_name="onnx" if facts.only_graph else "transformers" if facts.stage.constants is None else "vllm",
+        library_name="onnx"
+        if facts.only_graph
+        else "transformers"
+        if facts.outcome.stage.constants is None
+        else "vllm",
         pipeline_tag=pipeline if _matches(IDENTIFIER, pipeline) else TASK,
         tags=tags(facts),
         **({"model_name": repo_id.rpartition("/")[2], "eval_results": results} if results else {}),

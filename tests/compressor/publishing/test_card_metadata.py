@@ -10,12 +10,12 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from compressor.publishing.card.build import card_text
-from compressor.publishing.card.facts import base_metadata, languages, licence
+from compressor.publishing.card import card_text
+from compressor.publishing.facts import base_metadata, languages, licence
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.records import readable_json
-from tests.compressor.publishing.card.test_layers import a_plan, moe_layer
+from tests.compressor.publishing.test_card_layers import a_plan, moe_layer
 from tests.hub.cards import LICENCES, mistakes
 from tests.plans import by_hand
 

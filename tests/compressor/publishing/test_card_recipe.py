@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor import Distill, Routers, Step
-from compressor.publishing.card.build import card_text
-from compressor.publishing.card.recipe import Again, again
+from compressor.publishing.card import Again, again, card_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
 from tests.command_line import captured

@@ -1,30 +1,178 @@
-"""The text of a model card, section by section, as blocks; every figure in it was measured or is recorded."""
+"""The model card of a compressed checkpoint, made of what was measured or recorded and of nothing else."""
 
+import shlex
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from compressor.document.blocks import Block, Code, Heading, Items, Link, Listing, Strong, Table, Text, Words
-from compressor.errors import CompressionError
+from compressor.document.blocks import (
+    Block,
+    Code,
+    Details,
+    Figure,
+    Heading,
+    Items,
+    Link,
+    Listing,
+    Strong,
+    Table,
+    Text,
+    Words,
+)
+from compressor.document.markdown import markdown
+from compressor.drawing.picture import png
+from compressor.errors import CompressionError, without_tokens
 from compressor.gates.document import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
-from compressor.publishing.card.facts import Active, Facts, Graph, base_id, entry_of
-from compressor.publishing.card.layers import Dispositions, experts_before, winners
-from compressor.publishing.card.recipe import Again
+from compressor.pipeline.outcome import Outcome
+from compressor.publishing.facts import (
+    Active,
+    Facts,
+    Graph,
+    base_id,
+    base_metadata,
+    entry_of,
+    is_hub_id,
+    metadata,
+    read_facts,
+)
 from compressor.recipe.document import changed, step_line
 from compressor.recipe.plan import CompressionPlan, Source, correction_of, told_split
-from compressor.recipe.recipe import RECIPE
+from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.steps_plan import CORRECT, Plan
-from compressor.report.data import experts_of
-from compressor.words import counted, human_bytes, joined, label, one_line
+from compressor.recipe.steps_plan import CORRECT, PRUNE, Plan, source_files
+from compressor.report.data import Measured, all_dispositions, experts_legend, experts_table, report_on
+from compressor.report.figures import figures
+from compressor.report.measuring import kept_measures
+from compressor.run_record import read_record
+from compressor.words import counted, human_bytes, joined, label, one_line, span, without_paths
 
 Blocks = tuple[Block, ...]
+SEQUENTIAL = "Each layer was planned on what the compressed earlier layers put out."
+LOCAL_BASE = "The base was a local folder; which repository it came from is not recorded."
+MOST_NAMED = 8  # of a list of tensors
+MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
+MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
 MOST_RECIPE = 50_000  # letters
 
 REFITTED = {
     "ridge": "the down projections in closed form (ridge regression)",
     "tune": "the down projections in closed form, then router rows, gate, up and down projections by gradient steps",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """README.md with its metadata, and the pictures that it shows."""
+
+    text: str
+    pictures: Mapping[str, bytes]  # PNG by path in the repository
+
+
+def card_text(
+    folder: Path,
+    repo_id: str,
+    gate: GateResult | None = None,
+    *,
+    command: str | None = None,
+    base: Path | None = None,
+    measured: Measured | None = None,
+) -> Card:
+    """The card of the checkpoint in `folder` as the repository `repo_id`; raises `CompressionError` if it cannot be.
+
+    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
+    the folder of a local base, whose card gives the licence, and `measured` what a report found, to be shown too.
+    """
+    if not is_hub_id(repo_id):
+        raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
+    facts = read_facts(folder, gate)
+    plan, names = facts.outcome.plan, ("experts", "gate", "distillation", *(MEASURED if measured else ()))
+    drawn = {figure.name: figure for figure in figures(report_on(facts.outcome, measured), names)}
+    images = {name: f"images/{name}.png" for name in drawn}
+    header = metadata(facts, repo_id, base_metadata(plan.source, base))
+    name = repo_id.rpartition("/")[2]
+    blocks = (
+        Heading(one_line(name), 1),
+        *introduction(facts),
+        *comparison(facts),
+        *_pictures(drawn, "gate", "distillation"),
+        *making(facts, None if command is None else without_paths(command), again(plan, name)),
+        Heading("Experts"),
+        *_pictures(drawn, "experts"),
+        *experts_details(plan.stage),
+        *_pictures(drawn, *MEASURED),
+        *loading(facts, repo_id),
+        *limits(facts, header.get("license") is not None),
+    )
+    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{markdown(blocks, images)}")
+    return Card(text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()})
+
+
+def _pictures(drawn: Mapping[str, Figure], *names: str) -> list[Figure]:
+    return [drawn[name] for name in names if name in drawn]
+
+
+def known_here(folder: Path) -> dict[str, Any]:
+    """What only this machine knows of an output, as arguments of `card_text`: command, local base, measures."""
+    record, measured = read_record(folder), kept_measures(folder)
+    base = Path(record.source) if record is not None and record.revision is None else None
+    return {
+        "command": shlex.join(record.command) if record is not None and record.command else None,
+        "base": base if base is not None and base.is_dir() else None,
+        "measured": measured,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A recipe's YAML, and the command lines that carry it out."""
+
+    recipe: str
+    commands: tuple[str, ...]
+
+
+def again(plan: Plan, out: str) -> Again | None:
+    """What asks for this plan again and writes it to `out`; None where the plan does not record all that it takes.
+
+    A plan of one source of several (`--per-source`) needs two commands. Local models and text files are named without
+    their folders.
+    """
+    texts = [text for text in (plan.calibration, *(step.text for step in plan.steps)) if text is not None]
+    if not all(isinstance(text.get("asked"), Mapping) for text in texts):
+        return None
+    try:
+        made = recipe_of_plan(_without_folders(plan)).model_copy(update={"model": label(plan.source.model)})
+    except CompressionError:  # a step that is not installed, or options that were edited
+        return None
+    only = (plan.calibration or {}).get("only")
+    if only is None:
+        commands: list[tuple[str, ...]] = [("compress", RECIPE, "-o", out)]
+    else:
+        (file,) = source_files(Path("plan.json"), [label(str(only))])
+        commands = [("plan", RECIPE, "-o", "plan.json", "--per-source"), ("apply", str(file), "-o", out)]
+    lines = tuple(shlex.join(["moe-compress", *map(one_line, command)]) for command in commands)
+    return Again(recipe_yaml(made).decode().rstrip(), lines)
+
+
+def _without_folders(plan: Plan) -> Plan:
+    """The plan with folders left out of its options, those of strategies excepted."""
+    for number, step in enumerate(plan.steps):
+        options = {name: _named(value) for name, value in step.options.items()}
+        if step.name == PRUNE and "options" in options:
+            options["options"] = dict(step.options["options"])
+        plan = plan.with_entry(number, options=options)
+    return plan
+
+
+def _named(value: Any) -> Any:
+    """A value in which paths are names."""
+    if isinstance(value, Mapping):
+        return {name: _named(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(inner) for inner in value]
+    return label(value) if isinstance(value, str) else value
 
 
 def cited(name: str) -> str:
@@ -46,15 +194,15 @@ def base_name(source: Source) -> Words:
 
 def introduction(facts: Facts) -> Blocks:
     """What it is, in one paragraph, with the strategies that won layers where several were tried."""
-    plan, stage = facts.plan, facts.stage
+    plan, stage = facts.outcome.plan, facts.outcome.stage
     if stage.constants is not None:
         what, kind = _replaced(stage), " Stock transformers cannot load it; vLLM can, from the version on that serves "
         kind += "the config field approximate_experts."
     else:
         fewer = ", with fewer experts" if stage.layers else ""
         what, kind = _pruned(facts), f" It is an ordinary checkpoint of its architecture{fewer}."
-    later = "".join(f" {step_line(step.to_dict())}." for step in plan.steps if step.result is not None)
-    corrected = f" {_corrected(plan)}" if stage.layers else ""
+    later = "".join(f" {step_line(step)}." for step in facts.outcome.steps)
+    corrected = f" {_corrected(facts.outcome)}" if stage.layers else ""
     return (
         Text(("This is ", base_name(plan.source), f"{what}{corrected}{later} It was made with moe-compressor.{kind}")),
     )
@@ -62,17 +210,18 @@ def introduction(facts: Facts) -> Blocks:
 
 def _pruned(facts: Facts) -> str:
     """How many experts stay, merge or go, and by which strategies."""
-    stage, split = facts.stage, facts.stage.split
+    stage, split = facts.outcome.stage, facts.outcome.stage.split
     finer = "" if split is None else f", after a split of {told_split(split)}"
     if not stage.layers:
         same = "" if split is None else " The sub-experts compute what the base's experts do, up to rounding."
         return f", of which all experts stay{finer}.{same}"
-    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in winners(stage).items()]
+    winners = Counter(str(layer.figures["won"]) for layer in stage.layers if isinstance(layer.figures.get("won"), str))
+    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in sorted(winners.items())]
     decided = f"; decided by {joined(won)}" if won else ""
     routed = f" A token is routed to {stage.top_k} of them." if stage.top_k is not None else ""
     return (
-        f" with {stage.experts} instead of {experts_before(stage)} experts in each of its "
-        f"{counted(len(stage.layers), 'MoE layer')}{finer}: {Dispositions.of(stage)}.{routed} "
+        f" with {stage.experts} instead of {span(layer.experts for layer in stage.layers)} experts in each of its "
+        f"{counted(len(stage.layers), 'MoE layer')}{finer}: {all_dispositions(stage.layers)}.{routed} "
         f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
     )
 
@@ -80,8 +229,7 @@ def _pruned(facts: Facts) -> str:
 def _replaced(stage: CompressionPlan) -> str:
     """How many experts are constants."""
     gone, before = sum(len(layer.constants) for layer in stage.layers), sum(layer.experts for layer in stage.layers)
-    counts = sorted({len(layer.groups) for layer in stage.layers})
-    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    each = span(len(layer.groups) for layer in stage.layers)
     return (
         f" in which constants stand for {gone:,} of the {before:,} experts of its "
         f"{counted(len(stage.layers), 'MoE layer')}; {each} stay in each (MoNE, arXiv:2507.00390). The routers are "
@@ -89,12 +237,12 @@ def _replaced(stage: CompressionPlan) -> str:
     )
 
 
-def _corrected(plan: Plan) -> str:
-    methods = [one_line(str(step.options.get("method", "tune"))) for step in plan.of(CORRECT)]
+def _corrected(outcome: Outcome) -> str:
+    methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
     if not methods:
-        later = any(step.result is not None and changed(step.to_dict()) for step in plan.steps)
+        later = any(map(changed, outcome.steps))
         return "No layer was reconstructed by itself." if later else "No weight was refitted afterwards."
-    figures = [correction_of(layer) for layer in plan.stage.layers]
+    figures = [correction_of(layer) for layer in outcome.stage.layers]
     better = sum(entry.get("kept") not in (None, "none") for entry in figures)
     what = f": {REFITTED[methods[-1]]}" if methods[-1] in REFITTED else ""
     return (
@@ -105,12 +253,14 @@ def _corrected(plan: Plan) -> str:
 
 def comparison(facts: Facts) -> Blocks:
     """Base and compressed model, side by side."""
-    gate, active = facts.gate, facts.active
+    outcome, active = facts.outcome, facts.active
+    gate, layers, before, after = outcome.gate, outcome.stage.layers, outcome.before, outcome.after
+    experts = span(layer.experts for layer in layers) if layers else str(outcome.experts_before)
     rows = [
-        ("experts in each MoE layer", *_experts(facts), "", ""),
-        ("parameters", *_numbers(facts.before.parameters, facts.after.parameters), ""),
+        ("experts in each MoE layer", experts, str(outcome.experts_after), "", ""),
+        ("parameters", *_numbers(before.parameters, after.parameters), ""),
         *([_active_row(active)] if active is not None else []),
-        ("bytes of all tensors", *_numbers(facts.before.bytes, facts.after.bytes), ""),
+        ("bytes of all tensors", *_numbers(before.bytes, after.bytes), ""),
         *([_task_row(task) for task in gate.tasks] if gate is not None else []),
     ]
     columns = ("", "base", "this model", "change", "verdict")[: 5 if gate is not None else 4]
@@ -119,11 +269,6 @@ def comparison(facts: Facts) -> Blocks:
         note += " Active parameters are all but the experts that a token is not sent to."
     table = Table("", columns, tuple(row[: len(columns)] for row in rows))
     return Heading("Before and after"), table, Text(note), *(_gate_notes(gate) if gate is not None else ())
-
-
-def _experts(facts: Facts) -> tuple[str, str]:
-    before, after = experts_of(facts.folder, facts.stage)
-    return (experts_before(facts.stage) if facts.stage.layers else str(before)), str(after)
 
 
 def _numbers(before: int, after: int) -> tuple[str, str, str]:
@@ -159,7 +304,7 @@ def _gate_notes(gate: GateResult) -> Blocks:
 
 def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
     """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
-    plan = facts.plan
+    outcome, plan = facts.outcome, facts.outcome.plan
     repeated: Blocks = (Text("The plan does not record what it was asked for, so there is no recipe to repeat it."),)
     if again is not None and len(again.recipe) > MOST_RECIPE:
         repeated = (Text(("The recipe is too long for a page: ", Code(RECIPE), " is beside the weights.")),)
@@ -175,12 +320,16 @@ def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
     ran: Blocks = ()
     if command is not None:
         ran = Text("The last command that was run, in which paths are shortened to names:"), Listing(command, "bash")
-    versions = joined([f"{one_line(name)} {one_line(str(version))}" for name, version in facts.versions.items()])
+    versions = joined([f"{one_line(name)} {one_line(str(version))}" for name, version in outcome.versions.items()])
     items: tuple[Words, ...] = (
         ("Plan: SHA-256 ", Code(plan.digest())),
         ("Source: ", base_name(plan.source), f", fingerprint {one_line(plan.source.fingerprint)}"),
         f"Versions: {versions}",
-        *(["Each layer was planned on what the compressed earlier layers put out."] if facts.stage.sequential else []),
+        *(
+            ["Each layer was planned on what the compressed earlier layers put out."]
+            if outcome.stage.sequential
+            else []
+        ),
     )
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
     return Heading("How it was made"), *repeated, *ran, *_data(plan), Items(items), Text(whole)
@@ -220,6 +369,19 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else one_line(str(value))
 
 
+def experts_details(plan: CompressionPlan) -> Blocks:
+    """What became of each expert, layer by layer, as a table that folds away."""
+    if not plan.layers:
+        return (Text("All experts stay."),)
+    found = experts_table(plan)
+    too_long = sum(len(str(cell)) for row in found.rows for cell in row) > MOST_TABLE
+    elsewhere = Text(
+        ("The list is too long for a page: ", Code("compression.json"), " has it under ", Code("plan"), ".")
+    )
+    details = (Text(experts_legend(plan)), elsewhere if too_long else found)
+    return (Details("What became of each expert", details),)
+
+
 def loading(facts: Facts, repo_id: str) -> Blocks:
     """How to load it, by what is there."""
     blocks: Blocks = (Heading("How to load it"), *(() if facts.only_graph else _transformers(facts, repo_id)))
@@ -248,9 +410,9 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
     ]
     checked = (
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
-        f"{one_line(str(facts.versions.get('transformers', 'unknown')))}; "
+        f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
     )
-    if facts.stage.constants is not None:
+    if facts.outcome.stage.constants is not None:
         return (
             Text(
                 "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the "
@@ -267,21 +429,18 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
     )
 
 
-MOST_NAMED = 8  # of a list of tensors
-
-
 def limits(facts: Facts, has_licence: bool) -> tuple[Block, ...]:
     """The last section; `has_licence` if the card inherits one."""
-    is_local = base_id(facts.plan.source) is None
+    outcome, graph = facts.outcome, facts.graph
     told = [
-        _accuracy(facts.gate),
-        _text(facts.plan),
-        *filter(None, [_refitted(facts.plan)]),
+        _accuracy(outcome.gate),
+        _text(outcome.plan),
+        *filter(None, [_refitted(outcome)]),
         _format(facts),
-        *([_constants()] if facts.stage.constants is not None else []),
-        *_missing(facts.record),
-        *([_graph(facts.graph)] if facts.graph is not None else []),
-        *(["The base was a local folder; which repository it came from is not recorded."] if is_local else []),
+        *([_constants()] if outcome.stage.constants is not None else []),
+        *_missing(outcome),
+        *([_graph(graph)] if graph is not None else []),
+        *([LOCAL_BASE] if base_id(outcome.plan.source) is None else []),
         *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
     ]
     return Heading("Limits"), Items(tuple(told))
@@ -317,10 +476,10 @@ def _text(plan: Plan) -> str:
     return f"The calibration text was {joined(chosen)}{many}. What experts do on other kinds of text did not count."
 
 
-def _refitted(plan: Plan) -> str:
+def _refitted(outcome: Outcome) -> str:
     """What was tuned and what that leaves; a step that changed nothing does not count."""
-    taken = {step.name for step in plan.steps if step.result is not None and changed(step.to_dict())}
-    corrected = bool(plan.of(CORRECT))
+    taken = {step["name"] for step in outcome.steps if changed(step)}
+    corrected = bool(outcome.plan.of(CORRECT))
     found = ["Reconstruction brings back each layer's own output on the calibration text."] if corrected else []
     if "distill" in taken:
         found = [
@@ -342,9 +501,9 @@ def _format(facts: Facts) -> str:
     if facts.only_graph:
         return "There are no safetensors here, only the ONNX graph."
     names = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
-    kind = facts.quantization.get("quant_method")
-    if facts.quantization:
-        return f"The weights are quantised as the base's are ({one_line(str(kind))}), stored as {names}."
+    if quantization := entry_of(facts.config, "quantization_config"):
+        kind = one_line(str(quantization.get("quant_method")))
+        return f"The weights are quantised as the base's are ({kind}), stored as {names}."
     return f"The weights are not quantised; they are stored as {names}."
 
 
@@ -355,24 +514,20 @@ def _constants() -> str:
     )
 
 
-def _missing(record: Mapping[str, Any]) -> list[str]:
+def _missing(outcome: Outcome) -> list[str]:
     """Tensors that were left out, and config fields that announced them."""
-    found = []
-    if names := _names(record.get("left_out")):
+    names, found = outcome.left_out, []
+    if names:
         more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
         found.append(
             f"{counted(len(names), 'tensor')} of the base that stock transformers does not load "
             f"{'is' if len(names) == 1 else 'are'} left out: {', '.join(map(one_line, names[:MOST_NAMED]))}{more}."
         )
-    if fields := _names(record.get("zeroed_fields")):
+    if fields := outcome.zeroed_fields:
         found.append(
             f"Set to zero in the config, since their tensors are left out: {joined([*map(one_line, fields)])}."
         )
     return found
-
-
-def _names(value: Any) -> list[str]:
-    return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
 def _graph(graph: Graph) -> str:
