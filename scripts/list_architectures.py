@@ -27,7 +27,6 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.steps.split.exact import factors_of
 from compressor.steps.split.shape import split_shape
 from compressor.surgery.configuration import announces_head
 from exporters import onnx
@@ -215,7 +214,7 @@ def _split(architectures: Mapping[str, Architecture]) -> str:
 
 def _split_one(architecture: Architecture) -> str:
     try:
-        factors_of(architecture, split_shape(architecture, 2))
+        split_shape(architecture, 2)
     except CompressionError as error:
         why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(" of the largest, for ")
         return f"no: {why[2] or re.sub(r' by [0-9.e-]+ of the largest', '', why[0])}"

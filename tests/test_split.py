@@ -21,7 +21,7 @@ from compressor.publishing.card import again as asked_again
 from compressor.publishing.card import introduction
 from compressor.publishing.facts import read_facts
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.default import resolved_parts
+from compressor.steps.split.opening import resolved_parts
 from tests import quantized, small, zoo
 from tests.command_line import Run
 from tests.plans import recipe_of
@@ -144,7 +144,7 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         split(model, second, 2, progress=Killed(1), **asked)
     assert not second.exists()
-    monkeypatch.setattr("compressor.steps.split.dealing.measured", lambda *_: pytest.fail("neurons are measured twice"))
+    monkeypatch.setattr("compressor.steps.split.opening.measured", lambda *_: pytest.fail("neurons are measured twice"))
     split(model, second, 2, **asked)
     assert tree(first) == tree(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]

@@ -17,8 +17,8 @@ from compressor.publishing.card import again as asked_again
 from compressor.publishing.card import introduction
 from compressor.publishing.facts import read_facts
 from compressor.recipe.recipe import make_step, read_recipe
-from compressor.steps.split.entry import packed, unpacked
-from compressor.steps.split.order import order_of_parts, parts_of
+from compressor.steps.split.neurons import order_of_parts, parts_of
+from compressor.steps.split.opening import packed, unpacked
 from tests import small, zoo
 from tests.command_line import Run
 from tests.plans import plan_of

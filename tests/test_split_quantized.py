@@ -18,10 +18,8 @@ from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.split.entry import digest_of, packed, unpacked
-from compressor.steps.split.neurons import Neurons
-from compressor.steps.split.opening import as_planned, cut_as_stored, seen_as
-from compressor.steps.split.order import order_of, order_of_parts
+from compressor.steps.split.neurons import Neurons, order_of, order_of_parts
+from compressor.steps.split.opening import as_planned, cut_as_stored, digest_of, packed, seen_as, unpacked
 from tests import zoo
 from tests.plans import by_hand
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4

@@ -30,8 +30,7 @@ from compressor.steps.prune.deciding import protected_experts, refuse_per_source
 from compressor.steps.prune.planning import Planner
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.prune.step import Prune
-from compressor.steps.split.dealing import check_way, dealt
-from compressor.steps.split.opening import seen_as, with_top_k
+from compressor.steps.split.opening import check_way, dealt, seen_as, with_top_k
 
 logger = logging.getLogger(__name__)
 

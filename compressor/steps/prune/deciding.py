@@ -16,7 +16,7 @@ from compressor.steps.correct.heads import chosen_heads, said_of_heads
 from compressor.steps.prune.planning import Planner, Wish
 from compressor.steps.prune.protecting import Protected, given_protected, protect_found
 from compressor.steps.prune.step import AUTO, Prune, central_of
-from compressor.steps.split.dealing import check_way
+from compressor.steps.split.opening import check_way
 from compressor.steps.state import State
 
 

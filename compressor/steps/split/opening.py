@@ -1,26 +1,41 @@
-"""A model seen as it is to be compressed: its experts split, and with the top-k that smaller models write."""
+"""A model seen as it is to be compressed: its experts split, neurons in order, and with the top-k that is written.
 
+A plan says how often experts are split, how neurons were dealt out, and for every neuron the part it goes to: the parts
+of a layer's neurons [E, I] stand as ceil(log2 S) bits each, row by row, in base64.
+"""
+
+import base64
 import copy
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from compressor.data.batches import Calibration
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, MoeLayer, build_meta
-from compressor.model.opened import OpenModel, served_model, warn_of_servers
-from compressor.recipe.plan import MOST_PARTS, CompressionPlan, check_source
-from compressor.steps.split.entry import digest_of, packed_orders, read_orders
-from compressor.steps.split.exact import factors_of
-from compressor.steps.split.shape import SplitShape, split_shape, widths
+from compressor.model.architecture import build_meta
+from compressor.model.opened import OpenModel, resolve_count, served_model
+from compressor.progress import Progress
+from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, CompressionPlan, check_source, check_split
+from compressor.recipe.step import Step
+from compressor.serving.advice import broken
+from compressor.steps.split.neurons import WAYS, measured, order_of, order_of_parts, parts_of
+from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
+from compressor.steps.split.step import Split
 from compressor.steps.split.stored import stored_parts
-from compressor.steps.split.tensors import Factors
-from compressor.steps.split.top_k import top_k_fields
-from compressor.steps.split.view import SplitModel
+from compressor.steps.split.tensors import SplitModel
 from compressor.surgery.configuration import fields_set
+
+PARTS = 2  # where the number is left open
+WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
+REMEDY = "restore the plan or make it anew"
 
 logger = logging.getLogger(__name__)
 
@@ -30,68 +45,118 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
 
     Raises `CompressionError` where experts cannot be split exactly, and for a top-k that the model has not.
     """
-    if parts == 1 and top_k is None:
-        return model
-    seen = replace(model, whole=model, found={})
+    if parts == 1:
+        return with_top_k(model, top_k)
     if parts > MOST_PARTS:
         raise CompressionError(f"--split {parts} is more than {MOST_PARTS} parts; give fewer")
-    if parts > 1:
-        shape, factors = _way(model, parts)
-        stored = copy.copy(model.checkpoint)
-        stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
-        partial = SplitModel(model.partial, model.architecture, shape, factors)
-        said = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
-        layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
-        architecture = replace(shape.architecture, layers=layers, written=said)
-        seen = replace(seen, config=architecture.config, checkpoint=stored, architecture=architecture, partial=partial)
-        if model.layout.quantized:
-            with suppress(CompressionError):  # the reason is told once it matters
-                seen = replace(seen, stored_parts=stored_parts(model, parts, factors))
+    if (known := f"split in {parts}") not in model.found:  # once, for blocks are run for that
+        model.found[known] = split_shape(model.architecture, parts)
+    shape: SplitShape = model.found[known]
+    stored = copy.copy(model.checkpoint)
+    stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
+    written = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
+    layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
+    architecture = replace(shape.architecture, layers=layers, written=written)
+    partial = SplitModel(model.partial, model.architecture.layers, architecture.config, shape.factors)
+    seen = replace(
+        model,
+        whole=model,
+        found={},
+        config=architecture.config,
+        checkpoint=stored,
+        architecture=architecture,
+        partial=partial,
+    )
+    if model.layout.quantized:
+        with suppress(CompressionError):  # the reason is told once it matters
+            seen = replace(seen, stored_parts=stored_parts(model, shape.factors))
     return with_top_k(seen, top_k)
 
 
-def _way(model: OpenModel, parts: int) -> tuple[SplitShape, Factors]:
-    """How the model is split so; found once, for blocks are run for that."""
-    known = f"split in {parts}"
-    if known not in model.found:
-        shape = split_shape(model.architecture, parts)
-        model.found[known] = shape, factors_of(model.architecture, shape)
-    found: tuple[SplitShape, Factors] = model.found[known]
-    return found
-
-
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
-    """The model whose smaller versions write `top_k`; raises `CompressionError` for one that the model has not."""
+    """The model whose smaller versions send a token to `top_k` experts, or to fewer where a layer does now.
+
+    Raises `CompressionError` for a top-k that the model has not.
+    """
     if top_k is None:
         return model
-    return replace(model, architecture=_with_top_k(model.architecture, top_k), top_k=top_k, whole=model.whole or model)
-
-
-def _with_top_k(architecture: Architecture, top_k: int) -> Architecture:
-    """The architecture whose smaller models send a token to `top_k` experts, or to fewer where a layer does now."""
+    architecture = model.architecture
     most = max(layer.top_k for layer in architecture.layers)
     if not 1 <= top_k <= most:
         raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token visits now")
-
-    def fewer(layer: MoeLayer) -> MoeLayer:
-        return replace(layer, top_k=min(layer.top_k, top_k))
-
-    layers = tuple(map(fewer, architecture.layers))
+    layers = tuple(replace(layer, top_k=min(layer.top_k, top_k)) for layer in architecture.layers)
     wanted = {layer.name: layer.top_k for layer in layers}
     fields, _ = top_k_fields(architecture.config, architecture, wanted, lambda each: min(each, top_k))
-    return replace(architecture, layers=layers, written={**architecture.written, **fields})
+    smaller = replace(architecture, layers=layers, written={**architecture.written, **fields})
+    return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
 
-def part_width(model: OpenModel) -> int:
-    """Neurons of a part of the narrowest experts of a split model."""
-    assert isinstance(model.partial, SplitModel)
-    return model.partial.shape.width
+def resolved_parts(split: Split, model: OpenModel, steps: Sequence[Step]) -> int:
+    """The number of parts for the stored `model`; `steps` are all of the stage.
+
+    Where it is left open, the strategy `auto` splits experts in two if that is exact, in the dtype that is stored, with
+    sub-experts of a multiple of 64 neurons, without a multi-token-prediction head that it would leave out, and if no
+    server does worse.
+    """
+    if split.parts != "auto":
+        if not 1 <= split.parts <= MOST_PARTS:
+            raise CompressionError(f"--split {split.parts} is not 1 to {MOST_PARTS}; give another number of parts")
+        return split.parts
+    prune: Any = next((step for step in steps if step.name == "prune"), None)
+    if prune is None or prune.strategy != "auto" or prune.top_k is not None:
+        return 1
+    layers, layout = model.architecture.layers, model.layout
+    if layout.quantized or layout.left_out:
+        return 1
+    if any(width % (PARTS * WIDTH) for width in widths(build_meta(model.config)).values()):
+        return 1
+    try:
+        finer = seen_as(model, PARTS)
+        searched = prune.experts is None and prune.ratio is None
+        kept = layers[0].experts if searched else resolve_count(layers, prune.experts, prune.ratio)
+    except CompressionError:
+        return 1  # the reason is given where a split is asked for, or the number checked
+    before, after = served_model(model), served_model(finer)
+    known = {(rule.server, rule.needs) for rule in broken(replace(before, experts=kept))}
+    worse = {(rule.server, rule.needs) for rule in broken(replace(after, experts=PARTS * kept))} - known
+    return 1 if worse else PARTS
 
 
-def warn_of_parts(model: OpenModel) -> None:
-    """Say what servers make of a split."""
-    after = served_model(model) if model.stored_parts else replace(served_model(model), quantization="")
-    warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
+def check_way(by: str, with_data: bool, remedy: str) -> None:
+    """Refuse a way of dealing neurons out that does not exist, or that needs text where none is read."""
+    if by not in WAYS:
+        raise CompressionError(f"there is no --split-by {by!r}; known are {', '.join(WAYS)}")
+    if by == CLUSTERS and not with_data:
+        raise CompressionError(f"--split-by clusters needs text on which neurons fire; {remedy}")
+
+
+def dealt(
+    model: OpenModel,
+    text: Calibration | None,
+    by: str,
+    progress: Progress,
+    seed: int,
+    changed: bool = False,
+) -> OpenModel:
+    """The split model with its neurons in order: measured on the text, held-out sequences excepted, or on the weights.
+
+    Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`.
+    """
+    model = cut_as_stored(model, changed)
+    assert model.whole is not None
+    whole = model.whole
+    block = model.stored_parts.block if model.stored_parts else 1
+    parts = model.architecture.layers[0].parts
+
+    def orders() -> Mapping[str, Tensor]:
+        batches = None if text is None else [text.batches[number] for number in text.fit]
+        way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
+        found = measured(whole, batches, progress, way == CLUSTERS, seed)
+        return {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
+
+    found = here().broadcast_tensors(orders)
+    said = {"by": WEIGHTS if text is None else by, "calibration": None if text is None else text.identity}
+    return in_order(model, {layer.name: found[layer.name] for layer in whole.architecture.layers}, said)
 
 
 def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
@@ -105,30 +170,30 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     if not changed:
         assert isinstance(model.partial, SplitModel) and model.whole is not None
         try:
-            stored_parts(model.whole, model.partial.shape.parts, model.partial.factors)
+            stored_parts(model.whole, model.partial.factors)
         except CompressionError as error:
             reason = str(error)
     logger.warning("%s is stored quantised; its parts are written in a plain dtype: %s", model.source.label, reason)
     return replace(model, stored_parts=None)
 
 
-def in_order(model: OpenModel, orders: Mapping[str, Tensor], told: Mapping[str, Any]) -> OpenModel:
-    """The split model with the order [E, I] of each layer's neurons, by its name; `told` is what else a plan says."""
+def in_order(model: OpenModel, orders: Mapping[str, Tensor], said: Mapping[str, Any]) -> OpenModel:
+    """The split model with the order [E, I] of each layer's neurons, by its name; `said` is what else a plan says."""
     assert isinstance(model.partial, SplitModel) and model.whole is not None
-    partial, stored = model.partial, model.stored_parts
+    factors, stored = model.partial.factors, model.stored_parts
     if stored:
         stored.check(orders)
     entry = {
-        "parts": partial.shape.parts,
-        "experts": partial.architecture.experts,
+        "parts": factors.parts,
+        "experts": model.whole.architecture.experts,
         **({"block": stored.block} if stored else {}),
-        "output_factor": partial.factors.output,
-        "selection_factor": partial.factors.selection,
-        **told,
+        "output_factor": factors.output,
+        "selection_factor": factors.selection,
+        **said,
         "order_sha256": digest_of(orders),
-        "neurons": packed_orders(orders, partial.shape.parts),
+        "neurons": {name: packed(parts_of(order, factors.parts), factors.parts) for name, order in orders.items()},
     }
-    return replace(model, partial=partial.ordered(orders), split=entry)
+    return replace(model, partial=model.partial.ordered(orders), split=entry)
 
 
 def as_planned(model: OpenModel, plan: CompressionPlan) -> OpenModel:
@@ -147,18 +212,59 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     stored = model.whole or model
     if split is None:
         return seen_as(stored, 1, top_k)
-    seen = seen_as(stored, int(split["parts"]), top_k)
-    assert isinstance(seen.partial, SplitModel)
-    own = widths(build_meta(stored.config))
-    orders = read_orders(split, stored.architecture.layers, own)
-    told = {name: split[name] for name in ("by", "calibration") if name in split}
+    check_split(split)
+    seen, width = seen_as(stored, int(split["parts"]), top_k), widths(build_meta(stored.config))
+    orders = {
+        layer.name: order_of_parts(
+            unpacked(split["neurons"].get(layer.name), layer.experts, width[layer.name], split["parts"], layer.name)
+        )
+        for layer in stored.architecture.layers
+    }
+    if digest_of(orders) != split.get("order_sha256"):
+        raise CompressionError("the plan's split deals neurons out otherwise than its order_sha256 says; restore it")
     if "block" not in split:
         seen = replace(seen, stored_parts=None)
-    found = in_order(seen, orders, told)
+    planned = in_order(seen, orders, {name: split[name] for name in ("by", "calibration") if name in split})
+    assert planned.split is not None
     for name in ("experts", "output_factor", "selection_factor", "block"):
-        if found.split is None or found.split.get(name) != split.get(name):
+        if planned.split.get(name) != split.get(name):
             raise CompressionError(
-                f"the plan's split says {name} {split.get(name)}, the model asks for "
-                f"{(found.split or {}).get(name)}; restore it"
+                f"the plan's split says {name} {split.get(name)}, the model asks for {planned.split.get(name)}; "
+                "restore it"
             )
-    return replace(found, split=split)
+    return replace(planned, split=split)
+
+
+def packed(dealt: Tensor, parts: int) -> str:
+    """The part of each neuron, [E, I] below `parts`, as text."""
+    bits = (dealt.flatten().numpy()[:, None] >> np.arange(_bits(parts))) & 1
+    return base64.b64encode(np.packbits(bits.astype(np.uint8)).tobytes()).decode()
+
+
+def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
+    """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not deal them out evenly."""
+    try:
+        found = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    except (TypeError, ValueError) as error:
+        raise CompressionError(f"{where}: what says where its neurons go is not base64; {REMEDY}") from error
+    count, bits = experts * width, _bits(parts)
+    if len(found) != (needed := -(-count * bits // 8)):
+        raise CompressionError(f"{where}: {len(found)} bytes say where its neurons go, it takes {needed}; {REMEDY}")
+    flags = np.unpackbits(found)[: count * bits].reshape(count, bits).astype(np.int32)
+    dealt = torch.from_numpy((flags << np.arange(bits, dtype=np.int32)).sum(1)).int().view(experts, width)
+    even = torch.stack([(dealt == part).sum(1) for part in range(parts)])
+    if bool((even != width // parts).any()):
+        raise CompressionError(f"{where}: its neurons are not dealt out to {parts} parts of equal size; {REMEDY}")
+    return dealt
+
+
+def _bits(parts: int) -> int:
+    return (parts - 1).bit_length()
+
+
+def digest_of(orders: Mapping[str, Tensor]) -> str:
+    """SHA-256 of every layer's name and order."""
+    digest = hashlib.sha256()
+    for name, order in orders.items():
+        digest.update(name.encode() + b"\0" + order.int().contiguous().numpy().tobytes())
+    return digest.hexdigest()

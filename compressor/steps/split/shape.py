@@ -1,19 +1,41 @@
-"""The config of a split model: which of its fields set the experts' width and top-k, found by comparing meta builds."""
+"""How the config of a split model looks, found by comparing meta builds, and whether its stock blocks compute the same.
 
-from collections.abc import Mapping
+Nothing is known of configs and routers here. Fields that set the experts' width and the top-k are those whose change
+changes just that. A block of the model's own config, with narrow experts and random weights, is run beside its split
+one. The parts of an expert share its weight where the chosen weights, or those of all experts, are normalised together,
+and have it each where they are not, so one of the two scales fits, or none. Where a bias is added to the normalised
+weights to choose experts, it shrinks with them.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MOST_CANDIDATES, Architecture, build_meta, experts_modules, with_fields
+from compressor.model.architecture import (
+    MOST_CANDIDATES,
+    Architecture,
+    MoeLayer,
+    build_meta,
+    discover,
+    experts_modules,
+    with_fields,
+)
 from compressor.model.experts import width_of
-from compressor.steps.split.numbers import each_number, numbers
-from compressor.steps.split.top_k import top_k_fields
+from compressor.steps.split.tensors import Factors, divided, split_beside, split_experts
 
+TOKENS = 512
+PART = 8  # neurons of a part: enough for kernels that ask for aligned rows
+ROUNDING = 1e-5  # of the largest output: what sums of the same float32 numbers in another order may differ by
+
+Fields = dict[str, Any]  # of a config, by dotted path
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -21,11 +43,35 @@ Shapes = Mapping[str, tuple[int, ...]]
 class SplitShape:
     """The split model as its config alone decides it. `fields` are the changed ones by dotted path, in order."""
 
-    parts: int
-    width: int  # of a part, of the narrowest experts
-    width_field: str
-    fields: Mapping[str, Any]
+    fields: Fields
     architecture: Architecture
+    factors: Factors
+
+
+def split_shape(architecture: Architecture, parts: int) -> SplitShape:
+    """How a config asks for each expert in `parts` parts, and by which factors these compute the same.
+
+    Raises `CompressionError` for a number of parts that the width cannot be divided by, where no field of the config
+    sets the width, or the top-k, alone, and where no factors are exact.
+    """
+    config, family = architecture.config, architecture.family
+    if parts < 2:
+        raise CompressionError(f"--split {parts} leaves every expert whole; give at least 2 parts")
+    model = build_meta(config)
+    for name, width in widths(model).items():
+        if width % parts:
+            divisors = [str(number) for number in range(2, min(width, 64) + 1) if width % number == 0]
+            raise CompressionError(
+                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; give one of "
+                f"{', '.join(divisors)}"
+            )
+    fields = _width_fields(config, model, parts, family)
+    width_field = next(iter(fields))
+    fields |= {architecture.count_field: architecture.experts * parts}
+    wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
+    top_k, seen = top_k_fields(with_fields(config, fields), architecture, wanted, lambda each: each * parts)
+    fields |= top_k
+    return SplitShape(fields, seen, _factors(architecture, parts, fields, width_field))
 
 
 def widths(model: nn.Module) -> dict[str, int]:
@@ -33,33 +79,46 @@ def widths(model: nn.Module) -> dict[str, int]:
     return {name: width_of(module) for name, module in experts_modules(model)}
 
 
-def split_shape(architecture: Architecture, parts: int) -> SplitShape:
-    """How a config asks for each expert in `parts` parts.
+def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths of all whole numbers and lists of them in a config."""
+    for key, value in vars(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif type(value) is int or (isinstance(value, list) and value and all(type(each) is int for each in value)):
+            yield f"{prefix}{key}", value
 
-    Raises `CompressionError` for a number of parts that the width cannot be divided by, and where no field of the
-    config sets the width, or the top-k, alone.
+
+def _each(value: Any, change: Callable[[int], int]) -> Any:
+    """A whole number changed, or each one of a list."""
+    return [change(each) for each in value] if isinstance(value, list) else change(value)
+
+
+def _candidates(config: Any, values: set[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
+    """The fields that hold one of these numbers, and what they hold: the first by this `order`, then by depth."""
+    named = [
+        (path, held) for path, held in _numbers(config) if values & set(held if isinstance(held, list) else [held])
+    ]
+    return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))[:MOST_CANDIDATES]
+
+
+def top_k_fields(
+    config: Any, architecture: Architecture, wanted: Mapping[str, int], change: Callable[[int], int]
+) -> tuple[Fields, Architecture]:
+    """The field that says how many experts a token visits, at its new value, and the architecture that comes of it.
+
+    `config` may differ from the architecture's own in other fields. `change` makes of the present number in a field
+    what it shall be, and `wanted` says by layer what must come of that. Raises `CompressionError` where no field does.
     """
-    config, family = architecture.config, architecture.family
-    model = build_meta(config)
-    before = widths(model)
-    _check_parts(before, parts)
-    fields = _width_fields(config, model, before, parts, family)
-    fields |= {architecture.count_field: architecture.experts * parts}
-    wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
-    top_k, found = top_k_fields(with_fields(config, fields), architecture, wanted, lambda each: each * parts)
-    return SplitShape(parts, min(before.values()) // parts, next(iter(fields)), fields | top_k, found)
-
-
-def _check_parts(before: Mapping[str, int], parts: int) -> None:
-    if parts < 2:
-        raise CompressionError(f"--split {parts} leaves every expert whole; give at least 2 parts")
-    for name, width in before.items():
-        if width % parts:
-            divisors = [str(number) for number in range(2, min(width, 64) + 1) if width % number == 0]
-            raise CompressionError(
-                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; give one of "
-                f"{', '.join(divisors)}"
-            )
+    counts = {layer.top_k for layer in architecture.layers}
+    for path, value in _candidates(config, counts, lambda path: "per_tok" not in path and "top" not in path):
+        fields = {path: _each(value, change)}
+        with suppress(CompressionError, ValueError, TypeError):
+            seen = discover(with_fields(config, fields))
+            if {layer.name: layer.top_k for layer in seen.layers} == dict(wanted):
+                return fields, seen
+    raise CompressionError(
+        f"{architecture.family}: no field of the config sets how many experts a token visits, so that cannot be changed"
+    )
 
 
 def _outside(model: nn.Module) -> Shapes:
@@ -68,38 +127,139 @@ def _outside(model: nn.Module) -> Shapes:
     return {key: tuple(value.shape) for key, value in model.state_dict().items() if not key.startswith(inside)}
 
 
-def _width_fields(config: Any, model: nn.Module, before: Mapping[str, int], parts: int, family: str) -> dict[str, Any]:
+def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fields:
     """The field that sets the experts' width, and one that keeps shared experts whole where it counts them by it."""
-    wanted, others = {name: width // parts for name, width in before.items()}, _outside(model)
-    sizes = set(before.values())
-    named = [(path, value) for path, value in numbers(config) if sizes & set(value if type(value) is list else [value])]
-    named.sort(key=lambda entry: ("intermediate" not in entry[0], "vision" in entry[0], entry[0].count("."), entry[0]))
+    before, others = widths(model), _outside(model)
+    wanted = {name: width // parts for name, width in before.items()}
+
+    def changed_by(fields: Fields) -> str | None:
+        """A tensor beside the experts that these fields change, too; raises ValueError for another width."""
+        built = build_meta(with_fields(config, fields))
+        if widths(built) != wanted:
+            raise ValueError
+        after = _outside(built)
+        return next((key for key in (*others, *after) if others.get(key) != after.get(key)), None)
+
     reason = "no field of the config sets the width of its experts"
-    for path, value in named[:MOST_CANDIDATES]:
-        fields = {path: each_number(value, lambda each: each // parts)}
+    order = lambda path: ("intermediate" not in path, "vision" in path)  # noqa: E731
+    for path, value in _candidates(config, set(before.values()), order):
+        fields = {path: _each(value, lambda each: each // parts)}
         with suppress(CompressionError, ValueError, TypeError):
-            built = build_meta(with_fields(config, fields))
-            if widths(built) != wanted:
-                continue
-            changed = _differing(others, _outside(built))
-            if changed is None:
+            if (changed := changed_by(fields)) is None:
                 return fields
-            for shared, count in numbers(config):
-                if "shared" in shared and each_number(count, lambda each: each * parts) != count:
-                    more = fields | {shared: each_number(count, lambda each: each * parts)}
+            for shared, count in _numbers(config):
+                more = fields | {shared: _each(count, lambda each: each * parts)}
+                if "shared" in shared and more[shared] != count:
                     with suppress(CompressionError, ValueError, TypeError):
-                        whole = build_meta(with_fields(config, more))
-                        if widths(whole) == wanted and _differing(others, _outside(whole)) is None:
+                        if changed_by(more) is None:
                             return more
             reason = f"{path} sets the width of {changed.rpartition('.')[0]} as well as that of the experts"
     raise CompressionError(f"{family} cannot be split: {reason}")
 
 
-def _differing(first: Shapes, second: Shapes) -> str | None:
-    """A tensor that is not the same in both."""
-    return next((key for key in (*first, *second) if first.get(key) != second.get(key)), None)
+@torch.no_grad()
+def _factors(architecture: Architecture, parts: int, fields: Fields, width_field: str) -> Factors:
+    """What the parts' outputs are multiplied by: S where they share an expert's weight, 1 where they do not.
+
+    Raises `CompressionError` naming the family, the difference and where it is known the reason, if neither is exact.
+    """
+    config = architecture.config
+
+    def narrow(more: Fields, width: int) -> Any:
+        narrowed = _each(attrgetter(width_field)(config), lambda _: width)
+        return build_meta(with_fields(config, {**more, width_field: narrowed}), torch.float32)
+
+    model, after = narrow({}, PART * parts), narrow(fields, PART)
+    kinds: dict[tuple[Any, ...], MoeLayer] = {}  # layers that route alike: one of them is enough
+    for layer in reversed(architecture.layers):
+        modules = map(type, (model.get_submodule(layer.block), model.get_submodule(layer.router)))
+        kinds[*modules, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)] = layer
+    found = {_factors_of_block(architecture.family, model, after, layer, parts) for layer in kinds.values()}
+    if len(found) > 1:
+        raise CompressionError(f"{architecture.family} cannot be split: its layers do not weigh experts alike")
+    return found.pop()
 
 
-def value_at(config: Any, path: str) -> Any:
-    """A config's value at a dotted path."""
-    return attrgetter(path)(config)
+def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, parts: int) -> Factors:
+    generator = torch.Generator().manual_seed(0)
+    block = copy.deepcopy(model.get_submodule(layer.block)).to_empty(device="cpu")
+    _fill(block, layer, generator)
+    experts = block.get_submodule(_inside(layer, layer.name))
+    state = {f"{layer.block}.{key}": value for key, value in block.state_dict().items()}
+    order = torch.stack([torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)])
+    hidden = torch.randn(1, TOKENS, int(model.config.get_text_config().hidden_size), generator=generator)
+    wanted, least = _output(block, layer, hidden), float("inf")
+    largest = float(wanted.abs().max())
+    for selection in (1.0, 1 / parts):  # the factors that routers are known to need, the plainest first
+        for output in (float(parts), 1.0):
+            factors = Factors(parts, output, selection)
+            other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
+            made = split_experts(experts, layer, order, factors) | split_beside(
+                state, layer, divided(layer)[1], factors
+            )
+            _copy(other, state | made, layer, block)
+            least = min(least, float((_output(other, layer, hidden) - wanted).abs().max()) / largest)
+            if least <= ROUNDING:
+                return factors
+    reason = ""
+    if getattr(experts, "has_post_expert_norm", False):
+        reason = ", for it normalises what each expert puts out"
+    elif layer.routing_groups > 1 and layer.experts_per_group > 1:
+        reason = ", for it scores a group of experts by its two best, which become two parts of one"
+    elif any(tensor.extra for tensor in layer.tensors):
+        reason = ", for its router weighs more than the routed experts, which are not split with them"
+    raise CompressionError(
+        f"{family} cannot be split exactly: the outputs of its stock block differ by {least:.1g} of the largest{reason}"
+    )
+
+
+def _inside(layer: MoeLayer, name: str) -> str:
+    return name.removeprefix(f"{layer.block}.")
+
+
+def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None:
+    """Random weights that give logits and outputs of about 1, and tables of random experts."""
+    tables = {_inside(layer, table) for table in layer.tables}
+    for name, value in (*block.named_parameters(), *block.named_buffers()):
+        noise = torch.randn(value.shape, generator=generator)
+        if name in tables:
+            value.copy_(torch.rand(len(value), layer.experts, generator=generator).argsort(-1)[:, : value.shape[1]])
+        elif not value.is_floating_point():
+            value.zero_()
+        elif "bias" in name.rpartition(".")[2]:
+            value.copy_(0.3 * noise)
+        elif value.dim() < 2:
+            value.copy_(1 + 0.1 * noise)
+        else:
+            value.copy_(noise / value.shape[-1] ** 0.5)
+
+
+def _copy(block: nn.Module, made: dict[str, Tensor], layer: MoeLayer, first: nn.Module) -> None:
+    """Fill a split block; raises `CompressionError` where a tensor has not the shape that the config asks for."""
+    for name, value in block.named_buffers():
+        value.copy_(first.get_buffer(name)) if value.shape == first.get_buffer(name).shape else value.zero_()
+    for name, value in block.state_dict().items():
+        given = made[f"{layer.block}.{name}"]
+        if given.shape != value.shape:
+            raise CompressionError(
+                f"{layer.block}.{name} has shape {list(given.shape)} once it is split, the config asks for "
+                f"{list(value.shape)}; this architecture cannot be split"
+            )
+        value.copy_(given)
+
+
+def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
+    """What a block makes of tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
+    if layer.block == layer.unit:
+        router, experts = (block.get_submodule(_inside(layer, name)) for name in (layer.router, layer.name))
+        *_, weights, index = router(hidden[0])
+        if weights.is_floating_point() == index.is_floating_point():
+            raise CompressionError(f"{layer.router} hands on no experts and weights; this architecture cannot be split")
+        pair = (weights, index) if weights.is_floating_point() else (index, weights)
+        found = experts(hidden[0], pair[1], pair[0])
+    else:
+        asked = inspect.signature(block.forward).parameters
+        rows = min((len(block.get_buffer(_inside(layer, table))) for table in layer.tables), default=TOKENS)
+        ids = {"input_ids": torch.arange(TOKENS)[None] % rows} if "input_ids" in asked else {}
+        found = block(hidden, **ids)
+    return found if isinstance(found, Tensor) else found[0]

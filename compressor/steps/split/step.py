@@ -31,7 +31,7 @@ class Split(Step):
 
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
         """With the number of parts that `auto` comes to; None where experts stay whole."""
-        from compressor.steps.split.default import resolved_parts
+        from compressor.steps.split.opening import resolved_parts
 
         parts = resolved_parts(self, model, steps)
         return None if parts == 1 else self.model_copy(update={"parts": parts})
@@ -54,7 +54,7 @@ class Split(Step):
 
     def plan(self, state: "State") -> Mapping[str, Any]:
         """The part of every neuron."""
-        from compressor.steps.split.dealing import dealt
+        from compressor.steps.split.opening import dealt
 
         changed = any(step.name in ("correct", "distill") for step in state.steps)
         text = None if state.text is None else state.text.fit

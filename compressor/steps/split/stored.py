@@ -22,8 +22,7 @@ from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import CompressionPlan, LayerPlan
-from compressor.steps.split.tensors import Factors, split_beside
-from compressor.steps.split.view import SplitModel
+from compressor.steps.split.tensors import Factors, SplitModel, split_beside
 from compressor.surgery.configuration import renumbered_quantization
 from compressor.surgery.cutting import cut_router
 from compressor.surgery.tensors import OutputTensor, Piece, in_order_of, pieces, remap_table, tensor_bytes_view
@@ -86,7 +85,6 @@ def _multiplied(name: str, value: Tensor, factor: float) -> Tensor:
 class StoredParts:
     """How every expert's stored tensors are cut; `block` neighbouring neurons stay together."""
 
-    parts: int
     factors: Factors
     block: int
     cuts: Mapping[str, Cut]
@@ -131,12 +129,12 @@ def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Itera
         if role.kind == "table" or role.is_router:
             shape = list(info.shape)
             if role.kind == "table":
-                shape[-1] *= stored.parts
+                shape[-1] *= stored.factors.parts
             else:
                 shape[role.dim] = len(members) + role.extra
             yield replace(output, shape=tuple(shape)), partial(_beside, stored, model, name, layer, cut_plan)
         elif role.kind == "fused":
-            part_shape = stored.cuts[name].shape(info.shape[1:], stored.parts)
+            part_shape = stored.cuts[name].shape(info.shape[1:], stored.factors.parts)
             produce = partial(_parts, stored, model, role, [(name, member) for member in members])
             yield replace(output, shape=(len(members), *part_shape)), produce
         elif families := owned.pop(role.layer, None):
@@ -144,8 +142,8 @@ def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Itera
             names = [sorted(each, key=lambda name: roles[name].expert) for each in families.values()]
             for slot, member in enumerate(members):
                 for family in names:
-                    source = family[member // stored.parts]
-                    part_shape = stored.cuts[source].shape(checkpoint.tensors[source].shape, stored.parts)
+                    source = family[member // stored.factors.parts]
+                    part_shape = stored.cuts[source].shape(checkpoint.tensors[source].shape, stored.factors.parts)
                     own = f"{prefix.rpartition('.')[0]}.{slot}{family[0].removeprefix(prefix)}"
                     produce = partial(_parts, stored, model, role, [(source, member)])
                     dtype = checkpoint.tensors[source].dtype
@@ -160,9 +158,9 @@ def _parts(stored: StoredParts, model: OpenModel, role: Role, wanted: Iterable[t
         if name not in known:
             known = {name: model.checkpoint.read(name)}
             refuse_nan(name, model.checkpoint.tensors[name].file, known[name])
-        expert, part = divmod(member, stored.parts)
+        expert, part = divmod(member, stored.factors.parts)
         value = known[name][expert] if role.kind == "fused" else known[name]
-        yield tensor_bytes_view(stored.cuts[name].part(name, value, order[expert].chunk(stored.parts)[part]))
+        yield tensor_bytes_view(stored.cuts[name].part(name, value, order[expert].chunk(stored.factors.parts)[part]))
 
 
 def _beside(stored: StoredParts, model: OpenModel, name: str, layer: MoeLayer, plan: LayerPlan) -> Iterator[Piece]:
@@ -171,13 +169,13 @@ def _beside(stored: StoredParts, model: OpenModel, name: str, layer: MoeLayer, p
     whole = next(each for each in model.whole.architecture.layers if each.name == layer.name)
     key, role, value = model.partial.plain_keys.targets[name], model.layout.roles[name], model.checkpoint.read(name)
     refuse_nan(name, model.checkpoint.tensors[name].file, value)
-    made = split_beside({key: value}, whole, [key], stored.parts, stored.factors)[key]
+    made = split_beside({key: value}, whole, [key], stored.factors)[key]
     is_table = role.kind == "table"
     made = remap_table(made, plan.remap()) if is_table else cut_router(name, made, role.dim, layer, plan)
     yield tensor_bytes_view(made)
 
 
-def stored_parts(whole: OpenModel, parts: int, factors: Factors) -> StoredParts:
+def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     """How the stored tensors of a quantised model are cut; raises `CompressionError` saying why they cannot be."""
     raw, layout = whole.checkpoint.raw_config, whole.layout
     nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
@@ -197,7 +195,7 @@ def stored_parts(whole: OpenModel, parts: int, factors: Factors) -> StoredParts:
     }
     layers = {layer.name: layer for layer in whole.architecture.layers}
     for layer in layers.values():
-        _refuse_named(asked, whole, layer, parts)
+        _refuse_named(asked, whole, layer, factors.parts)
     scaled = {role.family.rpartition("|")[0] for role in layout.roles.values() if role.family.endswith(SCALES)}
     cuts = dict[str, Cut]()
     for name, role in layout.roles.items():
@@ -210,15 +208,15 @@ def stored_parts(whole: OpenModel, parts: int, factors: Factors) -> StoredParts:
         elif role.kind == "expert":
             cuts[name] = _cut_of_one(info, role, width_of(module), factors.output, scaled)
         else:
-            cuts[name] = _cut_of_mxfp4(info, role, module, factors.output, parts)
+            cuts[name] = _cut_of_mxfp4(info, role, module, factors)
             blocks.add(MXFP4)
         blocks |= {PACKED} if name.endswith("_packed") else set()
     block = math.lcm(*blocks, *(cut.neurons or 1 for cut in cuts.values()))
     for name in layers:
-        width = width_of(whole.partial.model.get_submodule(name)) // parts
+        width = width_of(whole.partial.model.get_submodule(name)) // factors.parts
         if width % block:
             raise CompressionError(f"parts of {width} neurons are not made of whole blocks of {block}")
-    return StoredParts(parts, factors, block, cuts)
+    return StoredParts(factors, block, cuts)
 
 
 def _values(node: Any, wanted: str) -> Iterator[Any]:
@@ -268,7 +266,7 @@ def _cut_of_one(info: TensorInfo, role: Role, width: int, factor: float, scaled:
     return Cut(axis, width // info.shape[axis], factor=own)
 
 
-def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factor: float, parts: int) -> Cut:
+def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut:
     """That of a tensor which holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
     found, width = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0])), width_of(module)
     if found is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
@@ -277,7 +275,7 @@ def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factor: float, part
     if name == "gate_up" and info.shape[1] == 2 * width:
         return Cut(0, 1, paired=True)
     if name == "down" and kind == "bias":
-        return Cut(factor=factor / parts)
+        return Cut(factor=factors.output / factors.parts)
     if name == "down" and info.dtype == "U8" and info.shape[2] * MXFP4 == width:
-        return Cut(1, MXFP4, factor=factor if kind == "scales" else 1.0)
+        return Cut(1, MXFP4, factor=factors.output if kind == "scales" else 1.0)
     raise CompressionError(f"{info.name} does not count neurons evenly")

@@ -1,41 +1,34 @@
-"""The split itself, on a loaded layer's tensors: an expert's neurons in S runs, its router row S times.
+"""The split itself: an expert's neurons in S runs, its router row S times.
+
+A loaded layer's tensors are split, and a checkpoint is seen as its split: the stock model of the split config, whose
+parts are split as they are loaded. Everything that plans, corrects and writes a model sees sub-experts as experts, and
+no split checkpoint is written for that.
 
 E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S - 1, so that routing groups of
 neighbours stay together.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.experts import expert_parameters, parameter_names
+from compressor.model.loading import PartialModel, set_tensor
 from compressor.surgery.cutting import cut_keys, reordered
 from compressor.surgery.tensors import refuse_overflow
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What a part's down projection, and its entries beside the router's weight, are multiplied by."""
+    """S parts of an expert, and what a part's down projection and its entries beside the router's weight are times."""
 
+    parts: int
     output: float
     selection: float = 1.0
-
-
-@torch.no_grad()
-def split_layer(
-    experts: Any, state: Mapping[str, Tensor], layer: MoeLayer, order: Tensor, parts: int, factors: Factors
-) -> dict[str, Tensor]:
-    """New tensors, by state-dict key, of all that counts experts in a layer; `state` holds the present ones.
-
-    `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
-    shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
-    """
-    _, beside = divided(layer)
-    return split_experts(experts, layer, order, parts, factors) | split_beside(state, layer, beside, parts, factors)
 
 
 def divided(layer: MoeLayer) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,55 +39,125 @@ def divided(layer: MoeLayer) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 @torch.no_grad()
-def split_experts(experts: Any, layer: MoeLayer, order: Tensor, parts: int, factors: Factors) -> dict[str, Tensor]:
-    """The fused parameters of an experts module, [E * S, ...] by state-dict key."""
-    fused = _split_experts(experts, order, parts, factors.output)
-    made = {f"{layer.name}.{name}": value for name, value in fused.items()}
-    for key in (key for key in made if ".down_proj" in key):
-        refuse_overflow(key, made[key])
-    return made
+def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors) -> dict[str, Tensor]:
+    """The fused parameters of an experts module, [E * S, ...] by state-dict key, filled one part at a time.
 
-
-@torch.no_grad()
-def split_beside(
-    state: Mapping[str, Tensor], layer: MoeLayer, keys: Iterable[str], parts: int, factors: Factors
-) -> dict[str, Tensor]:
-    """Those of a layer's other tensors that are asked for: router rows and biases repeated, tables of ids extended."""
-    made, known = dict[str, Tensor](), {tensor.key: tensor for tensor in layer.tensors}
-    for key in keys:
-        value = state[key]
-        if (tensor := known.get(key)) is None:
-            made[key] = _split_table(value, parts)
-            continue
-        beside = factors.selection != 1.0 and value.numel() == value.shape[tensor.dim]  # a bias: [E], [1, E]
-        own = (value.float() * factors.selection).to(value.dtype) if beside else value
-        made[key] = _repeated(own, tensor.dim, layer.experts, parts)
-    return made
-
-
-def _split_experts(experts: Any, order: Tensor, parts: int, scale: float) -> dict[str, Tensor]:
-    """The fused parameters [E * S, ...], filled one part at a time."""
-    made = dict[str, Tensor]()
+    `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
+    shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
+    """
+    made, parts = dict[str, Tensor](), factors.parts
+    shares = {"down_proj": factors.output, "down_proj_bias": factors.output / parts}
     for expert, neurons in enumerate(order.to(experts.down_proj.device).long()):
         own = expert_parameters(experts, expert)
         for place, run in enumerate(neurons.chunk(parts)):
             for name in parameter_names(experts):
-                value = reordered(experts, name, own[name], run)
-                share = {"down_proj": scale, "down_proj_bias": scale / parts}.get(name, 1.0)
+                value, share = reordered(experts, name, own[name], run), shares.get(name, 1.0)
                 if share != 1.0:
                     value = (value.float() * share).to(value.dtype)
                 if name not in made:
                     made[name] = value.new_empty(len(order) * parts, *value.shape)
                 made[name][expert * parts + place] = value
+    for name in shares.keys() & made.keys():
+        refuse_overflow(f"{layer.name}.{name}", made[name])
+    return {f"{layer.name}.{name}": value for name, value in made.items()}
+
+
+@torch.no_grad()
+def split_beside(
+    state: Mapping[str, Tensor], layer: MoeLayer, keys: Iterable[str], factors: Factors
+) -> dict[str, Tensor]:
+    """Those of a layer's other tensors that are asked for: router rows and biases repeated, tables of ids extended.
+
+    What belongs to no routed expert stays behind the parts. A table of expert ids [V, K] becomes one of all their parts
+    [V, K * S].
+    """
+    made, known, parts = dict[str, Tensor](), {tensor.key: tensor for tensor in layer.tensors}, factors.parts
+    for key in keys:
+        value = state[key]
+        if (tensor := known.get(key)) is None:
+            numbers = torch.arange(parts, dtype=value.dtype, device=value.device)
+            made[key] = (value[..., None] * parts + numbers).flatten(-2)
+            continue
+        dim, experts = tensor.dim, layer.experts
+        if factors.selection != 1.0 and value.numel() == value.shape[dim]:  # a bias: [E], [1, E]
+            value = (value.float() * factors.selection).to(value.dtype)
+        own, others = value.narrow(dim, 0, experts), value.narrow(dim, experts, value.shape[dim] - experts)
+        made[key] = torch.cat([own.repeat_interleave(parts, dim), others], dim)
     return made
 
 
-def _repeated(value: Tensor, dim: int, experts: int, parts: int) -> Tensor:
-    """Each expert's entry `parts` times side by side along `dim`, then what belongs to no routed expert."""
-    own, others = value.narrow(dim, 0, experts), value.narrow(dim, experts, value.shape[dim] - experts)
-    return torch.cat([own.repeat_interleave(parts, dim), others], dim)
+class SplitModel(PartialModel):
+    """The split model on meta; `orders` are the neurons [E, I] of each layer's experts by its name, once known."""
 
+    def __init__(
+        self,
+        stored: PartialModel,
+        layers: Sequence[MoeLayer],
+        config: Any,
+        factors: Factors,
+        orders: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`layers` are those of the `stored` model, and `config` that of the split one."""
+        self.stored, self.layers, self.config = stored, {layer.name: layer for layer in layers}, config
+        self.factors, self.orders, self.checkpoint = factors, orders, stored.checkpoint
+        self.dtype, self.device, self.quantizer = stored.dtype, stored.device, stored.quantizer
+        self.model = build_meta(self.config, self.dtype)
+        self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
+        self.keys, self.plain_keys = stored.keys, stored.plain_keys
+        self.conversions, self.plain_conversions = stored.conversions, stored.plain_conversions
+        self.tied, self.ahead = dict(stored.tied), stored.ahead
+        self.owners: dict[str, MoeLayer] = {key: layer for layer in layers for keys in divided(layer) for key in keys}
+        self._loaded = set[str]()
+        self._fill_constant_buffers()
 
-def _split_table(table: Tensor, parts: int) -> Tensor:
-    """Expert ids [V, K] -> the ids of all their parts [V, K * S]."""
-    return (table[..., None] * parts + torch.arange(parts, dtype=table.dtype, device=table.device)).flatten(-2)
+    def ordered(self, orders: Mapping[str, Tensor]) -> "SplitModel":
+        """The same with the order of all neurons known, so that experts can be loaded."""
+        return SplitModel(self.stored, [*self.layers.values()], self.config, self.factors, orders)
+
+    def computing_in(self, dtype: torch.dtype, device: torch.device) -> "SplitModel":
+        """The same model, empty, in another dtype or on another device; itself if it is in both."""
+        if (self.dtype, self.device) == (dtype, device):
+            return self
+        stored = self.stored.computing_in(dtype, device)
+        return SplitModel(stored, [*self.layers.values()], self.config, self.factors, self.orders)
+
+    def load(self, keys: Iterable[str]) -> None:
+        """Fill these state-dict entries; raises `CompressionError` as for the stored model."""
+        wanted = [key for key in keys if key not in self._loaded]
+        asked: dict[str, set[str]] = {}
+        for key in wanted:
+            if (layer := self.owners.get(key)) is not None:
+                asked.setdefault(layer.name, set()).add(key)
+        self._put(self._read([key for each in wanted if (key := self.tied.get(each, each)) not in self.owners]))
+        for name, own in asked.items():
+            layer = self.layers[name]
+            inside, beside = divided(layer)
+            if not own.isdisjoint(inside):
+                assert self.orders is not None, "the order of neurons is not known yet"
+                self.stored.load(inside)
+                made = split_experts(self.stored.model.get_submodule(name), layer, self.orders[name], self.factors)
+                self.stored.release(name)
+                self._put(made)
+                self._loaded |= made.keys()
+            others = [key for key in beside if key in own]
+            self._put(split_beside(self._read(others), layer, others, self.factors))
+        self._settle(wanted)
+
+    def read_ahead(self, keys: Iterable[str]) -> None:
+        """Have a thread read what `load` of these entries will need of the stored model."""
+        self.stored.read_ahead(key for key in keys if key not in self._loaded)
+
+    def _read(self, keys: list[str]) -> dict[str, Tensor]:
+        """Tensors of the stored model, which gives them away."""
+        if not keys:
+            return {}
+        self.stored.load(keys)
+        state = self.stored.model.state_dict()
+        found = {key: state[key] for key in keys}
+        for module in {key.rpartition(".")[0] for key in keys}:
+            self.stored.release(module)
+        return found
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, value in tensors.items():
+            set_tensor(self.model, key, value)
