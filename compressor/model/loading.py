@@ -3,7 +3,6 @@
 A thread reads the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
-import logging
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -218,9 +217,6 @@ class _Work:
             found[name] = staging.copy(tensor)
         self.done = staging.cuda.mark()
         self.found = found
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

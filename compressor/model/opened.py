@@ -32,6 +32,8 @@ from compressor.model.loading import PartialModel
 from compressor.model.verification import check_filled
 from compressor.serving.advice import Advice, Served, advise, broken, warnings
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -173,9 +175,6 @@ def refuse_shared_experts(model: OpenModel) -> None:
             f"{shared} shares its experts with another layer, so it cannot be compressed in order; use --correct none "
             "and leave out --sequential"
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 def served_as(architecture: Architecture, stock: nn.Module, quantization: str = "") -> Served:
