@@ -9,9 +9,9 @@ import typer
 
 from compressor.cli.parameters import STRATEGY, given
 from compressor.cli.terminal import progress_bars, tell
-from compressor.document.blocks import Facts, Heading, Table, Text
+from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
-from compressor.words import counted, human_bytes, human_count, ranges, share
+from compressor.words import counted, human_bytes, human_count, ranges
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
     from compressor.gguf_files.inspection import GgufInspection
@@ -77,6 +77,8 @@ def _asked(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
 
 def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
     """The report of `inspect` on a GGUF file."""
+    from compressor.cli.rendering import inspected_sizes
+
     facts = {
         "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
         "files": str(report.files),
@@ -90,20 +92,12 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
         **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
         **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
     }
-    sizes = ("parameters", "bytes", "share")
-    parts, left = (
-        tuple(
-            (label, human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
-            for label, each in named
-        )
-        for named in ([(part.name, part) for part in report.parts], [(str(x.experts), x) for x in report.outcomes])
-    )
-    tables = Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
-    tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
+    tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)])
 
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
+    from compressor.pipeline.outcome import size_rows, size_table
     from compressor.recipe.document import protected_blocks_of
 
     before, after = summary.before, summary.after
@@ -117,22 +111,13 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
         "seconds": summary.seconds,
         "note": summary.note,
     }
-    rows = (
-        ("experts per layer", str(summary.experts_before), str(summary.experts_after), ""),
-        *(
-            (name, human(a), human(b), share(b, a))
-            for name, human, a, b in (
-                ("parameters", human_count, before.parameters, after.parameters),
-                ("bytes", human_bytes, before.bytes, after.bytes),
-            )
-        ),
-    )
+    rows = size_rows((summary.experts_before, summary.experts_after), before, after)
     files = f" and {counted(len(summary.out) - 1, 'further part')}" if len(summary.out) > 1 else ""
     tell(
         as_json,
         content,
         (
-            Table(f"Compressed by {summary.strategy}", ("", "before", "after", "left"), rows),
+            size_table(f"Compressed by {summary.strategy}", rows),
             *protected_blocks_of(summary.plan.stage.protected),
             *([Text(f"{summary.note}.")] if summary.note else []),
             Text(f"Written to {summary.out[0]}{files}"),

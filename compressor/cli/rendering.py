@@ -27,6 +27,7 @@ from compressor.words import counted, human_bytes, human_count, share
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.api.searching import Gated
     from compressor.attribution.report import Findings
+    from compressor.gguf_files.inspection import GgufInspection
     from compressor.pipeline.outcome import Outcome
     from compressor.publishing.push import PushSummary
     from compressor.recipe.step import Step
@@ -57,20 +58,22 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         "bytes written": written,
         **({"not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..."} if left_out else {}),
     }
-    sizes = ("parameters", "bytes", "share")
+    servers = server_blocks(report.servers) if report.servers else ()
+    blocks = [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report), *servers]
+    tell(as_json, asdict(report), blocks)
+
+
+def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table]:
+    """Sizes of the parts of a model, and of what would be left with fewer experts."""
     parts, left = (
         tuple(
             (str(of), human_count(each.parameters), human_bytes(each.bytes), share(each.bytes, report.bytes))
             for of, each in named
         )
-        for named in ([(part.name, part) for part in report.parts], [(each.experts, each) for each in outcomes])
+        for named in ([(part.name, part) for part in report.parts], [(each.experts, each) for each in report.outcomes])
     )
-    tables = (
-        Table("By part", ("part", *sizes), parts),
-        Table("What would be left", ("experts", *sizes), left),
-        *(server_blocks(report.servers) if report.servers else ()),
-    )
-    tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *tables])
+    sizes = ("parameters", "bytes", "share")
+    return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
 
 
 def server_blocks(advices: Sequence[Advice]) -> tuple[Block, ...]:
@@ -111,8 +114,9 @@ def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None"
 
 def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> tuple[Block, ...]:
     """Sizes before and after, what it took, and what was left out."""
-    stage, rows = outcome.stage, [(name, *said, share(b, a)) for name, a, b, *said in outcome.sizes()]
-    rows[0] = (*rows[0][:-1], "")
+    from compressor.pipeline.outcome import size_table
+
+    stage = outcome.stage
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
     zeroed = ", ".join(outcome.zeroed_fields)
     fields = f"; set to zero in the config: {zeroed}" if zeroed else ""
@@ -122,7 +126,7 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> t
     ]
     title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
     return (
-        Table(title, ("", "before", "after", "left"), tuple(rows)),
+        size_table(title, outcome.sizes()),
         *([Text(f"split {split_line(stage.split)}")] if stage.split is not None else []),
         *of_steps,
         *([Text(f"{phases}; peak memory {human_bytes(outcome.peak_memory)}")] if phases else []),

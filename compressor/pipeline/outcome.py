@@ -11,6 +11,7 @@ from typing import Any
 
 from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
+from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.gates.report import belonging, find_gate, read_gate
 from compressor.gates.verdict import GateResult
@@ -21,9 +22,28 @@ from compressor.records import read_json, readable_json
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, read_record, versions
 from compressor.serving.advice import Advice
-from compressor.words import human_bytes, human_count
+from compressor.words import human_bytes, human_count, share
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
+
+
+SizeRow = tuple[str, int, int, str, str]  # what got smaller, before and after exactly, and both for people
+
+
+def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeRow]:
+    """Experts of a layer, parameters and bytes, before and after."""
+    found = [
+        ("experts per layer", *experts, "{:,}".format),
+        ("parameters", before.parameters, after.parameters, human_count),
+        ("bytes", before.bytes, after.bytes, human_bytes),
+    ]
+    return [(name, a, b, said(a), said(b)) for name, a, b, said in found]
+
+
+def size_table(title: str, rows: Sequence[SizeRow]) -> Table:
+    """What got smaller, for people."""
+    cells = [(name, *said, "" if name.startswith("experts") else share(b, a)) for name, a, b, *said in rows]
+    return Table(title, ("", "before", "after", "left"), tuple(cells))
 
 
 @dataclass(frozen=True)
@@ -76,14 +96,9 @@ class Outcome:
         """What came of the last step of that name."""
         return self.plan.of(name)[-1].result or {}
 
-    def sizes(self) -> list[tuple[str, int, int, str, str]]:
-        """What got smaller: its name, before and after exactly, and both for people."""
-        a, b, x, y = self.before, self.after, self.experts_before, self.experts_after
-        return [
-            ("experts per layer", x, y, f"{x:,}", f"{y:,}"),
-            ("parameters", a.parameters, b.parameters, human_count(a.parameters), human_count(b.parameters)),
-            ("bytes", a.bytes, b.bytes, human_bytes(a.bytes), human_bytes(b.bytes)),
-        ]
+    def sizes(self) -> list[SizeRow]:
+        """What got smaller."""
+        return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the plan's layers."""
