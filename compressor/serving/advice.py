@@ -47,6 +47,9 @@ class Served:
         return tuple(size for size in SIZES if size <= self.experts and self.experts % size)
 
 
+Condition = tuple[str, Callable[[Served], bool]]  # in words, and as code
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One rule: whom it concerns, what it needs, and what the server does otherwise."""
@@ -56,10 +59,10 @@ class Rule:
     source: str  # a path in the server's repository, or an issue
     effect: Effect
     about: About
-    whom: str
-    needs: str
     says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
+    whom: str
     concerns: Callable[[Served], bool]
+    needs: str
     holds: Callable[[Served], bool]
     evidence: Evidence = "read"
 
@@ -72,17 +75,23 @@ def said(rule: Rule, model: Served) -> str:
     return rule.says.format(experts=model.experts, top_k=model.top_k, width=model.width, uneven=uneven, even=even)
 
 
-def _grouped(model: Served) -> bool:
-    return model.groups > 1
-
-
 def _even_groups(model: Served) -> bool:
     return model.experts % model.groups == 0 and model.experts // model.groups >= 2
 
 
-def _any(_: Served) -> bool:
-    return True
+def _width_multiple(of: int) -> Condition:
+    return f"I is a multiple of {of}", lambda model: model.width % of == 0
 
+
+ALL: Condition = "all", lambda model: True
+GROUPED: Condition = "routing groups", lambda model: model.groups > 1
+BIASED_GROUPS: Condition = (
+    "routing groups with a selection bias",
+    lambda model: model.groups > 1 and model.selection_bias,
+)
+UNTIED: Condition = "the head is not tied to the embeddings", lambda model: not model.tied
+DIVISIBLE: Condition = "E is a multiple of the size of expert parallelism", lambda model: not model.uneven
+FP8_KERNEL: Condition = "FP8 (TRT-LLM kernel)", lambda model: model.quantization == "fp8"
 
 VLLM_TIES = (
     "afmoe",
@@ -119,10 +128,10 @@ def _tensor_parallel(server: Callable[..., Rule], source: str) -> Rule:
         source,
         "fails",
         "experts",
-        ", ".join(TENSOR_PARALLEL),
-        "E is at least the size of tensor parallelism",
         "takes no tensor parallelism over more GPUs than the {experts} experts",
+        ", ".join(TENSOR_PARALLEL),
         lambda model: model.family in TENSOR_PARALLEL,
+        "E is at least the size of tensor parallelism",
         lambda model: model.experts >= max(SIZES),
     )
 
@@ -132,10 +141,9 @@ RULES = (
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "wrong",
         "experts",
-        "routing groups",
-        "E is a multiple of n_group and at least two experts a group",
         "chooses among {experts} experts without their routing groups, in silence",
-        _grouped,
+        *GROUPED,
+        "E is a multiple of n_group and at least two experts a group",
         _even_groups,
     ),
     Rule(
@@ -144,10 +152,10 @@ RULES = (
         "csrc/libtorch_stable/moe/topk_softmax_kernels.cu",
         "slower",
         "experts",
-        "softmax or sigmoid, no routing groups",
-        "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
         "routes among {experts} experts by a slower kernel",
-        lambda model: not _grouped(model) and model.family != "deepseek_v4",
+        "softmax or sigmoid, no routing groups",
+        lambda model: model.groups == 1 and model.family != "deepseek_v4",
+        "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
         lambda model: model.experts in TO_512 | MULTIPLES,
     ),
     Rule(
@@ -156,93 +164,84 @@ RULES = (
         "csrc/libtorch_stable/moe/topk_softplus_sqrt_kernels.cu; issue 51521, PR 50982 (open)",
         "fails",
         "experts",
-        "deepseek_v4",
-        "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
         "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
+        "deepseek_v4",
         lambda model: model.family == "deepseek_v4",
+        "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
         lambda model: model.experts in TO_512 | MULTIPLES,
     ),
     _vllm(
         "vllm/model_executor/models/gpt_oss.py",
         "wrong",
         "experts",
-        "gpt_oss in MXFP4",
-        "E is a multiple of the size of expert parallelism",
         "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
+        "gpt_oss in MXFP4",
         lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4",
-        lambda model: not model.uneven,
+        *DIVISIBLE,
     ),
     _tensor_parallel(_vllm, "vllm/model_executor/models/qwen3_moe.py and others"),
     _vllm(
         "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
         "slower",
         "width",
-        "not quantised, FlashInfer's TRT-LLM kernel",
-        "I is a multiple of 128",
         "pads experts of {width} neurons to a multiple of 128",
+        "not quantised, FlashInfer's TRT-LLM kernel",
         lambda model: not model.quantization,
-        lambda model: model.width % 128 == 0,
+        *_width_multiple(128),
     ),
     _vllm(
         "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
         "fails",
         "width",
-        "FP8 in blocks of 128",
-        "I is a multiple of 128",
         "refuses experts of {width} neurons in FP8 blocks of 128",
+        "FP8 in blocks of 128",
         lambda model: model.quantization == "fp8",
-        lambda model: model.width % 128 == 0,
+        *_width_multiple(128),
     ),
     _vllm(
         "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
         "slower",
         "width",
-        "Marlin kernels (4-bit weights)",
-        "I is a multiple of 64",
         "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
-        _any,
-        lambda model: model.width % 64 == 0,
+        "Marlin kernels (4-bit weights)",
+        lambda model: True,
+        *_width_multiple(64),
     ),
     _vllm(
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "slower",
         "top-k",
-        "routing groups with a selection bias",
-        "K and n_group are at most 32",
         "routes a grouped top-{top_k} by slower code",
-        lambda model: _grouped(model) and model.selection_bias,
+        *BIASED_GROUPS,
+        "K and n_group are at most 32",
         lambda model: model.top_k <= 32 and model.groups <= 32,
     ),
     _vllm(
         "vllm/model_executor/models/olmoe.py and others",
         "wrong",
         "head",
-        ", ".join(VLLM_TIES),
-        "the head is not tied to the embeddings",
         "does not know that the head is tied to the embeddings and answers uniformly, in silence",
+        ", ".join(VLLM_TIES),
         lambda model: model.family in VLLM_TIES,
-        lambda model: not model.tied,
+        *UNTIED,
         "run",
     ),
     _sglang(
         "python/sglang/srt/layers/moe/fused_moe_triton/layer.py",
         "fails",
         "experts",
-        "all",
-        "E is a multiple of the size of expert parallelism",
         "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
-        _any,
-        lambda model: not model.uneven,
+        *ALL,
+        *DIVISIBLE,
     ),
     _tensor_parallel(_sglang, "python/sglang/srt/models/qwen3_moe.py and others"),
     _sglang(
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
         "experts",
-        "routing groups with a selection bias",
-        "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
         "does not use FlashInfer's router kernel for {experts} experts, but its own",
-        lambda model: _grouped(model) and model.selection_bias,
+        *BIASED_GROUPS,
+        "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
         lambda model: (
             model.experts & (model.experts - 1) == 0
             and model.experts <= 32 * model.groups
@@ -253,40 +252,36 @@ RULES = (
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
         "top-k",
-        "routing groups with a selection bias",
-        "K is at most 8",
         "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
-        lambda model: _grouped(model) and model.selection_bias,
+        *BIASED_GROUPS,
+        "K is at most 8",
         lambda model: model.top_k <= 8,
     ),
     _sglang(
         "python/sglang/srt/layers/quantization/unquant.py",
         "slower",
         "width",
-        "not quantised, on AMD",
-        "I is a multiple of 128",
         "does not use aiter's kernels for experts of {width} neurons on AMD",
+        "not quantised, on AMD",
         lambda model: not model.quantization,
-        lambda model: model.width % 128 == 0,
+        *_width_multiple(128),
     ),
     _flashinfer(
         "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
         "fails",
         "experts",
-        "FP8 (TRT-LLM kernel)",
-        "E is a multiple of 4, at most 512 and above K",
         "takes no {experts} experts in its FP8 kernel",
-        lambda model: model.quantization == "fp8",
+        *FP8_KERNEL,
+        "E is a multiple of 4, at most 512 and above K",
         lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
     ),
     _flashinfer(
         "csrc/trtllm_fused_moe_kernel_launcher.cu",
         "fails",
         "top-k",
-        "FP8 (TRT-LLM kernel)",
-        "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
         "takes no top-{top_k} of {experts} experts in its FP8 kernel",
-        lambda model: model.quantization == "fp8",
+        *FP8_KERNEL,
+        "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
         lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
     ),
     Rule(
@@ -295,61 +290,57 @@ RULES = (
         "csrc/kernels/topk_softmax_kernels.cu",
         "slower",
         "experts",
-        "softmax, no routing groups, on AMD",
-        "E is a power of two up to 512",
         "routes among {experts} experts by a slower kernel",
-        lambda model: not _grouped(model) and not model.selection_bias,
+        "softmax, no routing groups, on AMD",
+        lambda model: model.groups == 1 and not model.selection_bias,
+        "E is a power of two up to 512",
         lambda model: model.experts in TO_512,
     ),
     _llama(
         "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
         "fails",
         "experts",
-        "all",
-        "E is at most 1,024 (512 in versions before)",
         "loads no more than 1,024 experts a layer",
-        _any,
+        *ALL,
+        "E is at most 1,024 (512 in versions before)",
         lambda model: model.experts <= 1024,
     ),
     _llama(
         "src/llama-model.cpp",
         "fails",
         "experts",
-        "routing groups",
-        "E is a multiple of n_group and above it",
         "refuses {experts} experts in this many routing groups",
-        _grouped,
+        *GROUPED,
+        "E is a multiple of n_group and above it",
         _even_groups,
     ),
     _llama(
         "ggml/src/ggml-cuda/topk-moe.cu",
         "slower",
         "experts",
-        "no routing groups, on CUDA",
-        "E is a power of two up to 512, 288 or 576",
         "routes among {experts} experts by slower kernels on CUDA",
-        lambda model: not _grouped(model),
+        "no routing groups, on CUDA",
+        lambda model: model.groups == 1,
+        "E is a power of two up to 512, 288 or 576",
         lambda model: model.experts in LLAMA_CUDA,
     ),
     _llama(
         "src/llama-quant.cpp (tensor_type_fallback)",
         "larger",
         "width",
-        "K-quants and I-quants",
-        "I is a multiple of 256",
         "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
-        _any,
-        lambda model: model.width % 256 == 0,
+        "K-quants and I-quants",
+        lambda model: True,
+        *_width_multiple(256),
     ),
     _llama(
         "src/models/olmoe.cpp and others",
         "fails",
         "head",
-        ", ".join(LLAMA_HEADS),
-        "the head is not tied to the embeddings",
         "wants a head of its own, where this model ties it to the embeddings",
+        ", ".join(LLAMA_HEADS),
         lambda model: model.family in LLAMA_HEADS,
-        lambda model: not model.tied,
+        *UNTIED,
         "run",
     ),
 )
