@@ -99,7 +99,7 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: Compression
 
 def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
     """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
-    if pattern.startswith(("re:", "+:", "-:")):  # a regular expression
+    if pattern.startswith(PREFIXES):
         try:
             matches = re.compile(pattern.partition(":")[2]).match
         except re.error as error:

@@ -70,9 +70,11 @@ class SubstitutedLayer(CutLayer):
         return len(self.parameters) + len(self.values)
 
     def put_out(self, slot: int, x: Tensor) -> Tensor:
-        """What a kept expert makes of its inputs, or a constant of any: [m, H] or [H]."""
+        """What a kept expert makes of its inputs, or a constant of any: [m, H] -> [m, H]."""
         kept = len(self.parameters)
-        return self.values[slot - kept] if slot >= kept else CutLayer.put_out(self, slot, x)
+        if slot < kept:
+            return CutLayer.put_out(self, slot, x)
+        return self.values[slot - kept].expand(*x.shape[:-1], -1)
 
     def gates(self, rows: Tensor) -> Tensor:
         """[n, D]: the gate weights of the replaced experts at the tokens at `rows` [n]."""
