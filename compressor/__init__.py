@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compressor.api.compressing import apply, change, compress, plan, plan_per_source
     from compressor.api.gguf_files import apply_gguf, compress_gguf, plan_gguf
-    from compressor.api.measuring import attribute, compare, gate, inspect
-    from compressor.api.referencing import ReferenceSummary, reference
+    from compressor.api.measuring import ReferenceSummary, attribute, compare, gate, inspect, reference
     from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
     from compressor.gguf_files.inspection import GgufInspection, inspect_gguf
@@ -29,8 +28,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     **dict.fromkeys(("apply_gguf", "compress_gguf", "plan_gguf"), "api.gguf_files"),
     **dict.fromkeys(("GgufInspection", "inspect_gguf"), "gguf_files.inspection"),
     "GgufSummary": "gguf_files.writing",
-    **dict.fromkeys(("attribute", "compare", "gate", "inspect"), "api.measuring"),
-    **dict.fromkeys(("ReferenceSummary", "reference"), "api.referencing"),
+    **dict.fromkeys(("ReferenceSummary", "attribute", "compare", "gate", "inspect", "reference"), "api.measuring"),
     **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),
     "Outcome": "pipeline.outcome",
     "Recipe": "recipe.recipe",

@@ -1,7 +1,9 @@
-"""Where a long job tells how far it is, silent unless somebody listens; and transformers, silenced meanwhile."""
+"""How far a long job is, silent unless somebody listens, and how long its phases took; transformers, silenced."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -21,6 +23,22 @@ class Silent:
 
     def advance(self, detail: str) -> None:
         """Ignore a step."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds per named phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -352,3 +353,22 @@ def test_two_processes_that_train_together_come_to_what_one_does(
         assert together["kl"] == pytest.approx(alone["kl"], rel=1e-4)
         assert together["training"] == pytest.approx(alone["training"], rel=1e-4)
     assert names(tmp_path) == ["one", "two"]
+
+
+def test_plans_name_another_base_and_the_text_of_a_later_run_and_repeat_both(originals: Path, tmp_path: Path) -> None:
+    small.save(tmp_path / "base", seed=1)
+    text: dict[str, Any] = {"samples": 16, "sequence_length": 32, "dtype": "float32"}
+    text["calibration"] = str(originals / "calibration.txt")
+    training = compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32)
+    steps, base = [compressor.Prune(strategy="reap", experts=4), training], str(tmp_path / "base")
+    made = compressor.compress(str(originals / "model"), tmp_path / "out", steps, base=base, **text)
+    assert made.plan.base is not None and made.plan.base.model == base
+    assert yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())["base"] == "base"
+    compressor.apply(Plan.from_dict(made.plan.to_dict()), tmp_path / "again")
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "again")]
+    assert weights[0] == weights[1]
+    later = compressor.compress(str(tmp_path / "out"), tmp_path / "later", [training], **text)
+    assert made.plan.calibration is not None and later.plan.calibration is not None and later.plan.base is not None
+    assert later.plan.calibration["sha256"] == made.plan.calibration["sha256"]
+    assert later.plan.base.fingerprint == made.plan.base.fingerprint
+    assert later.plan.steps[-1].text is not None and "calibration" in later.plan.steps[-1].options

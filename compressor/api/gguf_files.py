@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.gguf_files.blocks import Blocks, find_blocks
+from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.choosing import NO_IMATRIX, fit_plan, imatrix_plan, refuse_more_than_drop
-from compressor.gguf_files.imatrix import read_imatrix
+from compressor.gguf_files.imatrix import Imatrix, read_imatrix
 from compressor.gguf_files.parts import Gguf, open_gguf
 from compressor.gguf_files.source import compare_routers
 from compressor.gguf_files.writing import GgufSummary, carry_out, check_output
@@ -30,21 +30,13 @@ def plan_gguf(
     `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
     """
     opened = open_gguf(model)
-    return _planned(opened, find_blocks(opened), imatrix, experts, ratio, strategy, protect)
+    return imatrix_plan(opened, find_blocks(opened), _read(imatrix, opened), experts, ratio, strategy, protect)
 
 
-def _planned(
-    opened: Gguf,
-    blocks: Blocks,
-    imatrix: str | Path | None,
-    experts: int | None,
-    ratio: float | None,
-    strategy: str,
-    protect: str | Sequence[Mapping[str, Any]] | None,
-) -> Plan:
+def _read(imatrix: str | Path | None, opened: Gguf) -> Imatrix:
     if imatrix is None:
         raise CompressionError(f"{NO_IMATRIX} {opened.first.path.name}")
-    return imatrix_plan(opened, blocks, read_imatrix(Path(imatrix)), experts, ratio, strategy, protect)
+    return read_imatrix(Path(imatrix))
 
 
 def compress_gguf(
@@ -67,7 +59,7 @@ def compress_gguf(
     check_output(Path(out), opened, overwrite)
     with alone(Path(out)):
         blocks = find_blocks(opened)
-        made = _planned(opened, blocks, imatrix, experts, ratio, strategy, protect)
+        made = imatrix_plan(opened, blocks, _read(imatrix, opened), experts, ratio, strategy, protect)
         return carry_out(opened, blocks, made, Path(out), overwrite, progress or Silent())
 
 

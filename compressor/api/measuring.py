@@ -1,23 +1,29 @@
-"""The Python API that looks at models and changes none: `inspect`, `compare`, `attribute` and `gate`."""
+"""The Python API that looks at models and changes none: `inspect`, `compare`, `attribute`, `gate`, `reference`."""
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
+from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.comparison.rows import Comparison
 from compressor.data.batches import EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
 from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.tasks import resolve_tasks
+from compressor.evaluation.tasks import item_options, items_of, resolve_tasks
+from compressor.files import check_folder
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
+from compressor.locking import alone
 from compressor.model.inspection import Inspection, inspect_model
-from compressor.model.opened import OpenModel, resolve_count, shared_experts
+from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer, trusted_reference
-from compressor.pathways.options import Routing
+from compressor.pathways.options import OWN, Routing
+from compressor.pathways.reference import NAMES, Asked, ReferenceFacts, build_reference, write_reference
 from compressor.pipeline.run_context import find_model, open_run
 from compressor.pipeline.task import HELDOUT, sources_of
 from compressor.progress import Progress, Silent
@@ -234,3 +240,45 @@ def gate(
     if routing is not None and reference is not None:
         answerer = routed_answerer(routing, reference, sources[1], wanted.options)
     return run_gate(*sources, tasks, wanted, progress or Silent(), answerer=answerer)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSummary:
+    """What a reference set holds, and where it was written."""
+
+    facts: ReferenceFacts
+    kept: int  # items that the model answers right
+    asked: tuple[Asked, ...]  # for each task
+    files: tuple[Path, ...]
+
+
+def reference(
+    model: str,
+    output: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    data: str | Path | None = None,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+    embedding: str = OWN,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ReferenceSummary:
+    """Write the items that a model answers right, with embeddings and pathways, into the folder `output`.
+
+    Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
+    `data` with `prompt`, `answer` and, of multiple choice, `choices`. The whole model is read into memory. Raises
+    `CompressionError` where no item is answered right, or the model's late layers cannot be run by themselves.
+    """
+    folder = Path(output)
+    options = item_options(tasks, data, limit, include_path, dtype)
+    check_folder(folder, NAMES, overwrite)
+    with alone(folder):
+        items = items_of(options, data)
+        opened = open_model(locate(model, revision, progress), dtype, device)
+        made, asked = build_reference(opened, items, embedding, progress or Silent())
+        files = write_reference(made, folder, overwrite)
+    return ReferenceSummary(made.facts, len(made.items), asked, tuple(files))

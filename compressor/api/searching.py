@@ -1,35 +1,42 @@
-"""Compressing under a gate: the output is put in place only if it passes, alone or as the smallest that does."""
+"""Compressing under a gate: the output is put in place only if it passes, alone or as the smallest that does.
 
+What a search has tried is kept in the user's cache at once, so that one that was killed tries nothing twice. A trial is
+the gate's result of one number of experts. It is found again only by all that decides it: the request, the source's
+files, the tasks with their versions, margin, confidence, and the versions of the packages that compute.
+"""
+
+import logging
 import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compressor.api.compressing import compress
-from compressor.api.trials import gate_facts, keep_trial, kept_trial, trial_key
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError, RejectedError
-from compressor.evaluation.scores import REPORT
+from compressor.evaluation.scores import PACKAGES, REPORT
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.files import file_digest
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate
-from compressor.gates.verdict import GateResult, Verdict
+from compressor.gates.verdict import GateResult, Verdict, gate_content, gate_from_content
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.repeating import answers, note_request, request_key
 from compressor.pipeline.run_context import find_model
-from compressor.pipeline.stages import of_stage
+from compressor.pipeline.task import of_stage
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
-from compressor.run_record import COMPRESSION
+from compressor.run_record import COMPRESSION, cache_folder, read_cached, versions, write_cached
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,7 @@ def compress_gated(
                 changed = [
                     step.model_copy(update={"experts": number}) if step is prune else step for step in recipe.steps
                 ]
-                trial = trial_key([*facts, number], gate, of_tasks, terms)
+                trial = request_key("trial", [*facts, number], gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
                 return recipe.with_steps(changed)
 
             def tries(number: int) -> bool:
@@ -178,6 +185,32 @@ def compress_gated(
         else:
             passes(recipe)
     return Gated(outcomes[-1] if outcomes else None, tuple(attempts))
+
+
+def gate_facts(gate: GateRequest) -> dict[str, Any]:
+    """What decides a verdict beside models and tasks; streaming does not, nor where results are kept."""
+    plain = replace(gate, options=replace(gate.options, stream=None))
+    return {name: value for name, value in asdict(plain).items() if name != "cache"}
+
+
+def keep_trial(key: str, result: GateResult) -> None:
+    """Keep a result; where nothing can be kept, a killed search merely tries it again."""
+    if here().is_first:
+        write_cached(_path(key), gate_content(result))
+
+
+def kept_trial(key: str) -> GateResult | None:
+    """What was kept, by the first rank for all; None if nothing was, or nothing that can be read."""
+    content = here().broadcast(lambda: read_cached(_path(key)))
+    try:
+        return None if content is None else gate_from_content(content)
+    except CompressionError as error:
+        logger.debug("the trial %s is ignored: %s", _path(key), error)
+        return None
+
+
+def _path(key: str) -> Path:
+    return cache_folder("trials") / f"{key}.json"
 
 
 def recipe_facts(recipe: Recipe) -> list[Any]:

@@ -131,6 +131,8 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
     """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
     content = outcome.plan.to_dict()
     content["source"]["model"] = label
+    if outcome.plan.base is not None:
+        content["base"]["model"] = outcome.plan.base.label
     if content["calibration"] is not None:
         content["calibration"] = without_folders(content["calibration"])
     for step in content["steps"]:

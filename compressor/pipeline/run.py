@@ -72,7 +72,7 @@ def run(
             if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
                 logger.warning(
                     "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model",
-                    model.source.label, Path(before.source.model).name, base.source.label,
+                    model.source.label, before.source.label, base.source.label,
                 )  # fmt: skip
             check_carried(model.source.folder)
             refuse_places(terms, (model, base))
@@ -181,7 +181,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         zeroed=stage.job.zeroed,
         record=read_object(model.source.folder / COMPRESSION) if task.before is not None else None,
     )
-    label = model.source.label if task.before is None else Path(task.before.source.model).name
+    label = model.source.label if task.before is None else task.before.source.label
 
     def assembled() -> None:
         files = [name for name in stage.job.files if name != "config.json"]

@@ -13,8 +13,7 @@ from compressor.checkpoint.source import ModelSource, locate
 from compressor.distributed.ranks import here
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel, open_model
-from compressor.progress import Progress, Silent
-from compressor.run_clock import Clock
+from compressor.progress import Clock, Progress, Silent
 
 
 @dataclass(slots=True)

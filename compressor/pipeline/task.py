@@ -1,4 +1,4 @@
-"""A recipe settled on an opened model: every refusal that needs no text and no weight, its key, its text."""
+"""A recipe settled on an opened model: stages, every refusal that needs no text and no weight, the key, the text."""
 
 import hashlib
 import json
@@ -10,11 +10,10 @@ from typing import Any
 
 from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
 from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_sources
-from compressor.distributed.ranks import here
+from compressor.distributed.ranks import here, launched
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.model.opened import OpenModel
-from compressor.pipeline.stages import check_order, of_stage, stage_numbers
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe, make_step, text_options
 from compressor.recipe.step import Needs, Step, TextOptions
@@ -22,6 +21,7 @@ from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
 from compressor.steps.state import OWN, Texts, part_name
 
+LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
 
 
@@ -77,12 +77,58 @@ def _content(name: str) -> str:
     return hashlib.sha256(Path(name).read_bytes()).hexdigest() if os.path.isfile(name) else name
 
 
+def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
+    """The number of each step's stage, from `first` on.
+
+    Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own.
+    """
+    found, stage, before = list[int](), first - 1, -1
+    for step in steps:
+        rank = step.order
+        if rank is None or before < 0 or rank < before or (rank == before and rank < LAST):
+            stage += 1
+        found.append(stage)
+        before = -1 if rank is None else rank
+    return found
+
+
+def of_stage(steps: Sequence[Step], stage: int) -> list[Step]:
+    """The steps that are done together in a stage, of those of a run."""
+    return [step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage]
+
+
+def check_order(steps: Sequence[Step]) -> None:
+    """Refuse an order that cannot work, and what several processes cannot do."""
+    numbers = stage_numbers(steps)
+    for number, step in enumerate(steps):
+        for before in steps[:number]:
+            if before.name in step.not_after:
+                reason = step.not_after[before.name]
+                raise CompressionError(
+                    f"steps[{number}]: {step.name} cannot stand after {before.name}: {reason}; put it before, or leave "
+                    "one of them out"
+                )
+        together = {other.name for other in of_stage(steps, numbers[number])}
+        if step.only_after and not together & set(step.only_after):
+            raise CompressionError(
+                f"steps[{number}]: {step.name} works on what {' or '.join(step.only_after)} leaves; put "
+                f"{step.only_after[0]} right before it"
+            )
+        if not step.processes and not launched().is_alone:
+            raise CompressionError(f"the step {step.name} is done by one process; start the command without torchrun")
+
+
 def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | None, plan: Plan | None = None) -> Task:
     """Settle the steps on a model; every refusal that needs no text and no weight is made here."""
     if plan is not None:
         check_source(plan.source, model.fingerprint)
     if base is not model:
         check_base(model, base)
+    if plan is not None and plan.base is not None and plan.base.fingerprint != base.fingerprint:
+        raise CompressionError(
+            f"the plan was made toward the base {plan.base.label}, whose fingerprint is not that of "
+            f"{base.source.label}; run on that base, or plan again"
+        )
     stages, resolved = stage_numbers(recipe.steps), list[Step]()
     for number, step in enumerate(recipe.steps):
         if plan is not None:
@@ -93,6 +139,13 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
     check_order(resolved)
     needs, seen = _needs(resolved, model, plan)
+    if before is not None and before.calibration is not None:  # a plan has one text for all: later ones are own
+        resolved = [
+            step.model_copy(update={"calibration": recipe.calibration})
+            if step.calibration is None and (need.text or need.part is not None)
+            else step
+            for step, need in zip(resolved, needs, strict=True)
+        ]
     return Task(recipe, model, base, tuple(resolved), tuple(needs), seen, before, plan)
 
 
@@ -178,12 +231,19 @@ def first_plan(task: Task, text: Text | None) -> Plan:
         ]
     else:
         planned = [replace(entry, result=None) for entry in task.plan.steps]
+    source = _source_of(model) if before is None else before.source
+    base = None if task.base.fingerprint == source.fingerprint or task.base is model else _source_of(task.base)
     if before is not None:
-        return replace(before, steps=(*entries, *planned), versions=versions())
-    source = Source(model.source.name, model.source.revision, model.fingerprint)
+        calibration = before.calibration if text is None else text.identity
+        steps = (*entries, *planned)
+        return replace(before, steps=steps, calibration=calibration, versions=versions(), base=base or before.base)
     known = None if task.plan is None else task.plan.calibration  # also where its decisions need no text any more
     identity = known if text is None else text.identity
-    return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions())
+    return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions(), base)
+
+
+def _source_of(model: OpenModel) -> Source:
+    return Source(model.source.name, model.source.revision, model.fingerprint)
 
 
 def _options_of(step: Step) -> dict[str, Any]:
@@ -205,6 +265,8 @@ def filled(task: Task, plan: Plan, label: str) -> Recipe:
     return Recipe(
         model=label,
         revision=source.revision,
+        base=None if plan.base is None else plan.base.label,
+        base_revision=None if plan.base is None else plan.base.revision,
         calibration=text_options(plan.calibration) if plan.calibration is not None else TextOptions(),
         seed=plan.seed,
         dtype=plan.dtype,

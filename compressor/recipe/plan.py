@@ -6,9 +6,10 @@ Plans check themselves on creation, before any weight is read.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, without_tokens
 from compressor.records import value_as
 from compressor.run_record import versions
 
@@ -198,6 +199,11 @@ class Source:
     model: str  # local folder or Hub id
     revision: str | None
     fingerprint: str  # over all tensor names, dtypes and shapes and the routers' bytes
+
+    @property
+    def label(self) -> str:
+        """The name without the machine's folders, and without an access token that it may hold."""
+        return without_tokens(self.model if self.revision else Path(self.model).name)
 
 
 @dataclass(frozen=True, slots=True)

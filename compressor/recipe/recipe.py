@@ -261,4 +261,6 @@ def recipe_of_plan(plan: Plan) -> Recipe:
     """The recipe that a plan was made by, its source as the plan names it."""
     steps = [make_step(entry.name, entry.options, f"steps[{number}]") for number, entry in enumerate(plan.steps)]
     content = {"model": plan.source.model, "revision": plan.source.revision, "seed": plan.seed, "dtype": plan.dtype}
+    if plan.base is not None:
+        content |= {"base": plan.base.model, "base_revision": plan.base.revision}
     return Recipe.of({**content, "steps": steps, "calibration": text_options(plan.calibration)}, "the plan")

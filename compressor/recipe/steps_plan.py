@@ -65,6 +65,7 @@ class Plan:
     seed: int = 0
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
+    base: Source | None = None  # what the result is compared with and trained toward, where that is not the source
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
@@ -115,6 +116,7 @@ class Plan:
         return {
             "format": FORMAT,
             "source": asdict(self.source),
+            **({} if self.base is None else {"base": asdict(self.base)}),
             "seed": self.seed,
             "dtype": self.dtype,
             "calibration": None if self.calibration is None else dict(self.calibration),
@@ -136,6 +138,8 @@ class Plan:
             steps.append([step.name, dict(step.options), decided, (step.text or {}).get("sha256")])
         data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
         facts = {"source": self.source.fingerprint, "steps": steps, "seed": self.seed, "text": data}
+        if self.base is not None:
+            facts["base"] = self.base.fingerprint
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @classmethod

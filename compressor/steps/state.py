@@ -14,12 +14,11 @@ from compressor.evaluation.evaluator import Evaluator
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.mtp.head import known_heads
-from compressor.progress import Progress
+from compressor.progress import Clock, Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, whole_plan
 from compressor.recipe.registry import Strategy
 from compressor.recipe.step import Step
 from compressor.recipe.steps_plan import Plan
-from compressor.run_clock import Clock
 from compressor.surgery.cutting import CutFiles
 from compressor.workdir.workdir import Workdir
 

@@ -9,8 +9,7 @@ import yaml
 
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.pipeline.stages import check_order, stage_numbers
-from compressor.pipeline.task import prepare
+from compressor.pipeline.task import check_order, prepare, stage_numbers
 from compressor.recipe.plan import Source
 from compressor.recipe.plugins import STEPS
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan, recipe_yaml, refuse_missing
