@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from exporters.onnx import ExportOptions, export
-from exporters.onnx_quantized_experts import FORMATS
+from exporters.onnx import FORMATS, ExportOptions, export
 
 CACHED, PREFILLED, VOCABULARY = 64, 256, 256
 BURST = 8  # calls in a row, as in generation

@@ -15,7 +15,7 @@ import typer
 
 from compressor import Constants, Correct, Distill, Prune, Routers, Split, Step
 from compressor.cli.main import app
-from compressor.cli.parameters import PANELS
+from compressor.cli.options import PANELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
 VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type

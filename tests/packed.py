@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from exporters.onnx_quantize import Scheme
+from exporters.onnx.quantise import Scheme
 
 
 def unpack(packed: Tensor, scheme: Scheme) -> Tensor:

@@ -1,14 +1,10 @@
 """`moe-compress comoe` as it is typed: training and asking, what is refused, and that nothing is left behind."""
 
-import inspect
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from compressor.cli.commands import comoe
-from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.tasks import EvaluationOptions, task_items
 from tests import small
@@ -87,10 +83,3 @@ def test_adapters_that_are_none_are_refused(run: Run, tmp_path: Path, model: Pat
     words = ("--data", data(tmp_path), "--adapters", tmp_path)
     refused(run("comoe", "evaluate", model, *words), r"holds no comoe\.json")
     refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "--batch-size is 0")
-
-
-def test_the_defaults_of_the_command_are_those_of_the_classes() -> None:
-    told = {name: entry.default for name, entry in inspect.signature(comoe.train).parameters.items()}
-    told |= {"targets": tuple(told["targets"].split(","))}
-    for entry in (*fields(ComoeConfig), *fields(TuningOptions)):
-        assert told[entry.name] == entry.default, entry.name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from exporters import onnx_making
+from exporters.onnx import weights
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused, run_killed
 
@@ -36,7 +36,7 @@ def both(checkpoint: Path) -> Path:
 @pytest.fixture
 def retraced(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that was traced of the same output, which the exporter takes for a new trace, here and in a fork."""
-    monkeypatch.setattr(onnx_making, "export_graph", lambda *_: onnx_ir.load(both / "onnx" / "model.onnx"))
+    monkeypatch.setattr(weights, "export_graph", lambda *_: onnx_ir.load(both / "onnx" / "model.onnx"))
 
 
 def test_compress_writes_both_formats_at_once(run: Run, both: Path) -> None:

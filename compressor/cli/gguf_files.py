@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.parameters import STRATEGY, given
+from compressor.cli.options import STRATEGY, given
 from compressor.cli.terminal import progress_bars, tell
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError

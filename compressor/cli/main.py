@@ -9,22 +9,9 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli.commands import (
-    comoe,
-    exporting,
-    gating,
-    generating,
-    making,
-    measuring,
-    publishing,
-    referencing,
-    reporting,
-    showing,
-    stepping,
-)
-from compressor.cli.parameters import spread
-from compressor.cli.ranks import alone, on_ranks
-from compressor.cli.terminal import PROGRAM
+from compressor.cli.commands import gating, generating, items, making, measuring, outputs, showing
+from compressor.cli.options import spread
+from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
@@ -124,20 +111,20 @@ for command in (
     on_ranks(making.plan),
     on_ranks(making.apply),
     on_ranks(making.compress),
-    on_ranks(stepping.split),
-    on_ranks(stepping.calibrate_router),
-    on_ranks(stepping.distill),
+    on_ranks(making.split),
+    on_ranks(making.calibrate_router),
+    on_ranks(making.distill),
     on_ranks(measuring.compare),
     on_ranks(measuring.attribute),
     on_ranks(gating.gate),
-    alone(referencing.reference),
-    alone(exporting.export),
+    alone(items.reference),
+    alone(outputs.export),
     alone(generating.generate),
-    alone(reporting.report),
-    alone(publishing.push),
+    alone(outputs.report),
+    alone(outputs.push),
     alone(showing.steps),
     alone(showing.strategies),
     alone(showing.demo),
 ):
     app.command()(spread(command))
-app.add_typer(comoe.app, name="comoe")
+app.add_typer(items.app, name="comoe")

@@ -1,22 +1,138 @@
-"""Arguments and options that several commands of the command line take, and what their text means."""
+"""Options of the command line, from the fields of dataclasses and steps: named, documented and given a default once."""
 
+import inspect
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import BaseModel
 
-from compressor.cli.parameters import CALIBRATION, GATE, PUBLISHING, RUNNING, STRATEGY, described
 from compressor.errors import CompressionError
 from compressor.gates.verdict import Verdict
+from compressor.pathways.options import KERNELS, METHOD, OPTIMIZERS, OWN, PathwayOptions, Routing
+from compressor.progress import Progress
 from compressor.recipe.step import TextOptions
 
 if TYPE_CHECKING:
     from compressor.gates.run import GateRequest
 
 logger = logging.getLogger(__name__)
+
+Parameter = inspect.Parameter
+BY_FILE = ("calibration",)  # fields that a recipe alone gives, or that have options of their own
+KEEP, STRATEGY, CALIBRATION, STEPS = "What to keep", "Strategy", "Calibration", "Steps"
+EXPERTS, TRAINING = "Experts", "Training"
+GATE, ROUTING, PUBLISHING, RUNNING = "Gate", "Routing", "Publishing", "Running"
+PANELS = (KEEP, STRATEGY, CALIBRATION, STEPS, EXPERTS, TRAINING, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
+
+
+def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
+    """A field with the help of its option and the panel it is shown in; `more` is what `typer.Option` takes.
+
+    `name` calls the option otherwise than the field, `kind` is what the command line gives where that is less.
+    """
+    return field(default=default, metadata={"help": text, "panel": panel, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Annotates a parameter of a command, a dict: it gets these options by name."""
+
+    options: Callable[[], list[Parameter]]
+
+
+def spread(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes, for each parameter annotated with a dataclass, an option for each described field.
+
+    `Annotated[Shape, NAMES]` takes the options of these fields alone. The function gets an instance of the dataclass.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    parameters: list[Parameter] = []
+    shapes: dict[str, tuple[Any, list[str]]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(flags := next(iter(getattr(hints[name], "__metadata__", ())), None), Flags):
+            shapes[name] = (dict, [option.name for option in flags.options()])
+            parameters += flags.options()
+            continue
+        shape, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        if not is_dataclass(shape):
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        options = dataclass_options(shape, *more)  # type: ignore[arg-type]
+        shapes[name] = (shape, [option.name for option in options])
+        parameters += options
+    parameters.sort(key=_place)
+
+    def command(**given: Any) -> None:
+        built = {
+            name: shape(**{option: value for option in options if (value := given.pop(option)) != []})
+            for name, (shape, options) in shapes.items()
+        }
+        function(**given, **built)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def step_options(
+    step: type[BaseModel], panel: str, only: Mapping[str, str] | None = None, bare: bool = False
+) -> list[Parameter]:
+    """The options of the command line that a step's fields are; `only` names fields, by the option's name.
+
+    With `bare` an option that is not given is None, whatever the field's default.
+    """
+    wanted = only or {name: name for name in step.model_fields if name not in BY_FILE}
+    found = []
+    for name, own in wanted.items():
+        entry = step.model_fields[own]
+        kind, default = plain_kind(entry.annotation), None if bare else entry.default
+        flag, shown = f"--{name.replace('_', '-')}", default is not None
+        option = typer.Option(flag, rich_help_panel=panel, help=entry.description, show_default=shown)
+        hint: Any = kind if shown and not bare else kind | None
+        annotation: Any = Annotated[hint, option]
+        found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    return found
+
+
+def plain_kind(annotation: Any) -> Any:
+    """What the command line gives for a field: one of bool, int, float and str; the field itself checks it."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if get_origin(annotation) is Literal or len(kinds) > 1:
+        return str
+    return kinds[0] if kinds[0] in (bool, int, float, str) else str
+
+
+def dataclass_options(shape: type, only: Collection[str] = (), panel: str | None = None) -> list[Parameter]:
+    """The options that a dataclass's described fields are, or those of these names; a `panel` for fields without."""
+    hints, found = get_type_hints(shape), []
+    for entry in fields(shape):
+        if "help" not in entry.metadata or (only and entry.name not in only):
+            continue
+        more = {"panel": panel, **entry.metadata}
+        name = more.pop("name", None)
+        kind: Any = more.pop("kind", hints[entry.name])
+        option = typer.Option(*([name] if name else []), rich_help_panel=more.pop("panel"), **more)
+        annotation: Any = Annotated[kind, option]
+        found.append(Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=annotation))
+    return found
+
+
+def _place(parameter: Parameter) -> int:
+    """Panels in their order, after what is in none."""
+    panels = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
+    return max((PANELS.index(panel) + 1 for panel in panels if panel in PANELS), default=0)
+
+
+def given(context: typer.Context) -> set[str]:
+    """The parameters that stand on the command line, by name."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
 
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
@@ -39,6 +155,16 @@ class Computing:
 
     device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
     dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
+
+    def arguments(self, running: Running, progress: Progress) -> dict[str, Any]:
+        """What commands that compute and write pass on."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "revision": running.revision,
+            "overwrite": running.overwrite,
+            "progress": progress,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +314,69 @@ class Publishing:
     def __post_init__(self) -> None:
         if self.push_to_hub is None and self.private:
             raise CompressionError("--private goes with --push-to-hub; name the repository")
+
+
+USUAL = PathwayOptions()
+JUDGED = ", ".join(name for name in OPTIMIZERS if name != "oracle")
+FIELDS = {"pathway_layers": "layers", "pathway_experts": "experts", "pathway_tokens": "tokens"}  # called otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """How the compressed model is routed; what is not given is as `PathwayOptions` has it."""
+
+    routing: str | None = described(
+        None, ROUTING, "c3po: the compressed model answers on pathways optimised by those of a reference set."
+    )
+    reference: Path | None = described(
+        None, ROUTING, "The compressed model's own reference set, a folder of `moe-compress reference`."
+    )
+    optimizer: str | None = described(None, ROUTING, f"{JUDGED} (default: {USUAL.optimizer}).")
+    neighbours: int | None = described(
+        None, ROUTING, f"Nearest items of the reference set (default: {USUAL.neighbours})."
+    )
+    radius: float | None = described(None, ROUTING, "Instead: all items within this distance, from 0 to 2.")
+    pathway_layers: int | None = described(None, ROUTING, f"The last MoE layers (default: {USUAL.layers}).")
+    pathway_experts: int | None = described(
+        None, ROUTING, f"Of each layer, the experts of largest weight that are moved (default: {USUAL.experts})."
+    )
+    pathway_tokens: str | None = described(
+        None, ROUTING, f"last (of the prompt), or scored: all that an answer hangs on (default: {USUAL.tokens})."
+    )
+    kernel: str | None = described(None, ROUTING, f"{', '.join(KERNELS)} (default: {USUAL.kernel}).")
+    bandwidth: float | None = described(None, ROUTING, "Of the kernel (default: the neighbours' mean distance).")
+    share: float | None = described(
+        None, ROUTING, "Of the way to the neighbours, 0 to 1 (default: a line search for kernel, a half for mode)."
+    )
+    steps: int | None = described(None, ROUTING, f"Of mode and ngd (default: {USUAL.steps}).")
+    rate: float | None = described(
+        None, ROUTING, f"Of the first step of ngd, in logits for a nat (default: {USUAL.rate:g})."
+    )
+    embedding: str | None = described(
+        None, ROUTING, f"How prompts are compared, as the reference set was told (default: {OWN})."
+    )
+
+    def routing_of(self, of_two: bool) -> Routing | None:
+        """What is asked for, checked; None if both models are to answer as they are. `of_two`: models that exist."""
+        given = {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) is not None}
+        method = given.pop("routing", None)
+        if method is None:
+            if given:
+                name = f"--{next(iter(given)).replace('_', '-')}"
+                raise CompressionError(f"{name} goes with --routing {METHOD}; add that, or leave {name} out")
+            return None
+        if method != METHOD:
+            raise CompressionError(f"there is no routing {method!r}; known is {METHOD}")
+        if (reference := given.pop("reference", None)) is None:
+            raise CompressionError(
+                f"--routing {METHOD} takes a reference set of the compressed model; make one with `moe-compress "
+                "reference` and name it with --reference"
+            )
+        if not of_two:
+            raise CompressionError(f"--routing {METHOD} judges a model that has a reference set; name two models")
+        embedding = given.pop("embedding", OWN)
+        options = PathwayOptions(**{FIELDS.get(name, name): value for name, value in given.items()})
+        return Routing(reference, options, embedding)
 
 
 def listed(text: str | None, option: str) -> list[str] | None:

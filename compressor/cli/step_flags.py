@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from compressor.cli.options import Computing, StrategyOptions, TextFlags
-from compressor.cli.parameters import KEEP, STEPS, STRATEGY, described, step_options
+from compressor.cli.options import KEEP, STEPS, STRATEGY, Computing, StrategyOptions, TextFlags, described, step_options
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, refuse_missing, step_class
 from compressor.recipe.step import Step

@@ -1,24 +1,28 @@
-"""How the command line speaks: progress bars, JSON, and the command as it was typed."""
+"""How the command line speaks: progress bars, JSON, the command as it was typed, and which process does the talking."""
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from compressor.distributed.ranks import here
+from compressor.distributed.ranks import here, process_group, refuse_several
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.progress import Silent
 from compressor.words import one_line
 
 PROGRAM = "moe-compress"
+Command = Callable[..., None]
 
 
 class Bars:
@@ -89,3 +93,33 @@ def command_line() -> tuple[str, ...] | None:
     called = Path(sys.argv[0])
     ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")
     return (PROGRAM, *sys.argv[1:]) if ours else None
+
+
+def on_ranks(command: Command) -> Command:
+    """The command, done by all ranks together; the first one alone prints."""
+
+    @wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        status = 0
+        with process_group() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
+            if not ranks.is_first:
+                stack.enter_context(redirect_stdout(nowhere))
+            try:
+                command(*given, **named)
+            except typer.Exit as verdict:  # which all ranks have come to
+                status = verdict.exit_code
+        if ranks.is_first and status:
+            raise typer.Exit(status)
+
+    return run
+
+
+def alone(command: Command, group: str = "") -> Command:
+    """The command, of a group of commands if it is in one, refused where several processes would all do the same."""
+
+    @wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        refuse_several(" ".join((PROGRAM, *group.split(), command.__name__.replace("_", "-"))))
+        command(*given, **named)
+
+    return run

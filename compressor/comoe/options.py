@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from compressor.errors import CompressionError
+from compressor.recipe.plugins import option
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOST_EXPERTS = 1024
@@ -14,12 +15,12 @@ MOST_SCALING = 1e6
 class ComoeConfig:
     """What is put beside which layers; the paper's values by default."""
 
-    rank: int = 16
-    experts: int = 4
-    top_k: int = 2
+    rank: int = option(16, "Of each expert.")
+    experts: int = option(4, "Beside each layer.")
+    top_k: int = option(2, "Experts that a token activates.")
     targets: tuple[str, ...] = TARGETS  # how the names of the linear layers end
-    alpha: float | None = None  # what the experts add is multiplied by alpha / rank; None: twice the rank
-    dropout: float = 0.05  # of what goes into the experts, in training
+    alpha: float | None = option(None, "What experts add is multiplied by alpha / rank (default: twice the rank).")
+    dropout: float = option(0.05, "Of what experts get.")  # in training
     seed: int = 0  # of how A and the router begin
 
     def __post_init__(self) -> None:
@@ -61,18 +62,18 @@ class ComoeConfig:
 class TuningOptions:
     """One training run; the paper's values by default, where it tells them."""
 
-    contrastive: float = 0.01  # lambda of equation 13; 0 leaves the loss out and only measures it
-    temperature: float = 0.07
-    contrastive_tokens: int | None = 512  # of a batch that each layer's contrastive loss is computed on; None: all
-    steps: int | None = None  # None: as many as the epochs have
-    epochs: float = 2.0
-    batch_size: int = 16
-    accumulation: int = 1  # batches of one step
-    learning_rate: float = 2e-4
-    warmup: float = 0.0  # share of the steps in which the rate rises; then it falls to 0 in a line
-    seed: int = 0
-    log_every: int = 10  # steps
-    save_every: int = 100  # steps after which a killed run can go on
+    contrastive: float = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
+    temperature: float = option(0.07, "Of the contrastive loss.")
+    contrastive_tokens: int | None = option(512, "Tokens of a batch that it is computed on in each layer; 0: all.")
+    steps: int | None = option(None, "Instead of epochs.")
+    epochs: float = option(2.0, "Times that all items are seen.")
+    batch_size: int = option(16, "Items of a batch.")
+    accumulation: int = option(1, "Batches of a step.")
+    learning_rate: float = option(2e-4, "Of AdamW; it falls to 0 in a line.")
+    warmup: float = option(0.0, "Share of the steps in which the rate rises.")
+    seed: int = option(0, "For everything that is drawn.")
+    log_every: int = option(10, "Steps of a line in the log.")
+    save_every: int = option(100, "Steps after which a killed run can go on.")
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""

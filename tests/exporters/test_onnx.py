@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressor.errors import CompressionError
 from exporters import onnx as exporter
-from exporters import onnx_making
-from exporters.onnx import ExportOptions, ExportSummary, export
+from exporters.onnx import ExportOptions, ExportSummary, export, weights
 from tests import small, zoo
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -231,7 +230,7 @@ def retraced(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     graph = tmp_path / "elsewhere" / exporter.GRAPH
     graph.parent.mkdir()
     shutil.copyfile(whole / exporter.GRAPH, graph)
-    monkeypatch.setattr(onnx_making, "export_graph", lambda *_: onnx_ir.load(graph))
+    monkeypatch.setattr(weights, "export_graph", lambda *_: onnx_ir.load(graph))
     return graph
 
 

@@ -16,10 +16,9 @@ from onnx import helper
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from exporters import onnx_experts, onnx_graph
-from exporters.onnx import ExportOptions, export
-from exporters.onnx_graph import CacheTensor, divide_by_roots, graph_name
-from exporters.onnx_reference import model_inputs
+from exporters.onnx import ExportOptions, export, moe, trace
+from exporters.onnx.reference import model_inputs
+from exporters.onnx.trace import CacheTensor, divide_by_roots, graph_name
 from tests import zoo
 
 WIDTH = 8
@@ -28,9 +27,9 @@ WIDTH = 8
 def traced(count: int) -> Any:
     """The graph of a Mixtral of one layer and so many experts."""
     model = zoo.build("mixtral", num_local_experts=count, num_hidden_layers=1)
-    inputs = onnx_graph.trace_inputs(model, past=True)
-    onnx_experts.use_nodes(model)
-    return onnx_graph.export_graph(model, inputs, 20)
+    inputs = trace.trace_inputs(model, past=True)
+    moe.use_nodes(model)
+    return trace.export_graph(model, inputs, 20)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_axes_carry_names(graphs: dict[int, Any]) -> None:
         if not isinstance(dim, int) and dim.value is not None
     }
     assert {"batch", "sequence", "total"} <= inside
-    assert not any(onnx_graph.SYMBOL.search(name) for name in inside)
+    assert not any(trace.SYMBOL.search(name) for name in inside)
 
 
 def test_nothing_in_the_file_names_a_folder(graphs: dict[int, Any], tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_positions_follow_the_mask() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_cache_axes_are_read_off_two_sizes(name: str) -> None:
-    inputs = onnx_graph.trace_inputs(zoo.build(name), past=True)
+    inputs = trace.trace_inputs(zoo.build(name), past=True)
     layers = zoo.configure(name).num_hidden_layers
     assert len(inputs.cache) == 2 * layers  # no counters, also of sliding layers
     assert {tensor.axes for tensor in inputs.cache} == {((0, "batch"), (2, "past"))}
@@ -115,28 +114,28 @@ def test_cache_axes_are_read_off_two_sizes(name: str) -> None:
 def test_a_cache_that_grows_otherwise_is_refused() -> None:
     one, two = torch.zeros(2, 3, 2), torch.zeros(3, 3, 3)
     with pytest.raises(CompressionError, match=r"layers\.0\.windows grows from 4 to 5 entries .*--no-past"):
-        onnx_graph._axes("layers.0.windows", torch.zeros(2, 4, 2), torch.zeros(3, 5, 2))
-    assert onnx_graph._axes("state", one[..., :1], two[..., :1]) == ((0, "batch"),)
+        trace._axes("layers.0.windows", torch.zeros(2, 4, 2), torch.zeros(3, 5, 2))
+    assert trace._axes("state", one[..., :1], two[..., :1]) == ((0, "batch"),)
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
     model = zoo.build("mixtral", num_hidden_layers=1)
-    inputs = onnx_graph.trace_inputs(model, past=False)
+    inputs = trace.trace_inputs(model, past=False)
 
     def undecided(**given: Tensor) -> Any:
         raise ValueError(f"{given['input_ids'].shape[0] // 2} is undecided\nmore lines")
 
     model.forward = undecided  # type: ignore[method-assign]
     with pytest.raises(CompressionError, match=r"MixtralForCausalLM cannot be traced as one ONNX graph: .*undecided"):
-        onnx_graph.export_graph(model, inputs, 20)
+        trace.export_graph(model, inputs, 20)
 
 
 def test_an_axis_that_the_trace_fixed_is_told() -> None:
     ids = onnx_ir.Value(name="input_ids", shape=onnx_ir.Shape(["s0", 3]))
     with pytest.raises(CompressionError, match=r"depends on the sequence axis of input_ids .* the example's 3"):
-        onnx_graph._axis_names(SimpleNamespace(inputs=[ids]), {})
+        trace._axis_names(SimpleNamespace(inputs=[ids]), {})
     ids.shape = onnx_ir.Shape(["s0", "s1"])
-    assert onnx_graph._axis_names(SimpleNamespace(inputs=[ids]), {}) == {"s0": "batch", "s1": "sequence"}
+    assert trace._axis_names(SimpleNamespace(inputs=[ids]), {}) == {"s0": "batch", "s1": "sequence"}
 
 
 class Slots(torch.nn.Module):
@@ -148,20 +147,20 @@ class Slots(torch.nn.Module):
 
 def test_a_minimum_of_a_length_stays_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[__name__]
-    monkeypatch.setattr(onnx_graph, "STOCK", __name__)
+    monkeypatch.setattr(trace, "STOCK", __name__)
     example, shapes = (torch.zeros(2, 3),), ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
-    with onnx_graph._symbolic_minimum(Slots()):
+    with trace._symbolic_minimum(Slots()):
         program = torch.export.export(Slots(), example, dynamic_shapes=shapes).module()
     assert not hasattr(module, "min")
     assert [program(torch.zeros(2, length)).shape[1] for length in (2, 4, 9)] == [2, 4, 4]
 
 
 def test_several_chunks_are_traced_where_layers_work_in_chunks() -> None:
-    assert onnx_graph.sample_length(zoo.build("mixtral").config) == onnx_graph.SAMPLE_LENGTH
-    assert onnx_graph.sample_length(zoo.build("granitemoehybrid", mamba_chunk_size=16).config) == 40
+    assert trace.sample_length(zoo.build("mixtral").config) == trace.SAMPLE_LENGTH
+    assert trace.sample_length(zoo.build("granitemoehybrid", mamba_chunk_size=16).config) == 40
     text = SimpleNamespace(attention_chunk_size=8192, chunk_size=None)
     config: Any = SimpleNamespace(get_text_config=lambda decoder: text)
-    assert onnx_graph.sample_length(config) == onnx_graph.SAMPLE_LENGTH  # no recurrence
+    assert trace.sample_length(config) == trace.SAMPLE_LENGTH  # no recurrence
 
 
 def test_a_recurrent_hybrid_is_right_for_one_chunk_and_for_many(tmp_path: Path) -> None:

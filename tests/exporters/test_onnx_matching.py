@@ -6,7 +6,7 @@ from onnx import TensorProto, helper
 from onnxscript.optimizer import optimize
 from onnxscript.rewriter import _matcher
 
-from exporters.onnx_matching import quick_matching
+from exporters.onnx.trace import quick_matching
 
 
 def halves() -> ir.Model:

@@ -11,9 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compressor.errors import CompressionError
 from compressor.progress import Silent
-from exporters.onnx_parts import LayeredGraph, Parts
-from exporters.onnx_reference import Case, Reference
-from exporters.onnx_verify import Session, run_case
+from exporters.onnx.reference import Case
+from exporters.onnx.verify import Graph
 
 WIDTH, TOKENS = 4, 11
 UNITS = ("layers.0", "layers.1")
@@ -79,7 +78,7 @@ def decoder() -> onnx.ModelProto:
 def test_inner_graphs_get_what_other_layers_made(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(decoder(), path)
-    parts = Parts(path, OWNERS, UNITS)
+    parts = Graph(path, OWNERS, UNITS)
     held = [{entry.name for entry in part.model.graph.initializer} & OWNERS.keys() for part in parts.parts]
     assert held == [{"embed"}, {"w0"}, {"w1"}, {"head"}]
     assert {"h0", "h1"} <= {*parts.parts[2].inputs} and "picked" not in parts.parts[2].inputs
@@ -88,11 +87,9 @@ def test_inner_graphs_get_what_other_layers_made(tmp_path: Path) -> None:
         Case(str(chunks), tokens, torch.ones_like(tokens), chunks, torch.zeros(2, 9, TOKENS))
         for chunks in ((9,), (4, 1, 3, 1))
     )
-    reference = Reference("decoder", cases, tokens[:1], torch.zeros(0, dtype=torch.long), torch.zeros(0, 1))
-    layered, session = LayeredGraph(parts, reference, True, Silent()), Session(path)
-    for case in cases:
-        whole = run_case(session, case)
-        assert torch.allclose(layered.case(case), whole, rtol=1e-5) and float(whole.std()) > 1
+    layered, whole = (list(graph.answers(cases, Silent())) for graph in (parts, Graph(path)))
+    for one, two in zip(layered, whole, strict=True):
+        assert torch.allclose(one, two, rtol=1e-5) and float(two.std()) > 1
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -101,4 +98,4 @@ def test_a_value_of_unknown_type_between_layers_is_told(tmp_path: Path) -> None:
     del model.graph.value_info[:]
     onnx.save(model, path)
     with pytest.raises(CompressionError, match=r"does not say of what type 'h\d' is; export with --no-stream"):
-        Parts(path, OWNERS, UNITS)
+        Graph(path, OWNERS, UNITS)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exporters.onnx_quantize import (
+from exporters.onnx.quantise import (
     RATIOS,
     SCHEMES,
     Scheme,

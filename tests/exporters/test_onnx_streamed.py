@@ -5,12 +5,12 @@ The source is quantised (MXFP4), its weights tied and with biases, and its exper
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir
 import pytest
@@ -25,18 +25,13 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from exporters import onnx as exporter
-from exporters import onnx_absent, onnx_making
-from exporters.onnx import ExportOptions, ExportSummary, export
-from exporters.onnx_absent import Absent, Recipe
-from exporters.onnx_experts import use_nodes
-from exporters.onnx_graph import export_graph, trace_inputs
-from exporters.onnx_layers import forget_scales, observe_streamed, round_layer
-from exporters.onnx_parts import LayeredGraph, Parts
-from exporters.onnx_quantized_experts import FORMATS
-from exporters.onnx_reference import Reference, observe
-from exporters.onnx_verify import EXACT, LAYERS, WHOLE, compare
-from exporters.onnx_weights import INLINE_BYTES
+from exporters.onnx import FORMATS, ExportOptions, ExportSummary, export, trace, weights
+from exporters.onnx.moe import SCALES, round_experts, use_nodes
+from exporters.onnx.reference import CONTINUED, NUDGED, nudge, observe
+from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, turn_absent
+from exporters.onnx.verify import EXACT, LAYERS, WHOLE, Graph, compare
 from tests import quantized, small
+from tests.exporters import answers
 
 SIZES = {"hidden_size": 96, "head_dim": 32}  # matrices with more than the optimiser after the trace computes with
 STREAMED = ExportOptions(external_bytes=0, tokens=8, quantize="int4")
@@ -54,21 +49,21 @@ def save(folder: Path) -> Path:
 def in_memory(source: Path) -> Any:
     """The stock model of the weights worked out by hand, rounded."""
     model = quantized.plain_model(source)
-    assert ROUNDED.rounded is not None
+    assert ROUNDED is not None
     for parameter in model.parameters():  # of two equally good scales, the order of adding decides
         parameter.data = parameter.data.contiguous()
     for _, experts in experts_modules(model):
-        ROUNDED.rounded(experts)
+        round_experts(experts, ROUNDED)
     return model
 
 
 def written_whole(model: Any, folder: Path, options: ExportOptions) -> Path:
     """The export of a model in memory, written by onnx_ir alone."""
     inputs = trace_inputs(model, options.past)
-    use_nodes(model, options.fallback, False, ROUNDED)
+    use_nodes(model, options.fallback, ROUNDED)
     program = export_graph(model, inputs, options.opset)
     folder.mkdir()
-    onnx_ir.save(program, folder / exporter.GRAPH, external_data=exporter.WEIGHTS, size_threshold_bytes=INLINE_BYTES)
+    onnx_ir.save(program, folder / exporter.GRAPH)
     return folder
 
 
@@ -88,8 +83,8 @@ class Held:
 
 def real(value: Tensor) -> bool:
     """Whether a tensor is in memory, and large."""
-    kind = onnx_absent.FakeTensor
-    return not isinstance(value, kind) and value.device.type != "meta" and value.numel() > onnx_absent.SMALL
+    kind = trace.FakeTensor
+    return not isinstance(value, kind) and value.device.type != "meta" and value.numel() > trace.SMALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +111,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 def test_files_and_logits_are_those_of_the_hand_dequantised_model(made: Made, tmp_path: Path) -> None:
     model = in_memory(made.source)
-    whole = compare(exporter.WholeGraph(made.out / exporter.GRAPH), observe(model, past=True, tokens=8), EXACT)
-    assert whole.how == WHOLE and whole.tokens_equal == 8
-    other = written_whole(model, tmp_path / "whole", STREAMED)
-    for name in (exporter.GRAPH, exporter.WEIGHTS):
-        assert (made.out / name).read_bytes() == (other / name).read_bytes()
+    reference, graph = answers.observe(model, past=True, tokens=8), Graph(made.out / exporter.GRAPH)
+    assert graph.how == WHOLE
+    assert compare(graph.answers(reference.cases, Silent()), reference, EXACT).tokens_equal == 8
+    one, two = (
+        onnx.load(folder / exporter.GRAPH).graph
+        for folder in (made.out, written_whole(model, tmp_path / "whole", STREAMED))
+    )
+    assert list(one.node) == list(two.node)
+    stored = [
+        {value.name: (tuple(value.dims), value.data_type, value.raw_data) for value in each.initializer}
+        for each in (one, two)
+    ]
+    assert stored[0] == stored[1]
     onnx.checker.check_model(str(made.out / exporter.GRAPH), full_check=True)
     assert sorted(path.name for path in made.out.glob("*onnx*")) == [exporter.GRAPH, exporter.WEIGHTS, exporter.RECORD]
     assert "quantization_config" not in json.loads((made.out / "config.json").read_text())
@@ -153,16 +156,30 @@ def test_the_stock_model_says_the_same_in_memory_and_by_layers(dtype: torch.dtyp
         shown.append((unit, partial.model.get_submodule(unit).mlp.experts.down_proj.dtype))
 
     units = opened.architecture.units
-    found = observe_streamed(opened, True, 4, Silent(), show)
-    wanted = observe(model, True, 0, units)
+    found, wanted = observe(opened, True, 4, Silent(), show), answers.observe(model, True, 4)
     assert shown == [(unit, dtype) for unit in units] and len(units) == 2
     for one, two in zip(found.cases, wanted.cases, strict=True):
         assert (one.name, one.chunks) == (two.name, two.chunks) and torch.equal(one.tokens, two.tokens)
-        real_tokens = one.mask.bool()
-        assert torch.allclose(one.logits[real_tokens], two.logits[real_tokens], atol=2e-5)
-    assert found.sensitivity == pytest.approx(wanted.sensitivity, rel=0.5) and found.sensitivity > 1e-7
-    after = model(found.text).logits[0, found.prompt.shape[1] - 1 : -1]
-    assert torch.allclose(found.greedy_logits, after, atol=2e-5)
+        assert torch.allclose(one.real, two.real, atol=2e-5)
+    assert found.cases[-1].name == CONTINUED and found.cases[-1].chunks == (8, 1, 1, 1)
+    with nudging(model, units):
+        moved = answers.answer(model, wanted.cases[NUDGED])
+    sensitivity = float((moved - wanted.cases[NUDGED].logits).abs().max())
+    assert found.sensitivity == pytest.approx(sensitivity, rel=0.5) and found.sensitivity > 1e-7
+
+
+@contextmanager
+def nudging(model: Any, units: Sequence[str]) -> Iterator[None]:
+    """Have the input of every one of these layers nudged."""
+    handles = [
+        model.get_submodule(unit).register_forward_pre_hook(
+            lambda _, args, kwargs: nudge(args, kwargs), with_kwargs=True
+        )
+        for unit in units
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -170,29 +187,30 @@ def test_the_stock_model_says_the_same_in_memory_and_by_layers(dtype: torch.dtyp
 
 def test_a_wrong_weight_of_any_layer_is_found(made: Made, tmp_path: Path) -> None:
     opened = open_model(locate(str(made.source)), "float32", "cpu")
-    reference = observe_streamed(opened, True, 4, Silent(), rounded)
-    graph, owners = shutil.copytree(made.out, tmp_path / "copy") / exporter.GRAPH, owners_of(made)
-    assert compare(answers(graph, owners, reference), reference, EXACT).how == LAYERS
+    reference = observe(opened, True, 4, Silent(), rounded)
+    copied, owners = shutil.copytree(made.out, tmp_path / "copy") / exporter.GRAPH, owners_of(made)
+
+    def asked() -> Any:
+        graph = Graph(copied, owners, ["model.layers.0", "model.layers.1"])
+        assert len(graph.parts) == 4 and graph.how == LAYERS  # before, two layers, behind
+        return compare(graph.answers(reference.cases, Silent()), reference, EXACT)
+
+    assert asked().tokens_equal == 4
     stored = (made.out / exporter.WEIGHTS).read_bytes()
     for name in ("model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.experts.gate_up_proj"):
-        begin, length = place_of(graph, name)
+        begin, length = place_of(copied, name)
         changed = stored[begin : begin + length // 2] + bytes(length - length // 2)
-        graph.with_name(exporter.WEIGHTS).write_bytes(stored[:begin] + changed + stored[begin + length :])
+        copied.with_name(exporter.WEIGHTS).write_bytes(stored[:begin] + changed + stored[begin + length :])
         with pytest.raises(CompressionError, match=r"is wrong in the case .*; nothing was written"):
-            compare(answers(graph, owners, reference), reference, EXACT)
+            asked()
 
 
 def rounded(partial: PartialModel, unit: str) -> None:
     """Round a loaded layer's experts."""
-    round_layer(partial, unit, ROUNDED)
-    forget_scales(partial, unit)
-
-
-def answers(graph: Path, owners: dict[str, str], reference: Reference) -> LayeredGraph:
-    """What the parts of a graph of two layers say."""
-    parts = Parts(graph, owners, ["model.layers.0", "model.layers.1"])
-    assert len(parts.parts) == 4  # before, two layers, behind
-    return LayeredGraph(parts, reference, True, Silent())
+    for name, experts in experts_modules(partial.model):
+        if name.startswith(f"{unit}.") and ROUNDED is not None:
+            round_experts(experts, ROUNDED)
+            delattr(experts, SCALES)
 
 
 def owners_of(made: Made) -> dict[str, str]:
@@ -220,21 +238,38 @@ def test_a_fault_half_way_leaves_nothing(made: Made, tmp_path: Path, monkeypatch
             raise CompressionError("the disk is gone")
         own(partial, wanted)
 
-    monkeypatch.setattr(onnx_making, "export_graph", lambda *_: onnx_ir.load(made.out / exporter.GRAPH))
+    monkeypatch.setattr(weights, "export_graph", lambda *_: onnx_ir.load(made.out / exporter.GRAPH))
     monkeypatch.setattr(PartialModel, "load", load)
     with pytest.raises(CompressionError, match="the disk is gone"):
         export(made.source, tmp_path / "out", replace(STREAMED, stream=True))
     assert places == [exporter.WEIGHTS] and list(tmp_path.iterdir()) == []
 
 
-def test_an_absent_weight_can_be_turned_over_and_nothing_else() -> None:
-    weight = Absent.of("w", (2, 3, 4), np.dtype(np.float32))
-    once = np.transpose(weight, axes=(2, 0, 1))
-    assert once.shape == (4, 2, 3) and once.recipe == Recipe("w", (2, 0, 1))
-    twice, value = once.transpose(), torch.arange(24.0).view(2, 3, 4)
-    assert twice.recipe is not None
-    assert torch.equal(twice.recipe.made_of(value), value.permute(2, 0, 1).permute(2, 1, 0))
-    assert weight.view(weight.dtype) is weight and weight.tobytes() != once.tobytes()
-    for compute in (lambda: weight + 1, lambda: np.concatenate([weight, weight]), lambda: np.sum(weight)):
-        with pytest.raises(TypeError, match="not in memory"):
-            compute()
+def test_absent_weights_are_turned_over_in_their_recipes() -> None:
+    """Those that nothing else reads; no value is computed."""
+    lazy = {
+        name: onnx_ir.LazyTensor(Recipe(name), onnx_ir.DataType.FLOAT, onnx_ir.Shape([2, 3, 4]), name=name)
+        for name in "ab"
+    }
+    given = {name: onnx_ir.Value(name=name, shape=each.shape, const_value=each) for name, each in lazy.items()}
+    nodes = [onnx_ir.node("Transpose", [given["a"]], {"perm": [2, 0, 1]})]
+    nodes += [onnx_ir.node("Transpose", [nodes[0].outputs[0]]), onnx_ir.node("Transpose", [given["b"]])]
+    nodes += [onnx_ir.node("Shape", [given["b"]])]
+    for number, node in enumerate(nodes):
+        node.outputs[0].name = f"v{number}"
+    outputs = [node.outputs[0] for node in nodes[2:]]
+    final = onnx_ir.node("Neg", [nodes[1].outputs[0]])
+    graph = onnx_ir.Graph(
+        [],
+        [*outputs, final.outputs[0]],
+        nodes=[*nodes, final],
+        initializers=list(given.values()),
+        opset_imports={"": 20},
+    )
+    turn_absent(onnx_ir.Model(graph, ir_version=10))
+    assert [node.op_type for node in graph] == ["Transpose", "Shape", "Neg"] and set(graph.initializers) == {"b", "v1"}
+    turned, value = graph.initializers["v1"], torch.arange(24.0).view(2, 3, 4)
+    recipe = recipe_of(turned)
+    assert recipe is not None and turned.shape == (3, 2, 4)
+    assert torch.equal(recipe.made_of(value), value.permute(2, 0, 1).permute(2, 1, 0))
+    assert lazy["a"].tobytes() != lazy["b"].tobytes()

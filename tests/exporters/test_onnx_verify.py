@@ -1,6 +1,7 @@
 """The verification itself: what it asks, and that it notices every way in which a graph can be wrong."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from exporters import onnx_verify
-from exporters.onnx_reference import Case, Reference, model_inputs, observe
-from exporters.onnx_verify import EXACT, HALF, Tolerance, runtime_reason
+from compressor.model.opened import open_model
+from compressor.progress import Silent
+from exporters.onnx import reference as exporter_reference
+from exporters.onnx import verify
+from exporters.onnx.reference import CONTINUED, Case, Reference
+from exporters.onnx.verify import EXACT, HALF, Tolerance, runtime_reason
 from tests import zoo
+from tests.exporters.answers import answer, answers, observe
 
 
 @pytest.fixture(scope="module")
@@ -22,113 +28,78 @@ def reference() -> Reference:
     return observe(zoo.build("mixtral", max_position_embeddings=512), past=True, tokens=12)
 
 
-class Echo:
-    """A session that answers from a reference, except where `wrong` changes an answer; its cache is a count."""
-
-    def __init__(self, reference: Reference, wrong: Any = None) -> None:
-        self.known = {case.tokens.shape: case.logits for case in reference.cases}
-        self.reference, self.wrong, self.past, self.steps = reference, wrong, 0, 0
-        self.case: Case | None = None
-
-    def start(self, rows: int) -> None:
-        self.past = 0
-
-    def step(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        start, self.past, self.steps = self.past, self.past + tokens.shape[1], self.steps + 1
-        if self.case is None:
-            place = self.past - self.reference.prompt.shape[1]
-            logits = torch.zeros(1, tokens.shape[1], self.reference.greedy_logits.shape[1])
-            logits[0, -1] = self.reference.greedy_logits[place]
-        else:
-            logits = self.case.logits[:, start : self.past].clone()
-        return logits if self.wrong is None else self.wrong(self.case, logits)
+def compared(reference: Reference, wrong: Any, tolerance: Tolerance = EXACT) -> verify.Verification:
+    """Compare with the reference's own answers, changed by `wrong`."""
+    return verify.compare(answers(reference, wrong), reference, tolerance)
 
 
-def compared(
-    reference: Reference, wrong: Any, monkeypatch: pytest.MonkeyPatch, tolerance: Tolerance = EXACT
-) -> onnx_verify.Verification:
-    """Compare with a session that is wrong in this way."""
-    session = Echo(reference, wrong)
-    run_case = onnx_verify.run_case
-
-    def told(_: Any, case: Case) -> Tensor:
-        session.case = case
-        found = run_case(session, case)  # type: ignore[arg-type]
-        session.case = None
-        return found
-
-    monkeypatch.setattr(onnx_verify, "Session", lambda path: session)
-    monkeypatch.setattr(onnx_verify, "run_case", told)
-    return onnx_verify.compare(onnx_verify.WholeGraph(Path()), reference, tolerance)
+def unchanged(case: Case, logits: Tensor) -> Tensor:
+    return logits
 
 
-def test_a_faithful_graph_passes(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compared(reference, None, monkeypatch)
+def test_a_faithful_graph_passes(reference: Reference) -> None:
+    found = compared(reference, unchanged)
     assert found.largest_difference == 0 and found.tolerance == 1e-4
     assert found.tokens_equal == found.tokens_compared == 12
-    assert [name for name, _ in found.cases] == [*(case.name for case in reference.cases), "greedy"]
+    assert [name for name, _ in found.cases] == [case.name for case in reference.cases]
 
 
-def test_every_single_wrong_logit_is_noticed(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_single_wrong_logit_is_noticed(reference: Reference) -> None:
     for wanted in reference.cases:
 
-        def wrong(case: Case | None, logits: Tensor, wanted: Case = wanted) -> Tensor:
+        def wrong(case: Case, logits: Tensor, wanted: Case = wanted) -> Tensor:
             if case is wanted:
                 logits[-1, -1, 5] += 2e-4
             return logits
 
-        with monkeypatch.context() as patch, pytest.raises(CompressionError, match=f"case {wanted.name!r}.*by 0.0002"):
-            compared(reference, wrong, patch)
+        with pytest.raises(CompressionError, match=f"case {wanted.name!r}.*by 0.0002"):
+            compared(reference, wrong)
 
 
-def test_padding_is_not_compared(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(case: Case | None, logits: Tensor) -> Tensor:
-        if case is not None and case.name == "left padding":
+def test_padding_is_not_compared(reference: Reference) -> None:
+    def wrong(case: Case, logits: Tensor) -> Tensor:
+        if case.name == "left padding":
             logits[2, :6] = 100
         return logits
 
-    assert compared(reference, wrong, monkeypatch).largest_difference == 0
+    assert compared(reference, wrong).largest_difference == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_no_number_is_noticed(
-    value: float, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(case: Case | None, logits: Tensor) -> Tensor:
+def test_a_value_that_is_no_number_is_noticed(value: float, reference: Reference) -> None:
+    def wrong(case: Case, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, torch.tensor([3]), value)
 
     with pytest.raises(CompressionError, match=r"case 'prefill 2 x 3': its logits differ .* by inf"):
-        compared(reference, wrong, monkeypatch)
+        compared(reference, wrong)
 
 
-def test_wrong_greedy_logits_are_noticed(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    for change, message in ((-100.0, "generates token .* at step 0"), (None, "greedy generation: .* differ .* by")):
+def test_another_likeliest_token_is_counted(reference: Reference) -> None:
+    """Where two tokens are all but equally likely either may come first; beyond the tolerance that is a fault."""
+    *_, case = reference.cases
+    logits = case.logits.clone()
+    first, second = logits[0, 9].topk(2).indices.tolist()
+    logits[0, 9, second] = logits[0, 9, first] - 1e-5
+    close = replace(reference, cases=(*reference.cases[:-1], replace(case, logits=logits)))
 
-        def wrong(case: Case | None, logits: Tensor, change: float | None = change) -> Tensor:
-            if case is None:
-                return logits + 1 if change is None else logits * change
+    def nudged(by: float) -> verify.Verification:
+        def wrong(case: Case, logits: Tensor) -> Tensor:
+            if case.name == CONTINUED:
+                logits[0, 9, second] += by
             return logits
 
-        with monkeypatch.context() as patch, pytest.raises(CompressionError, match=message):
-            compared(reference, wrong, patch)
+        return compared(close, wrong)
 
-
-def test_a_tie_may_be_broken_either_way(reference: Reference) -> None:
-    logits = reference.greedy_logits.clone()
-    second = logits[4].topk(2).indices[1]
-    close = replace(reference, greedy_logits=logits.clone())
-    close.greedy_logits[4, second] = close.greedy_logits[4].max() - 1e-4
-    logits[4, second] = logits[4].max() + 1e-5
-    assert onnx_verify._equal_tokens(logits, close, 1e-4) == 11
-    with pytest.raises(CompressionError, match=f"token {int(second)} instead of {int(reference.greedy[4])} at step 4"):
-        onnx_verify._equal_tokens(logits, close, 1e-5)
+    found = nudged(5e-5)
+    assert (found.tokens_compared, found.tokens_equal) == (12, 11)
+    with pytest.raises(CompressionError, match=r"wrong in the case 'token by token': its logits differ .* by 0.0002"):
+        nudged(2e-4)
 
 
 def test_tolerance_grows_with_the_logits_and_with_what_roundings_do_to_them(reference: Reference) -> None:
     def bound(largest: float, sensitivity: float) -> float:
         case = replace(reference.cases[0], logits=torch.full_like(reference.cases[0].logits, largest))
-        none = {"greedy": torch.zeros(0), "greedy_logits": torch.zeros(0, 1)}
-        return EXACT.of(replace(reference, cases=(case,), sensitivity=sensitivity, **none))
+        return EXACT.of(replace(reference, cases=(case,), sensitivity=sensitivity))
 
     assert bound(3.0, 0) == bound(3.0, 1e-5) == 1e-4
     assert bound(40.0, 0) == pytest.approx(4e-4)
@@ -136,52 +107,45 @@ def test_tolerance_grows_with_the_logits_and_with_what_roundings_do_to_them(refe
     assert bound(3.0, 1.0) == pytest.approx(3e-3)  # however much a model blows them up
 
 
-class Given:
-    """Answers that were worked out before."""
-
-    how = onnx_verify.WHOLE
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def case(self, case: Case) -> Tensor:
-        inputs = model_inputs(self.model, case.tokens, 0, case.mask)
-        return self.model(**inputs, use_cache=False).logits.float().detach()
-
-    def greedy(self, reference: Reference) -> Tensor:
-        return reference.greedy_logits
-
-
-def test_a_model_that_blows_up_roundings_passes_in_float64_and_without_a_bias_fails() -> None:
+def test_a_model_that_blows_up_roundings_passes_in_float64_and_without_a_bias_fails(tmp_path: Path) -> None:
     """Double precision is a right answer of other roundings; which the fixed bound refused."""
     model = zoo.build("gpt_oss", hidden_size=256, intermediate_size=128)
-    units = [f"model.layers.{number}" for number in range(2)]
-    reference = observe(model, past=False, tokens=0, units=units)
+    reference = streamed(model, tmp_path / "gpt_oss")
     model.set_experts_implementation("eager")
-    exact = onnx_verify.compare(Given(copy.deepcopy(model).double()), reference, EXACT)
+
+    def said(by: Any) -> Iterator[Tensor]:
+        return (answer(by, case) for case in reference.cases)
+
+    exact = verify.compare(said(copy.deepcopy(model).double()), reference, EXACT)
     assert 1e-4 < exact.largest_difference < exact.tolerance == 8 * exact.sensitivity < 1e-2
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj_bias[3] = 0
     with pytest.raises(CompressionError, match=r"is wrong in the case .*; nothing was written"):
-        onnx_verify.compare(Given(model), reference, EXACT)
-    assert observe(zoo.build("mixtral"), past=False, tokens=0, units=units).sensitivity < 1e-5
+        verify.compare(said(model), reference, EXACT)
+    assert streamed(zoo.build("mixtral"), tmp_path / "mixtral").sensitivity < 1e-5
 
 
-def test_lengths_that_a_trace_has_fixed_are_told_as_such(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(case: Case | None, logits: Tensor) -> Tensor:
-        return logits + 1 if case is not None and case.tokens.shape[1] > 16 else logits
+def streamed(model: Any, folder: Path) -> Reference:
+    """What the exporter has of a model's checkpoint."""
+    model.save_pretrained(folder)
+    return exporter_reference.observe(open_model(locate(str(folder)), "float32", "cpu"), False, 0, Silent())
+
+
+def test_lengths_that_a_trace_has_fixed_are_told_as_such(reference: Reference) -> None:
+    def wrong(case: Case, logits: Tensor) -> Tensor:
+        return logits + 1 if case.tokens.shape[1] > 16 else logits
 
     right = r"\(it is right for 2 x 3, 1 x 1, 1 x 7, 3 x 5"
-    with monkeypatch.context() as patch, pytest.raises(CompressionError, match=rf"'prefill 2 x 33': .* {right}\); no"):
-        compared(reference, wrong, patch)
+    with pytest.raises(CompressionError, match=rf"'prefill 2 x 33': .* {right}\); no"):
+        compared(reference, wrong)
 
-    def failing(case: Case | None, logits: Tensor) -> Tensor:
-        if case is not None and case.tokens.shape[1] > 16:
+    def failing(case: Case, logits: Tensor) -> Tensor:
+        if case.tokens.shape[1] > 16:
             raise CompressionError("ONNX Runtime fails") from RuntimeError("Expand")
         return logits
 
     with pytest.raises(CompressionError, match=rf"fails {right}; the stock code's loop over tokens .*\); nothing"):
-        compared(reference, failing, monkeypatch)
+        compared(reference, failing)
 
 
 def test_what_onnx_runtime_says_is_told_without_its_source_files() -> None:
@@ -209,17 +173,17 @@ def test_what_onnx_runtime_says_is_told_without_its_source_files() -> None:
     ],
 )
 def test_in_half_precision_a_router_may_break_a_near_tie_of_few_tokens(
-    name: str, tokens: int, value: float, passes: bool, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    name: str, tokens: int, value: float, passes: bool, reference: Reference
 ) -> None:
-    def wrong(case: Case | None, logits: Tensor) -> Tensor:
-        if case is not None and case.name == name:
+    def wrong(case: Case, logits: Tensor) -> Tensor:
+        if case.name == name:
             logits[-1, -tokens:] += value
         return logits
 
     if passes:
-        found = compared(reference, wrong, monkeypatch, HALF)
+        found = compared(reference, wrong, HALF)
         assert (found.ties, found.largest_difference) == (tokens, 0)
-        assert found.tokens == sum(int(case.mask.sum()) for case in reference.cases) + len(reference.greedy)
+        assert found.tokens == sum(int(case.mask.sum()) for case in reference.cases)
     else:
         with pytest.raises(CompressionError, match=f"case {name!r}"):
-            compared(reference, wrong, monkeypatch, HALF)
+            compared(reference, wrong, HALF)

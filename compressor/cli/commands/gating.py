@@ -11,9 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import compressor
-from compressor.cli.commands.publishing import push_made
-from compressor.cli.options import Computing, GateOptions, Publishing, Running, UnderGate, listed
-from compressor.cli.routing import RoutingOptions
+from compressor.cli.commands.outputs import push_made
+from compressor.cli.options import Computing, GateOptions, Publishing, RoutingOptions, Running, UnderGate, listed
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.distributed.ranks import held, here, refuse_several
 from compressor.errors import CompressionError

@@ -1,6 +1,7 @@
-"""`plan`, `apply` and `compress`: the commands that make models smaller."""
+"""The commands that make models: `plan`, `apply` and `compress`, and `split`, `calibrate-router` and `distill`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,11 +9,15 @@ import typer
 
 import compressor
 from compressor.cli.commands.gating import compress_under_gate
-from compressor.cli.commands.publishing import check_access, push_made
+from compressor.cli.commands.outputs import check_access, push_made
 from compressor.cli.gguf_files import CHOOSING, Imatrix, compress_file, plan_of_file, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
+    CALIBRATION,
+    STEPS,
     Computing,
+    Flags,
     GateOptions,
+    Model,
     Out,
     Publishing,
     Running,
@@ -20,17 +25,22 @@ from compressor.cli.options import (
     TextFlags,
     UnderGate,
     listed,
+    step_options,
 )
-from compressor.cli.parameters import CALIBRATION, Flags
 from compressor.cli.step_flags import SetFlag, flags, recipe_of_flags
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.distributed.ranks import held, here, refuse_several
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import GateOptions as RecipeGate
 from compressor.recipe.recipe import OutputOptions, Recipe
+from compressor.recipe.step import Step, TextOptions
+from compressor.steps.distill.step import Distill
+from compressor.steps.routers.step import Routers
+from compressor.steps.split.step import Split
 
 MONE = "mone"  # the format in which constants stand for experts
-Model = Annotated[
+OWN_TEXT = ("calibration", "seed")  # of steps whose sequences are options of their own
+Source = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL", help="A checkpoint folder, a Hub id such as org/model, a GGUF file, or a recipe.yaml."
@@ -48,7 +58,7 @@ def plan(
     setting: SetFlag,
     computing: Computing,
     running: Running,
-    model: Model = None,
+    model: Source = None,
     format: Annotated[
         str, typer.Option("--format", help="safetensors, or mone: a plan with constants for what is dropped.")
     ] = "safetensors",
@@ -139,7 +149,7 @@ def compress(
     publishing: Publishing,
     computing: Computing,
     running: Running,
-    model: Model = None,
+    model: Source = None,
     format: Annotated[
         str | None,
         typer.Option(
@@ -202,3 +212,76 @@ def _with_gate_and_output(
     elif under_gate.keep_failed or under_gate.search:
         raise CompressionError("--keep-failed and --search go with --gate; name the tasks to pass")
     return recipe.model_copy(update=changes)
+
+
+def split(
+    model: Model,
+    output: Out,
+    running: Running,
+    text: TextFlags,
+    computing: Computing,
+    options: Annotated[
+        dict[str, Any], Flags(partial(step_options, Split, STEPS, {"split": "parts", "split_by": "by"}))
+    ],
+) -> None:
+    """Split each routed expert into narrower ones that compute the same; `compress` can then drop them one by one."""
+    given = {"parts": options["split"], "by": options["split_by"]}
+    _carry_out("split", model, output, running, text, computing, given)
+
+
+def _against_base(step: type[Step], name: str, text: str) -> Callable[..., None]:
+    """A command that carries out a step on a smaller model, which it compares with its base."""
+
+    def command(
+        checkpoint: Model,
+        output: Out,
+        running: Running,
+        text: Annotated[TextFlags, OWN_TEXT],
+        computing: Computing,
+        base: Annotated[str, typer.Option(help="The model that the checkpoint was made of: a folder or a Hub id.")],
+        options: Annotated[dict[str, Any], Flags(partial(step_options, step, STEPS))],
+    ) -> None:
+        _carry_out(step.name, checkpoint, output, running, text, computing, options, base)
+
+    command.__name__, command.__doc__ = name, text
+    return command
+
+
+calibrate_router = _against_base(
+    Routers,
+    "calibrate_router",
+    "Move a smaller model's routers toward its base on text, as far as held-out text is nearer to it (after C3PO).",
+)
+distill = _against_base(Distill, "distill", "Train a smaller model toward its base's next-token distribution on text.")
+
+
+def _carry_out(
+    name: str,
+    checkpoint: str,
+    output: Any,
+    running: Running,
+    text: TextFlags,
+    computing: Computing,
+    options: dict[str, Any],
+    base: str | None = None,
+) -> None:
+    from compressor.api.compressing import change
+    from compressor.cli.rendering import show_outcome
+
+    revision = {"revision": running.revision} if base is None else {"base": base, "base_revision": running.revision}
+    with progress_bars(running.as_json) as progress:
+        outcome = change(
+            name,
+            checkpoint,
+            output,
+            options={option: value for option, value in options.items() if value is not None},
+            text=TextOptions(**text.given()),
+            seed=text.seed or 0,
+            dtype=computing.dtype,
+            device=computing.device,
+            overwrite=running.overwrite,
+            progress=progress,
+            command=command_line(),
+            **revision,
+        )
+    show_outcome(outcome, running.as_json)

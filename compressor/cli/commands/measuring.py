@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 import compressor
-from compressor.cli.options import Computing, Model, Running, TextFlags, counts, listed, shares
-from compressor.cli.parameters import CALIBRATION, KEEP
+from compressor.cli.options import CALIBRATION, KEEP, Computing, Model, Running, TextFlags, counts, listed, shares
 from compressor.cli.terminal import progress_bars
 from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError

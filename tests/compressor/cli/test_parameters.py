@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.testing import CliRunner
 
-from compressor.cli.parameters import KEEP, RUNNING, STEPS, Flags, described, given, spread, step_options
+from compressor.cli.options import KEEP, RUNNING, STEPS, Flags, described, given, spread, step_options
 from compressor.cli.step_flags import FLAGS
 from compressor.recipe.plugins import STEPS as GROUP
 from compressor.recipe.plugins import names

@@ -18,8 +18,8 @@ from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.serving.advice import Served, advise
 from exporters.onnx import ExportSummary
-from exporters.onnx_experts import LayerRoute
-from exporters.onnx_verify import Verification
+from exporters.onnx.moe import LayerRoute
+from exporters.onnx.verify import Verification
 from tests.plans import by_hand
 
 HOSTILE = "[bold red]m[/]\\[x] :smile: `<b>` | {y}"

@@ -25,7 +25,7 @@ from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.publishing.card import Card, card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
-from exporters.onnx_verify import Verification
+from exporters.onnx.verify import Verification
 from tests.gates import gate, likelihood, mixed, task
 from tests.hub.cards import mistakes
 from tests.plans import pruned

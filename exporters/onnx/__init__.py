@@ -1,8 +1,8 @@
 """A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute the same.
 
-The graph is traced without its large weights, and those go from the source into their file one layer at a time. The
-stock model answers everything that the graph will be asked, and then ONNX Runtime is asked: both with the whole model
-in memory where it fits, and otherwise layer by layer.
+The graph is traced without its large weights, and those go from the source into their file one layer at a time, while
+the stock model answers everything that the graph will be asked. Then ONNX Runtime is asked: the whole graph where it
+fits into memory, and otherwise layer by layer.
 """
 
 import json
@@ -24,17 +24,46 @@ from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
 from compressor.workdir.workdir import check_space, check_target, making
-from exporters.onnx_experts import LayerRoute
-from exporters.onnx_making import GRAPH, WEIGHTS, write_graph
-from exporters.onnx_options import DTYPES, ExportOptions
-from exporters.onnx_parts import LayeredGraph, Parts
-from exporters.onnx_quantized_experts import FORMATS, RoundingCost, rounding_cost
-from exporters.onnx_verify import EXACT, HALF, STOCK, Answers, Verification, WholeGraph, compare
+from exporters.onnx.moe import FALLBACKS, LayerRoute
+from exporters.onnx.quantise import SCHEMES
+from exporters.onnx.reference import TOKENS
+from exporters.onnx.verify import EXACT, HALF, STOCK, Graph, RoundingCost, Verification, compare, rounding_cost
+from exporters.onnx.weights import GRAPH, WEIGHTS, write_graph
 
+DTYPES = {"fp32": "float32", "fp16": "float16"}
+FORMATS = {"none": None, **SCHEMES}  # of the experts' weights
+OPSETS = range(18, 24)
+EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
 RECORD = "onnx_export.json"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnx-ir", "torch", "transformers", "moe-compressor")
 UNRECORDED = ("overwrite", "external_bytes", "stream")  # options that change nothing of the graph
 RECORDED = ("model", "nodes", "inputs", "outputs", "routes", "verification", "rounding")  # of the summary
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to make of a checkpoint."""
+
+    opset: int = 20
+    dtype: str = "fp32"
+    quantize: str = "none"
+    past: bool = True  # the cache as inputs and outputs
+    overwrite: bool = False
+    fallback: str = FALLBACKS[0]  # for layers that the MoE node cannot express
+    external_bytes: int = EXTERNAL_BYTES
+    tokens: int = TOKENS  # greedy tokens that are compared
+    stream: bool | None = None  # whether to verify layer by layer; None: where the model does not fit into memory
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("--dtype", self.dtype, DTYPES),
+            ("--quantize", self.quantize, FORMATS),
+            ("the fallback", self.fallback, FALLBACKS),
+        ):
+            if value not in known:
+                raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
+        if self.opset not in OPSETS:
+            raise CompressionError(f"--opset {self.opset} is not supported; give one from {OPSETS[0]} to {OPSETS[-1]}")
 
 
 Options = ExportOptions  # under this name the registry finds an exporter's options
@@ -85,30 +114,34 @@ def export(
     check_carried(opened.source.folder)
     check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with making(out, options.overwrite) as content:
+        written = write_graph(
+            opened,
+            content,
+            progress,
+            FORMATS[options.quantize],
+            options.past,
+            options.tokens,
+            options.opset,
+            options.fallback,
+            options.external_bytes,
+        )
+        reference, original = written.reference, written.original
         layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
-        made = write_graph(opened, content, options, layered, progress)
-        reference, original = made.reference, made.original
+        graph = Graph(content / GRAPH, written.owners, opened.architecture.units if layered else ())
         bounds = HALF if options.dtype == "fp16" else EXACT
-        if layered:
-            parts = Parts(content / GRAPH, made.owners, opened.architecture.units)
-            answers: Answers = LayeredGraph(parts, reference, options.past, progress)
-            verification = compare(answers, reference, bounds, _label(options))
-        else:
-            progress.start("verifying", 1)
-            verification = compare(WholeGraph(content / GRAPH), reference, bounds, _label(options))
-            progress.advance("logits and greedy tokens")
+        answers = graph.answers(reference.cases, progress)
         files = [path for path in (content / GRAPH, content / WEIGHTS) if path.exists()]
         summary = ExportSummary(
             folder=out,
             model=reference.model,
             nbytes=sum(path.stat().st_size for path in files),
             external=len(files) > 1,
-            verification=verification,
+            verification=compare(answers, reference, bounds, _label(options), graph.how),
             rounding=None if original is None else rounding_cost(original, reference),
-            nodes=made.nodes,
-            inputs=made.inputs,
-            outputs=made.outputs,
-            routes=made.routes,
+            nodes=written.nodes,
+            inputs=written.inputs,
+            outputs=written.outputs,
+            routes=written.routes,
         )
         _write_files(opened, content, options, summary)
     return summary
@@ -133,7 +166,9 @@ def read_summary(out: Path) -> ExportSummary:
 
 def _label(options: ExportOptions) -> str:
     half = "weights rounded to float16" if options.dtype == "fp16" else ""
-    changed = " and ".join(filter(None, (half, FORMATS[options.quantize].label)))
+    scheme = FORMATS[options.quantize]
+    experts = "" if scheme is None else f"experts rounded to {scheme.describe()}"
+    changed = " and ".join(filter(None, (half, experts)))
     return f"{STOCK} with {changed}" if changed else STOCK
 
 

@@ -1,4 +1,8 @@
-"""The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs."""
+"""The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs.
+
+Large weights are not in memory while the graph is traced. Their shapes stand for them, and each initialiser made of
+one keeps a `Recipe` in the place of its values.
+"""
 
 import builtins
 import contextlib
@@ -8,20 +12,25 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from compressor.errors import CompressionError, reason_of
+from compressor.model.architecture import experts_modules
+from compressor.model.experts import parameter_names
+from compressor.model.loading import PartialModel, set_tensor
 from compressor.progress import quiet_transformers
-from exporters.onnx_absent import standing_in
-from exporters.onnx_matching import quick_matching
-from exporters.onnx_reference import model_inputs
+from exporters.onnx.moe import outline_experts, round_experts
+from exporters.onnx.quantise import Scheme
+from exporters.onnx.reference import model_inputs
 
 CACHE = "past_key_values"
 SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shapes are compared; none is 0 or 1
@@ -31,7 +40,62 @@ LARGEST_CHUNK = 1024  # of a recurrent layer; longer ones are windows of attenti
 RENAMED = {"keys": "key", "values": "value"}
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 STOCK = "transformers.models."
+SMALL = 8192  # elements: with larger constants the optimiser computes nothing
 NOISY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How an initialiser is made of a tensor of the traced model: its name, and the order of its axes if changed."""
+
+    source: str
+    order: tuple[int, ...] | None = None
+
+    def made_of(self, value: Tensor) -> Tensor:
+        """The initialiser's values, contiguous."""
+        return (value if self.order is None else value.permute(self.order)).contiguous()
+
+    def turned(self, order: tuple[int, ...]) -> "Recipe":
+        """The same with its axes in another order."""
+        return replace(self, order=order if self.order is None else tuple(self.order[axis] for axis in order))
+
+    def __call__(self) -> Any:
+        """A stand-in for the values, for the optimiser looks for equal small tensors: it equals only itself."""
+        import onnx_ir
+
+        return onnx_ir.tensor(np.frombuffer(repr(self).encode(), np.uint8))
+
+
+def recipe_of(value: Any) -> Recipe | None:
+    """How an initialiser is made; None for one whose values are there."""
+    raw = getattr(value.const_value, "raw", None)
+    return raw if isinstance(raw, Recipe) else None
+
+
+def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, FakeTensorMode]:
+    """The stock model of an empty `partial` to be traced, with the mode of its absent weights.
+
+    Small tensors are read. Both weights of experts are there or neither, rounded by a scheme. Tied ones stay tied.
+    """
+    absent = {key for key, value in partial.empty.items() if value.numel() > SMALL}
+    experts = dict(experts_modules(partial.model))
+    pairs = {name: {f"{name}.{key}" for key in parameter_names(module)[:2]} for name, module in experts.items()}
+    for pair in pairs.values():
+        absent |= pair if absent & pair else set()
+    absent |= {key for key in partial.empty if partial.tied.get(key, key) in absent}
+    partial.load(key for key in partial.empty if key not in absent)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    standing: dict[str, nn.Parameter] = {}
+    for key in sorted(absent):
+        source, value = partial.tied.get(key, key), partial.empty[key]
+        if source not in standing:
+            with mode:
+                standing[source] = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=False)
+        set_tensor(partial.model, key, standing[source])
+    for name, module in experts.items():
+        if scheme is not None:
+            (outline_experts if absent & pairs[name] else round_experts)(module, scheme)
+    return partial.model, mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +252,11 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample}
     if inputs.cache:
         shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
-    settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset)
+    settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset, optimize=False)
     try:
-        with _quiet(), _symbolic_minimum(model), standing_in(), quick_matching():
+        with _quiet(), _symbolic_minimum(model):
             program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
+            optimise(program)
     except Exception as error:  # torch and onnxscript raise many classes
         raise CompressionError(
             f"{type(model).__name__} cannot be traced as one ONNX graph: {export_reason(error)}"
@@ -199,6 +264,81 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     divide_by_roots(program)
     _rename(program, inputs)
     return program
+
+
+def optimise(program: Any) -> None:
+    """Do to an onnx_ir model, in place, what torch.onnx does after a trace, without the values of absent weights."""
+    import onnx_ir
+    from onnx_ir.passes.common import InlinePass
+    from onnxscript.optimizer import optimize_ir
+    from onnxscript.rewriter.onnx_fusions import fuse
+
+    for value in program.graph.initializers.values():
+        stored = value.const_value
+        if isinstance(getattr(stored, "raw", None), FakeTensor):
+            value.const_value = onnx_ir.LazyTensor(
+                Recipe(stored.name), dtype=stored.dtype, shape=stored.shape, name=stored.name
+            )
+    InlinePass()(program)
+    turn_absent(program)
+    with quick_matching():
+        optimize_ir(program, should_fold=lambda node: False if any(map(_is_absent, node.inputs)) else None)
+        fuse(program)
+
+
+def _is_absent(value: Any) -> bool:
+    return value is not None and recipe_of(value) is not None
+
+
+def turn_absent(program: Any) -> None:
+    """Fold every transposition of an absent weight that nothing else reads into its recipe."""
+    import onnx_ir
+
+    for node in list(program.graph):
+        if not (_is(node, "Transpose") and _is_absent(node.inputs[0]) and len(node.inputs[0].uses()) == 1):
+            continue
+        (value,), (output,), stored = node.inputs, node.outputs, node.inputs[0].const_value
+        order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
+        lazy = onnx_ir.LazyTensor(
+            stored.raw.turned(order),
+            dtype=stored.dtype,
+            shape=onnx_ir.Shape([stored.shape[axis] for axis in order]),
+            name=output.name,
+        )
+        turned = onnx_ir.Value(
+            name=output.name, shape=lazy.shape, type=onnx_ir.TensorType(lazy.dtype), const_value=lazy
+        )
+        onnx_ir.convenience.replace_all_uses_with(output, turned)
+        program.graph.remove(node, safe=True)
+        program.graph.initializers.pop(value.name)
+        program.graph.register_initializer(turned)
+
+
+@contextlib.contextmanager
+def quick_matching() -> Iterator[None]:
+    """While the block runs, a pattern with several outputs is tried only on nodes that may be the first of them.
+
+    onnxscript's matcher lists the whole graph once for each node and each such pattern: for a hundred layers that
+    takes longer than all the rest of an export.
+    """
+    try:
+        from onnxscript.rewriter._basics import MatchResult
+        from onnxscript.rewriter._matcher import SimplePatternMatcher
+
+        own = SimplePatternMatcher.match
+    except (ImportError, AttributeError):  # another version of onnxscript, which may be as quick by itself
+        yield
+        return
+
+    def match(self: Any, model: Any, graph: Any, node: Any, *more: Any, **named: Any) -> Any:
+        if not self.pattern.has_single_output_node:
+            first = self.pattern.output_nodes[0].op_identifier()
+            if first is not None and first != node.op_identifier():
+                return MatchResult().fail("the node is not the first output's")
+        return own(self, model, graph, node, *more, **named)
+
+    with patch.object(SimplePatternMatcher, "match", match):
+        yield
 
 
 def export_reason(error: BaseException) -> str:

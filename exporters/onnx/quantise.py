@@ -4,8 +4,8 @@ Every value is rounded to the nearest multiple of its scale. A scale is the one 
 squared error: somewhat below the largest value over the largest code, a few values are cut off and all others gain.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -35,12 +35,16 @@ class Scheme:
         """How many zeros a row of this width needs to consist of whole blocks."""
         return -width % (self.block or 1)
 
+    def count(self, width: int) -> int:
+        """How many scales a row of this width has."""
+        return (width + self.padding(width)) // (self.block or width)
+
     def describe(self) -> str:
         """The scheme in a few words."""
         return f"{self.bits} bits per {'row' if self.block is None else f'block of {self.block}'}"
 
 
-SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType({"int8": Scheme(8), "int4": Scheme(4, 32)})
+SCHEMES: Mapping[str, Scheme] = {"int8": Scheme(8), "int4": Scheme(4, 32)}
 
 
 def blocks(weight: Tensor, scheme: Scheme) -> Tensor:

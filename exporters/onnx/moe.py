@@ -1,0 +1,313 @@
+"""One `com.microsoft.MoE` or `QMoE` node for each MoE layer: which stock experts modules it can express, and how.
+
+The node routes by itself (softmax of router logits, top-k, renormalise). Given the logarithm of the weights that the
+stock router chose as logits, its renormalised softmax is those weights over their sum, whatever the router: softmax,
+sigmoid, groups, corrections. The sum is multiplied in afterwards.
+
+In a QMoE node the experts have 8 or 4 bits and everything else is as it was: the node dequantises 8 bits per row
+itself, and at accuracy level 0 4 bits in blocks too. So the stock model with its rounded weights computes what the node
+does.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import experts_modules
+from compressor.model.experts import parameter_names
+from exporters.onnx.quantise import Scheme, codes, pack, rounded
+
+IMPLEMENTATION = "moe_compressor_onnx"  # the name under which transformers knows `experts_forward`
+ROUTE = "onnx_route"  # an experts module's attribute: its `MoeNode`, or the name of a stock implementation
+SCALES = "onnx_scales"  # an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
+FALLBACKS = ("batched_mm", "grouped_mm")
+SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16 too
+PROBES = 129
+FAR = 1e4  # beyond any limit on a gate
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What the node computes between its projections; of `swiglu`: g * sigmoid(alpha * g) * (u + beta).
+
+    With a limit, g is at most `limit` and u lies within plus and minus `limit`.
+    """
+
+    kind: str
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first projection makes gate and up values."""
+        return self.kind == "swiglu"
+
+    def attributes(self) -> dict[str, Any]:
+        """The node's attributes for this activation."""
+        found: dict[str, Any] = {"activation_type": self.kind}
+        if self.is_gated:  # rows g0, u0, g1, u1, ...
+            found |= {"swiglu_fusion": 1, "activation_alpha": self.alpha, "activation_beta": self.beta}
+        return found if self.limit is None else {**found, "swiglu_limit": self.limit}
+
+    def apply(self, inner: Tensor) -> Tensor:
+        """What the formula says, [T, 2I] as concatenated gate and up (or [T, I]) -> [T, I]."""
+        if not self.is_gated:
+            return UNGATED[self.kind](inner)
+        gate, up = inner.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
+
+
+UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": lambda value: nn.functional.gelu(value, approximate="tanh"),  # the runtime's is this one
+    "silu": nn.functional.silu,
+    "identity": lambda value: value,
+}
+
+
+def _probe(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """The module's own gate on gate [T, I] and up [T, I], fused as its first projection would give them, [T, 2I]."""
+    fused = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+    with torch.no_grad():
+        value: Tensor = experts._apply_gate(fused)
+    return value
+
+
+def _fit_gate(experts: Any) -> Activation | None:
+    """Alpha, beta and limit of a gate of the swiglu family, read off its own values; None for one of another family."""
+    zero, one, far = torch.zeros(1, 1), torch.ones(1, 1), torch.full((1, 1), FAR)
+    slope = _probe(experts, one, one) - _probe(experts, one, zero)  # of u, at g = 1: sigmoid(alpha)
+    if not bool(0 < slope < 1):
+        return None
+    beta = _probe(experts, one, zero) / slope
+    alpha = _round(float(torch.logit(slope)))
+    highest = float(_probe(experts, far, one) - _probe(experts, far, zero))
+    limit = highest
+    for _ in range(50):  # to the gate at which g * sigmoid(alpha * g) is that high, for sigmoid is nearly 1
+        limit = highest * (1 + math.exp(-alpha * limit))
+    return Activation("swiglu", alpha, _round(float(beta)), None if highest > FAR * 0.99 else _round(limit))
+
+
+def _round(value: float) -> float:
+    """The short number that was meant where one is within rounding errors: 1.702 for 1.7019999."""
+    short = round(value, 3)
+    return short if abs(value - short) < 1e-5 * max(1.0, abs(value)) else value
+
+
+def activation(experts: Any) -> Activation | None:
+    """The activation of the node that does what the module does, tried out on numbers; None where there is none."""
+    inner = torch.rand(PROBES, 4, generator=torch.Generator().manual_seed(0)) * 40 - 20
+    inner[-1] *= 50  # some values far out
+    if experts.has_gate:
+        fitted = _fit_gate(experts)
+        found: tuple[Activation, ...] = () if fitted is None else (fitted,)
+        wanted = _probe(experts, *inner.chunk(2, -1))
+    else:
+        found = tuple(Activation(kind) for kind in UNGATED)
+        with torch.no_grad():
+            wanted = experts.act_fn(inner)
+    for candidate in found:
+        if torch.allclose(candidate.apply(inner), wanted.float(), rtol=1e-4, atol=1e-5):
+            return candidate
+    return None
+
+
+def supported(experts: Any) -> str | None:
+    """Why the MoE node cannot express a stock experts module; None if it can."""
+    if getattr(experts, "has_post_expert_norm", False):
+        return "it normalises every expert's output, for which the MoE node has no place"
+    if activation(experts) is None:
+        name = type(experts.act_fn).__name__ if hasattr(experts, "act_fn") else "its own gate"
+        gated = "gated " if experts.has_gate else ""
+        return f"the MoE node has no {gated}activation like {name} of {type(experts).__name__}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class MoeNode:
+    """A node of the domain com.microsoft: its type, the module's tensors after token and logits, its attributes."""
+
+    name: str
+    tensors: tuple[str | None, ...]
+    attributes: Mapping[str, Any]
+    padding: int = 0  # zeros that the node wants after each token's values, and gives after its outputs
+
+
+def first_rows(experts: Any, value: Tensor) -> Tensor:
+    """The first projection's weight or bias with rows g0, u0, g1, u1, ... from rows of gates, then of ups."""
+    if not (experts.has_gate and experts.is_concatenated):
+        return value
+    half = value.shape[1] // 2
+    return torch.stack([value[:, :half], value[:, half:]], 2).flatten(1, 2)
+
+
+def node_tensors(experts: Any) -> dict[str, Tensor]:
+    """The module's tensors as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the biases if any."""
+    names = parameter_names(experts)  # two weights, then two biases or none
+    found = {name: getattr(experts, name).detach() for name in names}
+    if experts.is_transposed:
+        found |= {name: found[name].transpose(1, 2) for name in names[:2]}
+    found |= {name: first_rows(experts, found[name]) for name in names[::2]}
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def _filled(value: Tensor, *sides: int, by: float = 0) -> Tensor:
+    """A tensor with so many entries more at the end of its last axes, the last one first."""
+    return pad(value, [count for side in sides for count in (0, side)], value=by) if any(sides) else value
+
+
+def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
+    """A rounded module's tensors as the node wants them, zeros added so that both widths are whole blocks.
+
+    Packed codes [E, 2I, H] or [E, I, H] and [E, H, I] (half as wide for 4 bits), scales float32 [E, rows] or
+    [E, rows, B] by the weight's name and `_scales`, the biases if any. What the added rows of the first projection
+    give is multiplied by the added columns of the second, which are 0; the added rows of the second are cut off.
+    """
+    first, second, *biases = parameter_names(experts)
+    plain, scales = node_tensors(experts), getattr(experts, SCALES)
+    hidden, inner = (scheme.padding(plain[name].shape[-1]) for name in (first, second))
+    inner_rows = inner * (2 if experts.has_gate else 1)
+    found = {}
+    for name, columns, rows in ((first, hidden, inner_rows), (second, inner, hidden)):
+        own = first_rows(experts, scales[name]) if name == first else scales[name]
+        found[name] = pack(_filled(codes(plain[name].float(), own, scheme), columns, rows), scheme)
+        own = _filled(own, 0, rows, by=1)
+        found[f"{name}_scales"] = own if scheme.block else own[..., 0]
+    for name, rows in zip(biases, (inner_rows, hidden), strict=False):
+        found[name] = _filled(plain[name], rows)
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def moe_node(experts: Any, kind: Activation, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
+    """The node of a module (weight, scales if rounded, and bias of each projection), and its tensors by attribute name.
+
+    MoE, or QMoE of a module that `round_experts` has rounded.
+    """
+    first, second, *biases = parameter_names(experts)
+    first_bias, second_bias = biases or (None, None)
+    attributes = kind.attributes()
+    if scheme is None or not hasattr(experts, SCALES):
+        return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), node_tensors(experts)
+    attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}
+    if scheme.block is not None:
+        attributes |= {"block_size": scheme.block, "accuracy_level": 0}
+    names = (first, f"{first}_scales", first_bias, second, f"{second}_scales", second_bias)
+    width = getattr(experts, second).shape[1 if not experts.is_transposed else 2]
+    return MoeNode("QMoE", names, attributes, scheme.padding(width)), qmoe_tensors(experts, scheme)
+
+
+@torch.no_grad()
+def round_experts(experts: Any, scheme: Scheme) -> None:
+    """Replace a module's weights by the rounded ones, one expert at a time; the scales are kept with the module.
+
+    A module that no node can express is left as it is.
+    """
+    names = parameter_names(experts)[:2]
+    if supported(experts) is not None:
+        return
+    kept = {}
+    for name in names:
+        old = getattr(experts, name)
+        new, scales = torch.empty_like(old), []  # new memory: a loaded tensor may lie in a file that is only read
+        for expert, (weight, place) in enumerate(zip(old, new, strict=True)):
+            rows, filled = (weight.T, place.T) if experts.is_transposed else (weight, place)  # [outputs, inputs]
+            if not bool(torch.isfinite(rows).all()):
+                raise CompressionError(
+                    f"{name} of expert {expert} holds a value that is not finite, so it has no scale; "
+                    "export the checkpoint with --quantize none"
+                )
+            value, found = rounded(rows, scheme)
+            filled.copy_(value)
+            scales.append(found)
+        experts._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
+        kept[name] = torch.stack(scales)
+    setattr(experts, SCALES, kept)
+
+
+def outline_experts(experts: Any, scheme: Scheme) -> None:
+    """What `round_experts` does to a module whose weights are absent: their scales are absent too."""
+    names = parameter_names(experts)[:2]
+    if supported(experts) is not None:
+        return
+    kept = {}
+    for name in names:
+        weight = getattr(experts, name)
+        rows = weight.transpose(1, 2) if experts.is_transposed else weight  # [E, outputs, inputs]
+        kept[name] = rows.new_empty(*rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32)
+    setattr(experts, SCALES, kept)
+
+
+def routing_logits(index: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """[T, K], [T, K] -> [T, E]: logarithms of the weights; an expert chosen twice gets the sum, one with 0 nothing."""
+    dense = torch.zeros(weights.shape[0], experts, dtype=torch.float32, device=weights.device)
+    return dense.scatter_add(1, index, weights.float()).clamp(min=SMALLEST).log()
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls for an experts module while it is traced: [T, H], [T, K], [T, K] -> [T, H]."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    route = getattr(self, ROUTE, FALLBACKS[0])
+    if not isinstance(route, MoeNode):
+        stock: Tensor = ALL_EXPERTS_FUNCTIONS[route](self, hidden_states, top_k_index, top_k_weights)
+        return stock
+    logits = routing_logits(top_k_index, top_k_weights, self.num_experts).to(hidden_states.dtype)
+    tensors = [None if name is None else getattr(self, name) for name in route.tensors]
+    while tensors[-1] is None:
+        tensors.pop()
+    given = nn.functional.pad(hidden_states, (0, route.padding)) if route.padding else hidden_states
+    output: Tensor = torch.onnx.ops.symbolic(
+        f"com.microsoft::{route.name}",
+        [given, logits, *tensors],
+        {"k": top_k_index.shape[-1], "normalize_routing_weights": 1, **route.attributes},
+        dtype=hidden_states.dtype,
+        shape=given.shape,
+        version=1,
+    )
+    output = output[:, : hidden_states.shape[-1]] if route.padding else output
+    return output * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRoute:
+    """How one MoE layer is written: one node, or a stock implementation and why."""
+
+    layer: str
+    route: str  # MoE, QMoE, batched_mm or grouped_mm
+    reason: str | None = None
+
+
+def use_nodes(model: nn.Module, fallback: str = FALLBACKS[0], scheme: Scheme | None = None) -> tuple[LayerRoute, ...]:
+    """Bring every experts module into its node's layout, one after the other and in place, ready to be traced.
+
+    The model computes nothing sensible afterwards: a traced node has no values in torch.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    routes = []
+    for name, experts in experts_modules(model):
+        reason = supported(experts)
+        kind = None if reason else activation(experts)
+        if kind is None:
+            setattr(experts, ROUTE, fallback)
+            routes.append(LayerRoute(name, fallback, reason))
+            continue
+        node, tensors = moe_node(experts, kind, scheme)
+        for key in parameter_names(experts):
+            experts._parameters.pop(key)
+        for key, value in tensors.items():
+            experts.register_buffer(key, value)
+        setattr(experts, ROUTE, node)
+        routes.append(LayerRoute(name, node.name))
+    model.set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    return tuple(routes)

@@ -1,0 +1,235 @@
+"""What the stock model answers to everything that an ONNX graph will be asked: many shapes, chunks, padding, decoding.
+
+It is asked first, one decoder layer in memory at a time, and its answers are kept, so that model and graph need not be
+in memory together.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.model.loading import PartialModel, parent_and_name
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.progress import Progress
+
+TRACED = (2, 3)  # batch and sequence of the example that a graph is traced with
+SHAPES = (TRACED, (1, 1), (1, 7), (3, 5), (2, 33), (4, 16), (1, 300))  # with an empty past
+PREFILL = "prefill"
+CHUNKS = (1, 9, 1, 14)  # of 25 tokens, two sequences: prefill, chunks and single tokens in turn
+PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 places
+PADDED_LENGTH = 12
+PROMPT = 8
+TOKENS = 64
+CONTINUED = "token by token"  # the question of a text of which the likeliest tokens are compared, too
+NUDGED = 4  # of the questions: 2 x 33, enough tokens to meet an unlucky one
+NUDGED_NAME = "nudged"
+PROMPT_SEED, TEXT_SEED, NUDGE_SEED = 13, 15, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Some tokens [B, S] with their mask [B, S], cut into chunks."""
+
+    name: str
+    tokens: Tensor
+    mask: Tensor
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Question):
+    """A question with the stock model's logits [B, S, V]."""
+
+    logits: Tensor
+
+    @property
+    def real(self) -> Tensor:
+        """Logits [T, V] of the tokens that are no padding."""
+        return self.logits[self.mask.bool()]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the stock model answered."""
+
+    model: str
+    cases: tuple[Case, ...]
+    sensitivity: float = 0.0  # how far a logit moves if every layer's input does by one unit in its last place
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute logit of the real tokens."""
+        return max(float(case.real.abs().max()) for case in self.cases)
+
+
+def special_tokens(config: Any) -> frozenset[int]:
+    """Token ids that the config gives a meaning: padding, images and so on."""
+    fields = (*vars(config).items(), *vars(config.get_text_config(decoder=True)).items())
+    named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+    several = (value if isinstance(value, list | tuple) else [value] for value in named)
+    return frozenset(value for each in several for value in each if isinstance(value, int))
+
+
+def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
+    """Ordinary token ids [rows, length], the same ones for the same seed."""
+    text = config.get_text_config(decoder=True)
+    vocabulary = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    ordinary = torch.tensor(sorted(set(range(vocabulary)) - special_tokens(config)))
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))]
+
+
+def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Tokens [B, S] after `past` others with mask [B, past + S] and positions, as far as the model takes them."""
+    rows, length = tokens.shape
+    mask = torch.ones(rows, past + length, dtype=torch.long) if mask is None else mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:].contiguous()
+    found = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    taken = inspect.signature(type(model).forward).parameters
+    return {name: value for name, value in found.items() if name in taken}
+
+
+def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
+    """A copy of logits [B, S, V] in float32; raises `CompressionError` where they are not those of tokens [B, S]."""
+    if logits.shape[:2] != tokens.shape:
+        raise CompressionError(
+            f"{type(model).__name__} does not give one row of logits for each token; only language models that "
+            "do can be exported"
+        )
+    return logits.float().clone()
+
+
+def questions(model: Any, past: bool, tokens: int) -> tuple[Question, ...]:
+    """Everything that stock model and graph are asked; of a model that generates, also so many tokens after a prompt.
+
+    With `past` some come in chunks, with the cache of one handed to the next.
+    """
+    config, found = model.config, []
+    longest = _longest(config)
+    for number, (rows, wanted) in enumerate(SHAPES):
+        length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
+        drawn = random_tokens(config, rows, length, number)
+        found.append(Question(f"{PREFILL} {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
+    drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
+    mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
+    found.append(Question("left padding", drawn, mask, (PADDED_LENGTH,)))
+    if past:
+        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
+        found.append(Question("chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
+        drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
+        found.append(Question("left padding, cached decode", drawn, mask, (PADDED_LENGTH - 4, 1, 1, 1, 1)))
+    count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
+    if count:
+        parts = (random_tokens(config, 1, PROMPT, PROMPT_SEED), random_tokens(config, 1, count - 1, TEXT_SEED))
+        drawn = torch.cat(parts, dim=1)
+        chunks = (PROMPT, *[1] * (count - 1)) if past else (PROMPT + count - 1,)
+        found.append(Question(CONTINUED, drawn, torch.ones_like(drawn), chunks))
+    return tuple(found)
+
+
+def _longest(config: Any) -> int:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+
+
+def nudge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's arguments with each value of its input moved to a neighbouring float32, up or down by a fixed draw."""
+    first, *others = args or (None,)
+    key = next(iter(kwargs), "")
+    value = first if args else kwargs.get(key)
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return args, kwargs
+    up = torch.rand(value.shape, generator=torch.Generator().manual_seed(NUDGE_SEED)) < 0.5
+    moved = value.nextafter(torch.where(up, torch.inf, -torch.inf))
+    return ((moved, *others), kwargs) if args else (args, kwargs | {key: moved})
+
+
+Shown = Callable[[PartialModel, str], None]
+
+
+class _WidenedModel(PartialModel):
+    """A model whose tensors outside the layers are brought into float32 as they are loaded, without another change."""
+
+    units: tuple[str, ...] = ()
+
+    def load(self, keys: Iterable[str]) -> None:
+        """Fill these entries; those of a layer keep their dtype, for they are still to be written."""
+        wanted = list(keys)
+        super().load(wanted)
+        widen(self.model, (key for key in wanted if unit_of(key, self.units) is None))
+
+
+def widen(model: Any, keys: Iterable[str]) -> None:
+    """Bring tensors of a model into float32, in place; those of whole numbers stay."""
+    for key in keys:
+        value = getattr(*parent_and_name(model, key))
+        if value.is_floating_point():
+            value.data = value.data.float()
+
+
+def unit_of(key: str, units: Sequence[str]) -> str | None:
+    """The decoder layer that a tensor belongs to."""
+    return next((unit for unit in units if key.startswith(f"{unit}.")), None)
+
+
+class _Asked(LayerVisitor):
+    """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits."""
+
+    def __init__(self, partial: PartialModel, asked: Sequence[Question], shown: Shown) -> None:
+        self.partial, self.asked, self.shown = partial, asked, shown
+        self.logits: list[Tensor] = [torch.empty(0)] * len(asked)
+
+    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of the model's forward for the batch that runs."""
+        asked = self.asked[self.at.batch]
+        return args, kwargs | model_inputs(model, asked.tokens, 0, asked.mask)
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        """The layer's own forward, of nudged values where the batch that runs is asked so."""
+        if self.asked[self.at.batch].name != NUDGED_NAME:
+            return own
+
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = nudge(args, kwargs)
+            return own(*args, **kwargs)
+
+        return moved
+
+    def loaded(self, unit: str) -> None:
+        self.shown(self.partial, unit)
+        widen(self.partial.model, self.partial.keys_under(unit))
+
+    def finished(self, batch: int, output: Any) -> None:
+        self.logits[batch] = per_token(self.partial.model, self.asked[batch].tokens, output.logits)
+
+
+def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, shown: Shown | None = None) -> Reference:
+    """Everything that a graph of this model is compared with, computed in float32.
+
+    Every layer is `shown` when it is loaded, in its own dtype, before anything passes it.
+    """
+    inner, units = opened.partial, opened.architecture.units
+    partial = _WidenedModel(inner.checkpoint, inner.config, inner.dtype, inner.device)
+    partial.units = units
+    widen(partial.model, (name for name, value in partial.model.named_buffers() if value.device.type != "meta"))
+    asked = questions(partial.model, past, tokens)
+    visitor = _Asked(partial, [*asked, replace(asked[NUDGED], name=NUDGED_NAME)], shown or (lambda partial, unit: None))
+    handle = partial.model.register_forward_pre_hook(visitor.given, with_kwargs=True)
+    try:
+        batches = [each.tokens for each in visitor.asked]
+        Pass(replace(opened, partial=partial), batches, progress, "the stock model, layer by layer", to_end=True).run(
+            visitor
+        )
+    finally:
+        handle.remove()
+    *logits, moved = visitor.logits
+    cases = tuple(
+        Case(each.name, each.tokens, each.mask, each.chunks, said) for each, said in zip(asked, logits, strict=True)
+    )
+    change = float((logits[NUDGED] - moved).abs().max())
+    return Reference(type(partial.model).__name__, cases, change if math.isfinite(change) else 0.0)

@@ -1,0 +1,398 @@
+"""Whether an ONNX graph computes what the stock model does: it is asked everything that was asked of that.
+
+A graph that fits into memory answers in one session. Another is cut on disk into parts that follow one another: what
+comes before the layers, each layer, and what comes after. All questions pass a part before the next one is loaded. A
+question that comes in steps, with the cache of one handed to the next, passes each part step by step, for a layer's
+cache is needed by that layer alone.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError, reason_of
+from compressor.generation.decoders import LOGITS, MASK, POSITIONS, TOKENS
+from compressor.progress import Progress
+from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference
+from exporters.onnx.trace import CACHE
+
+STOCK = "the stock model in float32"
+WHOLE = "the whole graph, the likeliest token after each of a given text"
+LAYERS = "layer by layer, the likeliest token after each of a given text"
+SHAPES = ("Shape", "Size")  # what asks a tensor for no value
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far logits may be off: this much, and this much of the largest logit if that is more.
+
+    A model that blows up roundings is as far from itself in another order of adding: where one unit in the last place
+    of its layers' inputs moves its own logits, a graph may be off by `units` times as much, up to a thousandth of the
+    largest logit. A fault of a graph moves them by far more.
+
+    In rounded arithmetic a router's near tie may be broken differently, and the token gets another expert: such tokens
+    may lie beyond, up to a `share` of those compared.
+    """
+
+    absolute: float
+    relative: float
+    share: float = 0.0
+    units: float = 8.0  # graphs that are right, of models that blow up roundings, came to 2 to 3
+
+    def ties(self, tokens: int) -> int:
+        """How many of so many tokens may lie beyond."""
+        return int(self.share * tokens + 0.5)
+
+    def of(self, reference: Reference) -> float:
+        """The bound for the logits of a model that answered so."""
+        largest = reference.largest
+        return max(self.absolute, self.relative * largest, min(self.units * reference.sensitivity, MOST * largest))
+
+
+MOST = 1e-3  # of the largest logit, however much a model blows up roundings
+EXACT = Tolerance(1e-4, 1e-5)
+HALF = Tolerance(1e-2, 1e-2, share=0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How well a graph agreed with the stock model."""
+
+    largest_difference: float  # of any logit in any case, but for the ties
+    tolerance: float
+    largest_logit: float
+    shapes: tuple[tuple[int, int], ...]
+    cases: tuple[tuple[str, float], ...]  # the largest difference of each case
+    tokens_compared: int
+    tokens_equal: int
+    reference: str = STOCK
+    how: str = WHOLE  # in one piece, or layer by layer
+    ties: int = 0  # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
+    tokens: int = 0  # whose logits were compared
+    sensitivity: float = 0.0  # how far one unit in the last place of its layers' inputs moves the stock logits
+
+
+def compare(
+    logits: Iterable[Tensor], reference: Reference, tolerance: Tolerance, label: str = STOCK, how: str = WHOLE
+) -> Verification:
+    """Hold a graph's logits [B, S, V], case by case, against the stock model's.
+
+    Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties. For a graph
+    with rounded weights, `reference` is made with the same rounded weights; `label` says so.
+    """
+    bound, answers = tolerance.of(reference), iter(logits)
+    cases: list[tuple[str, float]] = []
+    ties, tokens, compared, equal = 0, 0, 0, 0
+    for case in reference.cases:
+        try:
+            found = next(answers)
+            gaps = _gaps(found, case)
+            beyond = ~(gaps <= bound)
+            if int(beyond.sum()) > tolerance.ties(len(gaps)) or bool(gaps.isinf().any()):
+                raise CompressionError(
+                    f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its logits differ from "
+                    f"the stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}"
+                )
+        except CompressionError as error:
+            raise CompressionError(f"{error}{_right_for(case, cases, error)}; nothing was written") from error
+        cases.append((case.name, float(gaps.where(~beyond, 0.0).max())))
+        ties, tokens = ties + int(beyond.sum()), tokens + len(gaps)
+        if case.name == CONTINUED:
+            same = found[0, PROMPT - 1 :].argmax(-1) == case.logits[0, PROMPT - 1 :].argmax(-1)
+            compared, equal = len(same), int(same.sum())
+    return Verification(
+        largest_difference=max(largest for _, largest in cases),
+        tolerance=bound,
+        largest_logit=reference.largest,
+        shapes=tuple((len(case.tokens), case.tokens.shape[1]) for case in reference.cases if case.name != CONTINUED),
+        cases=tuple(cases),
+        tokens_compared=compared,
+        tokens_equal=equal,
+        reference=label,
+        how=how,
+        ties=ties,
+        tokens=tokens,
+        sensitivity=reference.sensitivity,
+    )
+
+
+def _gaps(found: Tensor, case: Case) -> Tensor:
+    """The largest absolute difference of each real token's logits, [T]; infinite where there is no number."""
+    if found.shape != case.logits.shape:
+        return torch.full((int(case.mask.sum()),), torch.inf)
+    gaps = (found[case.mask.bool()] - case.real).abs().amax(-1)
+    return gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _right_for(case: Case, right: Sequence[tuple[str, float]], error: CompressionError) -> str:
+    """For which shapes a graph is right that fails for another, and what that means."""
+    if not right or not case.name.startswith(PREFILL):
+        return ""
+    shapes = ", ".join(name.removeprefix(f"{PREFILL} ") for name, _ in right)
+    failed = error.__cause__ is not None  # in ONNX Runtime, rather than giving other logits
+    fixed = "; the stock code's loop over tokens or chunks is traced for some lengths only" if failed else ""
+    return f" (it is right for {shapes}{fixed})"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingCost:
+    """What rounding the experts changes: the stock model's logits before and after."""
+
+    largest_difference: float
+    largest_logit: float  # before
+    same_choice: float  # the share of the tokens after which the most likely token is the same
+
+
+def rounding_cost(before: Reference, after: Reference) -> RoundingCost:
+    """Compare the cases that both references hold, at real tokens only."""
+    later = {case.name: case for case in after.cases}
+    pairs = [(case.real, later[case.name].real) for case in before.cases if case.name in later]
+    one, two = (torch.cat(logits) for logits in zip(*pairs, strict=True))  # [T, V]
+    return RoundingCost(
+        largest_difference=float((one - two).abs().max()),
+        largest_logit=float(one.abs().max()),
+        same_choice=float((one.argmax(-1) == two.argmax(-1)).float().mean()),
+    )
+
+
+def runtime_reason(error: Exception) -> str:
+    """What ONNX Runtime says about a node that failed, without its codes and source files."""
+    text = " ".join(str(error).split())
+    node = re.search(r"running (\w+) node\b", text)
+    plain = re.split(r"Status Message: | : [A-Z_]+ : |\w\([^()]*\) (?=\S)", text)[-1]
+    return reason_of(type(error)(f"{node[1]}: {plain}" if node else plain))
+
+
+def runtime_fault(error: Exception, shape: list[int], past: int) -> CompressionError:
+    """The fault of a run with tokens of this shape after others, told."""
+    return CompressionError(f"ONNX Runtime fails on {shape} tokens after {past}: {runtime_reason(error)}")
+
+
+def open_session(path: Path) -> Any:
+    """A graph in ONNX Runtime on the CPU; raises `CompressionError` for one that it does not load."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4  # what fails is told by the exception
+    settings.intra_op_num_threads = torch.get_num_threads()
+    try:
+        return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime raises classes of its own
+        raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some nodes of a graph as a model of its own: what it takes from the parts before it, and gives to those after."""
+
+    model: Any  # None: the whole graph as it lies on disk
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def _used(node: Any) -> set[str]:
+    """The values that a node reads, in its inner graphs too."""
+    found = set(node.input)
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            own = {value.name for value in (*graph.input, *graph.initializer)}
+            own |= {name for inner in graph.node for name in inner.output}
+            outer = {name for inner in graph.node for name in _used(inner)} | {value.name for value in graph.output}
+            found |= outer - own
+    return found - {""}
+
+
+def _levels(graph: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[int]:
+    """Of each node the part that it belongs to: no earlier than what it reads, and than the layer whose weights it has.
+
+    0 comes before all layers, 1 is the first; behind the last, whoever reads another tensor is in a part of its own.
+    """
+    numbers = {unit: number for number, unit in enumerate(units, start=1)}
+
+    def unit_of(name: str) -> int:
+        owner = owners.get(name, name)
+        return next((number for unit, number in numbers.items() if owner.startswith(f"{unit}.")), 0)
+
+    weights = {value.name: unit_of(value.name) for value in graph.initializer}
+    uses = [_used(node) for node in graph.node]
+    past = {value.name: 0 for value in graph.input}
+    while True:
+        levels, known = [], {**weights, **past}
+        for node, names in zip(graph.node, uses, strict=True):
+            read = names - past.keys() if node.op_type in SHAPES else names
+            level = max((known[name] for name in read), default=0)
+            outside = any(weights.get(name) == 0 and name in owners for name in names)
+            level += level == len(units) and outside
+            known |= dict.fromkeys(node.output, level)
+            levels.append(level)
+        later = {name: max(level, known.get(name.replace(CACHE, "present", 1), 0)) for name, level in past.items()}
+        if later == past:
+            return levels
+        past = later
+
+
+def cut(model: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Part]:
+    """The parts of an ONNX model [prelude, layers ..., rest]; `owners` tells of what tensor large weights are made."""
+    import onnx
+
+    graph = model.graph
+    levels = _levels(graph, owners, units)
+    given = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+    weights = {value.name: value for value in graph.initializer}
+    uses = [_used(node) for node in graph.node]
+    wanted = {value.name for value in graph.output}
+    parts: list[Part] = []
+    for level in reversed(range(max(levels) + 1)):
+        nodes = [(node, names) for node, names, own in zip(graph.node, uses, levels, strict=True) if own == level]
+        made = [name for node, _ in nodes for name in node.output if name]
+        read = dict.fromkeys(name for _, names in nodes for name in sorted(names))
+        inputs = [name for name in read if name not in weights and name not in {*made}]
+        outputs = [name for name in made if name in wanted]
+        if lacking := [name for name in inputs if name not in given or not given[name].type.tensor_type.elem_type]:
+            raise CompressionError(f"the graph does not say of what type {lacking[0]!r} is; export with --no-stream")
+        types = [
+            onnx.helper.make_tensor_value_info(name, given[name].type.tensor_type.elem_type, None) for name in inputs
+        ]
+        piece = onnx.helper.make_graph(
+            [node for node, _ in nodes],
+            f"part {level}",
+            types,
+            [onnx.ValueInfoProto(name=name) for name in outputs],
+            [weights[name] for name in read if name in weights],
+        )
+        whole = onnx.helper.make_model(
+            piece, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
+        )
+        if outputs:
+            parts.append(Part(whole, tuple(inputs), tuple(outputs)))
+        wanted |= {*inputs}
+    return parts[::-1]
+
+
+@dataclass(slots=True)
+class Step:
+    """New tokens [B, S] with the mask [B, past + S], and the values that the graph has given for them so far."""
+
+    tokens: Tensor
+    mask: Tensor
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def forget(self, last: Mapping[str, int], number: int) -> None:
+        """Drop what no part after this one reads, by the `last` part that reads each value; the logits stay."""
+        needed = {LOGITS, *(name for name, part in last.items() if part > number)}
+        self.values = {name: value for name, value in self.values.items() if name in needed}
+
+
+def steps_of(tokens: Tensor, mask: Tensor, chunks: Sequence[int]) -> tuple[Step, ...]:
+    """Tokens [B, S] with their mask, cut into chunks that follow one another."""
+    pieces, ends = tokens.split(list(chunks), dim=1), torch.tensor(chunks).cumsum(0).tolist()
+    return tuple(Step(piece, mask[:, :end]) for piece, end in zip(pieces, ends, strict=True))
+
+
+class Graph:
+    """A graph on disk: in one session, as whoever uses it will run it, or cut at its decoder layers."""
+
+    def __init__(self, path: Path, owners: Mapping[str, str] | None = None, units: Sequence[str] = ()) -> None:
+        """With `units` it is cut at these layers; `owners` tells of what tensor large weights are made."""
+        import onnx
+
+        model = onnx.load(str(path), load_external_data=False)
+        self.path, self.session = path, None
+        self.inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+        whole = Part(None, tuple(self.inputs), tuple(value.name for value in model.graph.output))
+        self.parts = cut(model, owners or {}, units) if units else [whole]
+
+    @property
+    def how(self) -> str:
+        """How a record names the way in which the graph is asked."""
+        return WHOLE if len(self.parts) == 1 else LAYERS
+
+    def answers(self, cases: Sequence[Case], progress: Progress) -> Iterator[Tensor]:
+        """The logits [B, S, V] of each case: of a whole graph one after the other, of parts all in the end."""
+        groups = [[case] for case in cases] if len(self.parts) == 1 else [list(cases)]
+        progress.start("verifying", len(groups) * len(self.parts))
+        for group in groups:
+            asked = [steps_of(case.tokens, case.mask, case.chunks) for case in group]
+            for number in self.answer(asked):
+                progress.advance(f"part {number} of {len(self.parts)}")
+            for steps in asked:
+                values = [torch.utils.dlpack.from_dlpack(step.values[LOGITS]).float() for step in steps]
+                yield torch.cat(values, dim=1)
+
+    def answer(self, questions: Sequence[Sequence[Step]]) -> Iterator[int]:
+        """Have every step's `logits` [B, S, V] in its values in the end; yields how many parts have been passed."""
+        last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
+        for name in self.inputs.keys() & last.keys():
+            present = name.replace(CACHE, "present", 1)
+            last[present] = max(last.get(present, 0), last[name])
+        for question in questions:
+            for step in question:
+                step.values |= self._given(step)
+        for number, part in enumerate(self.parts):
+            session = self._load(part)
+            for question in questions:
+                before: Step | None = None
+                for step in question:
+                    self._pass(session, part, before, step)
+                    if before is not None:  # its values are needed by its successor, and by later parts
+                        before.forget(last, number)
+                    before = step
+                if before is not None:
+                    before.forget(last, number)
+            del session
+            yield number + 1
+
+    def _load(self, part: Part) -> Any:
+        if part.model is None:
+            self.session = self.session or open_session(self.path)
+            return self.session
+        place = self.path.with_name(f".{self.path.name}.part")  # beside the file of weights, which it names
+        try:
+            place.write_bytes(part.model.SerializeToString())
+            return open_session(place)
+        finally:
+            place.unlink(missing_ok=True)
+
+    def _given(self, step: Step) -> dict[str, Any]:
+        """The inputs of a step beside the cache."""
+        positions = (step.mask.cumsum(-1) - 1).clamp(min=0)[:, -step.tokens.shape[1] :]
+        found = {TOKENS: step.tokens, MASK: step.mask, POSITIONS: positions}
+        return {name: _value(value) for name, value in found.items() if name in self.inputs}
+
+    def _pass(self, session: Any, part: Part, before: Step | None, step: Step) -> None:
+        caches = {name: self._cache(name, before, step) for name in part.inputs if name not in step.values}
+        fed = {name: step.values.get(name, caches.get(name)) for name in part.inputs}
+        try:
+            found = session.run_with_ort_values(list(part.outputs), fed)
+        except Exception as error:
+            past = step.mask.shape[1] - step.tokens.shape[1]
+            raise runtime_fault(error, list(step.tokens.shape), past) from error
+        step.values |= dict(zip(part.outputs, found, strict=True))
+
+    def _cache(self, name: str, before: Step | None, step: Step) -> Any:
+        """What the step before left, or nothing yet; zeros of that shape where the part comes before the one that uses
+        the values."""
+        present = name.replace(CACHE, "present", 1)
+        if before is not None and present in before.values:
+            return before.values[present]
+        past = step.mask.shape[1] - step.tokens.shape[1]
+        known = {"batch": step.tokens.shape[0], "past": past}
+        shape = [known[dim.dim_param] if dim.dim_param else dim.dim_value for dim in self.inputs[name].shape.dim]
+        return _value(torch.zeros(shape, dtype=_dtype(self.inputs[name].elem_type)))
+
+
+def _dtype(code: int) -> torch.dtype:
+    import onnx_ir
+
+    return {"FLOAT": torch.float32, "FLOAT16": torch.float16}.get(onnx_ir.DataType(code).name, torch.int64)
+
+
+def _value(tensor: Tensor) -> Any:
+    from onnxruntime import OrtValue
+
+    return OrtValue.from_dlpack(tensor.contiguous())
