@@ -334,7 +334,7 @@ def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, li
     """For each module outside the decoder layers: the tensors that its forward may use directly."""
     model, head, found = partial.model, head_of(partial.model), {}
     direct: dict[str, list[str]] = {}  # tensors by the module that owns them
-    for key in partial.empty:
+    for key in model.state_dict():  # a head of multi-token prediction has its embedding replaced
         direct.setdefault(key.rpartition(".")[0], []).append(key)
     for name, module in model.named_modules():
         if any(name == unit or name.startswith(f"{unit}.") for unit in units):
