@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from compressor.grouping.rerouting import SmallerRouter
+from compressor.grouping.reconstruction import SmallerRouter
 from compressor.model.architecture import build_meta, discover
 from compressor.model.experts import apply_expert, expert_parameters
 from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics

@@ -49,7 +49,7 @@ def needs(options: Options) -> frozenset[str]:
 
 
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """The candidates' plan of least error on held-out tokens after rescaling; ties go to the earlier.
 
@@ -57,7 +57,7 @@ def plan(
     """
     plans, errors = dict[str, LayerPlan](), dict[str, float]()
     refusals: list[CompressionError] = []
-    for strategy in _strategies(options or Options()):
+    for strategy in _strategies(options):
         try:
             made = strategy.plan_layer(stats, keep, protected)
         except CompressionError as refusal:  # others may fit the protected experts

@@ -6,8 +6,8 @@ import torch
 
 from compressor.plugins import (
     CLOSENESS,
+    METHODS,
     SQUARED,
-    CompressionError,
     LayerPlan,
     LayerStatistics,
     closeness,
@@ -32,16 +32,15 @@ SIMILARITIES = {  # with what a report calls them
 class Options:
     """How experts are compared and merged; `mix_tokens` augments the tokens by random mixtures."""
 
-    similarity: str = option("linear-cka", help="by what outputs are compared: linear-cka, rbf-cka or mean-output")
+    similarity: str = option(
+        "linear-cka", help="by what outputs are compared: linear-cka, rbf-cka or mean-output", choices=SIMILARITIES
+    )
     mix_tokens: bool = option(True, help="whether outputs are compared on random mixtures of tokens")
-    merge: str = option("uniform", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge: str = option(
+        "uniform", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
+    )
     merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
     align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
-
-    def __post_init__(self) -> None:
-        if self.similarity not in SIMILARITIES:
-            raise CompressionError(f"there is no similarity {self.similarity!r}; known are {', '.join(SIMILARITIES)}")
-        merge_needs(self.merge, self.merge_routers)
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -77,10 +76,9 @@ def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tenso
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
-    options = options or Options()
     outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
     table = distances(outputs, options.similarity).clamp(min=0).cpu()
     noise = mean_output_noise(outputs).cpu() if options.similarity == "mean-output" else SQUARED

@@ -35,13 +35,11 @@ Kept = tuple[int, ...]
 class Options:
     """All subsets are tried up to `most_subsets`; above that, experts go one by one, along `beam` best sets at once."""
 
-    search: str = option("auto", help="all subsets, greedy, or auto: all up to most_subsets")
+    search: str = option("auto", help="all subsets, greedy, or auto: all up to most_subsets", choices=SEARCHES)
     beam: int = option(1, help="how many best sets the greedy search goes on with")
     most_subsets: int = option(5000, help="up to how many subsets all are tried")
 
     def __post_init__(self) -> None:
-        if self.search not in SEARCHES:
-            raise CompressionError(f"there is no search {self.search!r}; known are {', '.join(SEARCHES)}")
         for name in ("beam", "most_subsets"):
             if getattr(self, name) < 1:
                 raise CompressionError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -124,27 +122,25 @@ class _Greedy:
         self.tried = 0
         self.local = len(blocks) == 1 and self.steps > 0 and _is_local(errors, errors.kept(self.start), experts)
 
-    def _singles(self, kept: Kept) -> dict[Kept, float]:
-        """Errors without each one expert; with a local router, only tokens that had chosen it are routed anew."""
-        routed, found = self.errors.kept(kept), {}
-        for expert in sorted(set(self.blocks[0].free) & set(kept)):
-            smaller = _without(kept, (expert,))
-            rows = (routed.experts == expert).any(1).nonzero().flatten() if self.local else None
-            errors = self.errors.kept(smaller, rows).errors
-            found[smaller] = float((errors if rows is None else routed.errors.index_copy(0, rows, errors)).sum())
-        self.tried += len(found)
-        return found
+    def _expand(self, kept: Kept) -> dict[Kept, float]:
+        """Errors without one expert of every routing group, first the least used, exchanged till none gets better.
 
-    def _rounds(self, kept: Kept) -> dict[Kept, float]:
-        """Errors without one expert of every routing group, first the least used, exchanged till none gets better."""
-        found: dict[Kept, float] = {}
+        With a local router, only tokens that had chosen an expert are routed anew without it.
+        """
+        routed, found = self.errors.kept(kept), dict[Kept, float]()
+
+        def error(smaller: Kept, gone: Kept) -> float:
+            if not self.local:
+                return float(self.errors.kept(smaller).errors.sum())
+            rows = (routed.experts == gone[0]).any(1).nonzero().flatten()
+            return float(routed.errors.index_copy(0, rows, self.errors.kept(smaller, rows).errors).sum())
 
         def best(tried: list[Kept]) -> Kept:
             smaller = {_without(kept, gone): gone for gone in tried}
-            found.update({left: float(self.errors.kept(left).errors.sum()) for left in smaller if left not in found})
+            found.update({left: error(left, gone) for left, gone in smaller.items() if left not in found})
             return smaller[_ranked({left: found[left] for left in smaller}, self.errors.noise)[0]]
 
-        shares = rounded(_dense(self.errors.kept(kept), len(self.start)).sum(0)).tolist()
+        shares = rounded(_dense(routed, len(self.start)).sum(0)).tolist()
         free = [sorted(set(block.free) & set(kept), key=lambda e: (shares[e], -e)) for block in self.blocks]
         gone, before = tuple(experts[0] for experts in free), set[Kept]()
         while gone not in before:  # equal ones might go round in circles
@@ -156,11 +152,11 @@ class _Greedy:
 
     def search(self, beam: int) -> Kept:
         """The best set found along so many sets at once; equal ones count in lexicographic order."""
-        expand, level = self._singles if len(self.blocks) == 1 else self._rounds, [self.start]
+        level = [self.start]
         for _ in range(self.steps):
             found: dict[Kept, float] = {}
             for kept in level:
-                found |= expand(kept)
+                found |= self._expand(kept)
             level = _ranked(found, self.errors.noise)[:beam]
         return level[0]
 
@@ -184,14 +180,13 @@ def _search(
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Keep the subset of least reconstruction error; of a layer that no token reached, the lowest experts.
 
     Lu et al. 2024, arXiv:2402.14800. Every expert's output on the sampled tokens is computed once; a subset costs
     routing them again. Greedy backward elimination takes over where subsets are too many; ties go to lower experts.
     """
-    options = options or Options()
     blocks = _blocks(stats, keep, protected)
     count = prod(comb(len(block.free), block.take) for block in blocks)
     if options.search == "all" and count > options.most_subsets:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from compressor.plugins import (
+    METHODS,
     CompressionError,
     LayerPlan,
     LayerStatistics,
@@ -31,15 +32,14 @@ LINKAGES = ("average", "complete", "single")
 class Options:
     """How experts are merged, and how far apart two clusters of them count."""
 
-    merge: str = option("frequency", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge: str = option(
+        "frequency", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
+    )
     merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
-    linkage: str = option("average", help="how far apart two clusters count: average, complete or single")
+    linkage: str = option(
+        "average", help="how far apart two clusters count: average, complete or single", choices=LINKAGES
+    )
     align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
-
-    def __post_init__(self) -> None:
-        if self.linkage not in LINKAGES:
-            raise CompressionError(f"there is no linkage {self.linkage!r}; known are {', '.join(LINKAGES)}")
-        merge_needs(self.merge, self.merge_routers)
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -64,27 +64,12 @@ def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[l
     return list(clusters.values())
 
 
-def cluster_block(
-    table: torch.Tensor, block: list[int], count: int, alone: frozenset[int], linkage: str
-) -> list[list[int]]:
-    """Experts of one routing block in `count` clusters, protected ones by themselves: [E, E] -> lists of experts.
-
-    Where protected experts take all the clusters, the others are in none.
-    """
-    free = [expert for expert in block if expert not in alone]
-    clusters = [[expert] for expert in block if expert in alone]
-    if count > len(clusters):
-        found = cluster(table[free][:, free], count - len(clusters), linkage)
-        clusters += [[free[position] for position in positions] for positions in found]
-    return clusters
-
-
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
-    options, layer = options or Options(), stats.layer
+    layer = stats.layer
     check_count(layer, keep, layer.name)
     blocks = competing(layer)
     count = keep // len(blocks)
@@ -96,8 +81,13 @@ def plan(
             )
     table = distances(stats.expert_outputs, "mean-output").cpu()
     judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
-    found = (cluster_block(judged, block, count, protected, options.linkage) for block in blocks)
-    clusters = [members for clusters in found for members in clusters]
+    clusters: list[list[int]] = []
+    for block in blocks:
+        free = [expert for expert in block if expert not in protected]
+        clusters += [[expert] for expert in block if expert in protected]
+        if count > len(block) - len(free):  # else protected experts take all places, and the others are dropped
+            found = cluster(judged[free][:, free], count - (len(block) - len(free)), options.linkage)
+            clusters += [[free[position] for position in positions] for positions in found]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
     by, how = f"mean outputs, {options.linkage} linkage", (options.merge, options.merge_routers, options.align)

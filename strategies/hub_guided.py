@@ -25,12 +25,12 @@ MOST = 10.0
 class Options:
     """What an expert does, and how much it counts what that does to later routers."""
 
-    mass: str = option("gated-mass", help="what is weighed by the effect on later routers: gated-mass or visits")
+    mass: str = option(
+        "gated-mass", help="what is weighed by the effect on later routers: gated-mass or visits", choices=MASSES
+    )
     exponent: float = option(1.0, help="the power of the effect on later routers, from 0 (it does not count) to 10")
 
     def __post_init__(self) -> None:
-        if self.mass not in MASSES:
-            raise CompressionError(f"there is no mass {self.mass!r}; known are {', '.join(MASSES)}")
         if not 0 <= self.exponent <= MOST:
             raise CompressionError(f"exponent is {self.exponent}; give a number from 0 to {MOST:g}")
 
@@ -48,10 +48,9 @@ def factors(rank_change: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Keep the `keep` experts of highest score; ties go to the lower expert, one that no token reached counts 0."""
-    options = options or Options()
     statistic = MASSES[options.mass]
     mass = getattr(stats, statistic)
     if not options.exponent or not bool(stats.rank_change.any()):

@@ -7,7 +7,7 @@ import torch
 
 from compressor.plugins import (
     CLOSENESS,
-    CompressionError,
+    METHODS,
     LayerPlan,
     LayerStatistics,
     LayerWeights,
@@ -30,17 +30,16 @@ LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once:
 class Options:
     """How experts are compared and merged."""
 
-    representation: str = option("surrogate", help="of the weights that are compared: surrogate or vectorized")
-    merge: str = option("uniform", help="how a group becomes one expert: uniform, max, frequency or learned")
+    representation: str = option(
+        "surrogate",
+        help="of the weights that are compared: surrogate or vectorized",
+        choices=("surrogate", "vectorized"),
+    )
+    merge: str = option(
+        "uniform", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
+    )
     merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
     align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
-
-    def __post_init__(self) -> None:
-        if self.representation not in MEASURES:
-            raise CompressionError(
-                f"there is no representation {self.representation!r}; known are {', '.join(MEASURES)}"
-            )
-        merge_needs(self.merge, self.merge_routers)
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -110,9 +109,8 @@ def merge_alike(
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected experts stay alone."""
-    options = options or Options()
     table, norms = MEASURES[options.representation](stats.weights, stats.layer.experts)
     return merge_alike(stats, table, noise(norms), keep, protected, options, f"{options.representation} weights")

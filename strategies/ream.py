@@ -30,10 +30,10 @@ from compressor.plugins import (
 from strategies.reap import keep_salient, mean_over_routed
 
 NEEDS = frozenset({"gated_norm_sum", "routed_count"})
-SIMILARITIES = {
-    "both": frozenset({"expert_outputs", "router_logits"}),
-    "outputs": frozenset({"expert_outputs", "router_logits"}),
-    "router": frozenset({"router_logits"}),
+SIMILARITIES = {  # what each is of in words, and the statistics it needs
+    "both": ("gated outputs and router logits", frozenset({"expert_outputs", "router_logits"})),
+    "outputs": ("gated outputs", frozenset({"expert_outputs", "router_logits"})),
+    "router": ("router logits", frozenset({"router_logits"})),
 }
 
 
@@ -42,25 +42,25 @@ class Options:
     """How many experts a group may take, what makes two alike, and how a group becomes one."""
 
     group_size: int = option(16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid")
-    similarity: str = option("both", help="what makes experts alike: gated outputs, router logits, or both of them")
+    similarity: str = option(
+        "both", help="what makes experts alike: gated outputs, router logits, or both of them", choices=SIMILARITIES
+    )
     align: bool = option(True, help="whether neurons are first put in the order of the centroid's")
     merge_routers: bool = option(False, help="whether router rows are merged alike, or the centroid's stays")
 
     def __post_init__(self) -> None:
         if self.group_size < 0 or self.group_size == 1:
             raise CompressionError(f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit")
-        if self.similarity not in SIMILARITIES:
-            raise CompressionError(f"there is no similarity {self.similarity!r}; known are {', '.join(SIMILARITIES)}")
 
 
 def needs(options: Options) -> frozenset[str]:
     """REAP's statistics, and what experts are compared by."""
-    return NEEDS | SIMILARITIES[options.similarity]
+    return NEEDS | likeness_needs(options)
 
 
 def likeness_needs(options: Options) -> frozenset[str]:
     """What experts are compared by."""
-    return SIMILARITIES[options.similarity]
+    return SIMILARITIES[options.similarity][1]
 
 
 def router_likeness(logits: Tensor) -> Tensor:
@@ -89,8 +89,7 @@ def similarities(stats: LayerStatistics, similarity: str) -> Tensor:
 
 def likeness(stats: LayerStatistics, options: Options) -> tuple[str, Tensor]:
     """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
-    names = {"both": "gated outputs and router logits", "outputs": "gated outputs", "router": "router logits"}
-    return f"likeness of {names[options.similarity]}", similarities(stats, options.similarity)
+    return f"likeness of {SIMILARITIES[options.similarity][0]}", similarities(stats, options.similarity)
 
 
 def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: int) -> dict[int, list[int]]:
@@ -121,14 +120,14 @@ def shares(saliency: Tensor, members: list[int]) -> tuple[float, ...]:
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Keep the most salient experts of each routing group and merge the others into a few; protected stay alone.
 
     Where protected experts take every place, the others are dropped. Raises `CompressionError` where the groups of
     `group_size` have no room for all.
     """
-    options, layer = options or Options(), stats.layer
+    layer = stats.layer
     saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
     table, order = similarities(stats, options.similarity), rounded(saliency)
@@ -150,6 +149,5 @@ def plan(
             groups.append(Group(tuple(members), of, of if options.merge_routers else own, head=aligned))
     figures = {"largest_group": max(len(group.members) for group in groups)}
     likeness_of_joined = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
-    by = {"both": "gated outputs and router logits", "outputs": "gated outputs", "router": "router logits"}
-    decided_by = f"REAP's saliency, {by[options.similarity]}"
+    decided_by = f"REAP's saliency, {SIMILARITIES[options.similarity][0]}"
     return LayerPlan.of(layer, groups, decided_by=decided_by, figures={**figures, **likeness_of_joined})

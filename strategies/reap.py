@@ -29,12 +29,10 @@ class Options:
     """By what experts are ranked."""
 
     saliency: str = option(
-        "reap", help="by what experts are ranked: reap, frequency, ean, mean-norm or mean-squared-norm"
+        "reap",
+        help="by what experts are ranked: reap, frequency, ean, mean-norm or mean-squared-norm",
+        choices=SALIENCIES,
     )
-
-    def __post_init__(self) -> None:
-        if self.saliency not in SALIENCIES:
-            raise CompressionError(f"there is no saliency {self.saliency!r}; known are {', '.join(SALIENCIES)}")
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -63,10 +61,9 @@ def keep_salient(
 
 
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Keep the `keep` most salient experts; ties go to the lower expert, one that no token reached counts 0."""
-    options = options or Options()
     statistic, averaged = SALIENCIES[options.saliency]
     sums = getattr(stats, statistic)
     saliency = mean_over_routed(sums, stats.routed_count) if averaged else sums

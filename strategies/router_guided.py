@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compressor.plugins import (
     FLOAT32,
+    METHODS,
     CompressionError,
     LayerPlan,
     LayerStatistics,
@@ -26,12 +27,13 @@ class Options:
     """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router row stays."""
 
     align: bool = option(True, help="whether neurons are first put in the order of the leading expert's")
-    merge: str = option("frequency", help="how a group becomes one expert: uniform, max, frequency or learned")
+    merge: str = option(
+        "frequency", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
+    )
     merge_routers: bool = option(False, help="whether router rows are merged alike, or the leading expert's stays")
     scope: str = option("layer", help="where dominant experts are chosen: in each layer")
 
     def __post_init__(self) -> None:
-        merge_needs(self.merge, self.merge_routers)
         if self.scope == "global":
             raise CompressionError(
                 "scope 'global' would leave unequal numbers of experts in the layers, which no stock transformers "
@@ -70,14 +72,13 @@ def grouped(
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options | None = None
+    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Keep the most visited experts of each routing block and merge the others into them.
 
     Neurons are matched when the plan is carried out. Without sampled tokens all are equally alike: the first dominant
     expert takes them.
     """
-    options = options or Options()
     kept = keep_best(stats, stats.routed_count, keep, protected)
     dominant = frozenset(group.members[0] for group in kept.groups)
     table = similarities(stats.router_logits).cpu()

@@ -114,11 +114,11 @@ def pretended_device() -> Iterator[None]:
 def main(model: str, text: str, out: str) -> None:
     """Compress a model on the device."""
     import compressor
-    from compressor.grouping import learned
+    from compressor.grouping import choose
     from compressor.steps.correct import refit
     from compressor.steps.correct.tuning import Schedule
 
-    learned.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
+    choose.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
     refit.Schedule = lambda steps, *more: Schedule(2, *more)  # type: ignore[assignment,misc]
     with pretended_device():
         there = torch.ones(2, device=NAME)

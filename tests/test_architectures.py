@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.grouping import learned
+from compressor.grouping import choose
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
@@ -212,7 +212,7 @@ def test_uniform_merge_equals_the_reference(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", LAYOUTS, indirect=True)
 def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (True, 6)  # enough to leave the uniform merge behind
-    monkeypatch.setattr(learned.learn_coefficients, "__defaults__", steps)
+    monkeypatch.setattr(choose.learn_coefficients, "__defaults__", steps)
     plan = learned_plan(case, case.experts * 3 // 4)
     assert any(non_trivial(layer.groups) for layer in plan.stage.layers) is (case.name not in NO_SAMPLES)
     summary = compressor.apply(plan, tmp_path / "out", model=str(case.folder))

@@ -295,8 +295,8 @@ class _Table:
                     tempfile.TemporaryDirectory() as folder,
                     self.evaluator.measuring(self.model.partial.model) as riding,
                 ):
-                    work = (calibration, correction, Path(folder), self.progress, self.seed)
-                    layers = correct_constants(InOrder(self.model, made.variant, *work), riding)
+                    work = (correction, Path(folder), self.progress, self.seed)
+                    layers = correct_constants(InOrder(self.model, calibration, made.variant, *work), riding)
                 figures, error = riding.figures[0], _layer_error(layers.values())
         spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(

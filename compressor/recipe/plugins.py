@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -95,9 +95,9 @@ def optional(module: Any, name: str, what: str) -> Callable[..., Any] | None:
     return found
 
 
-def option(default: T, help: str) -> T:
-    """A field of an `Options` dataclass, with the text that tells users what it does."""
-    made: T = field(default=default, metadata={"help": help})
+def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
+    """A field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
+    made: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
     return made
 
 
@@ -130,6 +130,11 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
         alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
         if isinstance(default, bool | int | float | str) and not alike:  # one without a plain default checks itself
             raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")
+    for entry in _fields(options_class):
+        choices = entry.metadata.get("choices")
+        if choices and settings.get(entry.name, choices[0]) not in choices:
+            listed = ", ".join(map(str, choices))
+            raise CompressionError(f"there is no {entry.name} {settings[entry.name]!r}; known are {listed}")
     try:
         return options_class(**settings)
     except CompressionError:

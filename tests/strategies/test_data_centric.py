@@ -152,6 +152,6 @@ def test_needs_follow_the_options() -> None:
     assert "routed_count" in load_strategy("data-centric", {"merge": "max"}).needs
     assert {"weights", "router_arguments"} <= load_strategy("data-centric", {"merge": "learned"}).needs
     with pytest.raises(CompressionError, match="no similarity 'cka'; known are linear-cka, rbf-cka, mean-output"):
-        Options(similarity="cka")
+        load_strategy("data-centric", {"similarity": "cka"})
     with pytest.raises(CompressionError, match="there is no merge 'sum'"):
-        Options(merge="sum")
+        load_strategy("data-centric", {"merge": "sum"})

@@ -18,7 +18,7 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import collect
 from strategies import model_centric
-from strategies.model_centric import Options, surrogate_distances, vectorized_distances
+from strategies.model_centric import surrogate_distances, vectorized_distances
 from tests import zoo
 from tests.opened import batches, calibration, opened
 from tests.plans import by_hand, make_plan
@@ -212,7 +212,7 @@ def test_keeping_every_expert_changes_nothing(tmp_path: Path) -> None:
 
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(CompressionError, match="no representation 'mean'; known are surrogate, vectorized"):
-        Options(representation="mean")
+        load_strategy("model-centric", {"representation": "mean"})
     with pytest.raises(CompressionError, match="there is no merge 'sum'"):
         load_strategy("model-centric", {"merge": "sum"})
     with pytest.raises(

@@ -190,4 +190,4 @@ def test_needs_follow_the_options_and_refusals_say_why() -> None:
     with pytest.raises(CompressionError, match="there is no scope 'model'; use scope=layer"):
         Options(scope="model")
     with pytest.raises(CompressionError, match="there is no merge 'sum'"):
-        Options(merge="sum")
+        load_strategy("router-guided", {"merge": "sum"})

@@ -68,7 +68,7 @@ def _planned(state: State) -> Variant:
 def _in_order(state: State, planned: Variant, progress: Progress) -> InOrder:
     assert state.text is not None
     correct, folder = state.step_of("correct"), state.cut().folder
-    return InOrder(state.model, planned, state.text.fit, correct, folder, progress, state.seed)
+    return InOrder(state.model, state.text.fit, planned, correct, folder, progress, state.seed)
 
 
 def constants_job(state: State) -> OutputJob:

@@ -1,50 +1,34 @@
-"""Carry out the correction of a stage's plan: every layer refitted in order, undone where it harms the whole model."""
+"""Carry out the correction of a stage's plan: every layer refitted in order, undone where it harms the whole model.
 
-import logging
+Each layer's own guard lowers that layer's error, and all together can still take the model further from its base. So
+corrected and uncorrected layers, side by side, are compared at the model's output: the corrected ones are the default,
+and undoing them is the change that must be a gain.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
 from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.distributed.ranks import here
-from compressor.model.architecture import MoeLayer
-from compressor.model.opened import OpenModel, shared_experts
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Variants
+from compressor.files import write_whole
+from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import Forward, Replay
 from compressor.mtp.head import kept_heads
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan
-from compressor.recipe.registry import load_strategy
-from compressor.recipe.step import Step
-from compressor.recipe.steps_plan import decisions
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.records import read_as, read_object
 from compressor.steps.correct.heads import compress_with_heads
-from compressor.steps.correct.in_order import LayerWork, Visited
-from compressor.steps.correct.step import NONE, Correct
-from compressor.steps.correct.whole_model import keep_the_better
-from compressor.steps.state import State
-from compressor.surgery.cutting import CutFiles
+from compressor.steps.correct.in_order import LayerWork, ShadowModel, Visited
+from compressor.steps.correct.step import Correct
+from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
 
-logger = logging.getLogger(__name__)
-
-
-def resolved_method(asked: Correct, model: OpenModel, steps: Sequence[Step]) -> str:
-    """The method of a correction, that of the stage's strategy for `auto`."""
-    if asked.method != "auto":
-        return asked.method
-    prune: Any = next((step for step in steps if step.name == "prune"), None)
-    method = NONE if prune is None else load_strategy(prune.strategy, prune.options).correction
-    if method != NONE and (shared := shared_experts(model)):
-        logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
-        return NONE
-    return method
-
-
-def refit_stage(asked: Correct, state: State) -> Mapping[int, Mapping[str, Any]]:
-    """Correct the stage's layers, which wait in the work folder to be written; returns its decisions with figures."""
-    stage, number = state.stage_plan(), state.number_of("prune")
-    assert state.text is not None and number is not None and state.work is not None
-    made = correct(state.model, stage, state.progress, state.cut(), state.text.fit, asked, state.visited)
-    return {number: decisions(made)}
+EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
 
 
 def correct(
@@ -84,3 +68,91 @@ def correct(
         for seen in visits:
             visited(*seen)
     return replace(plan, layers=layers)
+
+
+class _SideBySide(Variants):
+    """Variant 0 meets the corrected layers, variant 1 the uncorrected ones, and the base's batches its own."""
+
+    def __init__(self, model: OpenModel, files: CutFiles, plans: Mapping[str, LayerPlan]) -> None:
+        experts = len(next(iter(plans.values())).groups)
+        self.model, self.files, self.plans = model, files, plans
+        self.smaller = ShadowModel(model, experts), ShadowModel(model, experts)
+
+    def before(self, unit: str, replay: Replay) -> None:
+        if layers := self.at.moe_layers:
+            device = self.model.partial.device
+            made = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
+            self.smaller[0].fill(unit, made)
+            self.smaller[1].fill(unit, cut_layers(self.model.partial.model, layers, self.plans))
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        if self.variant is None or not self.at.moe_layers:
+            return own
+        forward: Forward = self.smaller[self.variant].model.get_submodule(unit).forward
+        return forward
+
+    def passed(self, unit: str) -> None:
+        for each in self.smaller:
+            each.empty_again()
+
+
+def compare_corrections(
+    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, evaluator: Evaluator, progress: Progress
+) -> Difference:
+    """What undoing the corrected tensors of all layers in `files` does to the distance from the base.
+
+    One streamed pass, in which the base runs along unless the evaluator knows it: with a decoder layer of the base,
+    both of its smaller ones are in memory.
+    """
+    visitor = _SideBySide(model, files, {plan.module: plan for plan in plans})
+    before, after = evaluator.measure(model, visitor, 2, progress, "compare the corrections")
+    return Difference.of(before.kl, after.kl)
+
+
+def keep_the_better(
+    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, texts: Sequence[Tensor], progress: Progress
+) -> tuple[LayerPlan, ...]:
+    """The plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts then.
+
+    What was measured on `texts`, token ids [B, L], is kept beside the files, and a run that was killed goes on from
+    there. Of fewer than eight sequences, or without a language-model head, nothing is measured: the corrections stay.
+    """
+    known = here().broadcast(lambda: None if (kept := read_difference(files)) is None else asdict(kept))
+    if known is not None:
+        undoing = Difference(**known)
+    else:
+        undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
+        if undoing.sequences >= FEWEST and head_of(model.partial.model) is not None:
+            undoing = compare_corrections(model, plans, files, Evaluator.of(model, texts), progress)
+        if here().is_first:
+            write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
+    if not undoing.accepted:
+        return tuple(plans)
+    reason = (
+        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
+        f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
+    )
+    undone = dict[str, LayerPlan]()
+    for plan in plans:
+        figures = dict(plan.figures.get("correction") or {})
+        if "heldout_error_before" in figures:  # errors stay as they were measured
+            figures["heldout_error"] = figures["heldout_error_before"]
+        figures |= {"kept": "none", "reason": reason}
+        undone[plan.module] = replace(plan, figures={**plan.figures, "correction": figures})
+    for unit, layers in layers_by_unit(model.architecture.layers).items():
+        if here().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
+            model.partial.load(model.partial.keys_under(unit))
+            cut = cut_layers(model.partial.model, layers, undone)
+            for layer in layers:
+                files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
+            model.partial.release(unit)
+    here().barrier()  # until all layers are kept
+    return tuple(undone[plan.module] for plan in plans)
+
+
+def read_difference(files: CutFiles) -> Difference | None:
+    """What an earlier run measured of these cut layers; None if it is not there, or cannot be read."""
+    try:
+        return read_as(Difference, read_object(files.folder / EVALUATED))
+    except (OSError, CompressionError):
+        return None

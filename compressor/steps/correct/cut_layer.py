@@ -5,7 +5,7 @@ dtype; past a budget it lies in unlinked mapped files.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from compressor.distributed.ranks import here
-from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
@@ -61,20 +60,6 @@ class _Argument:
     key: str | None = None  # a parameter or buffer of the block, by name
     plain: Any = None
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """What a rank that has recorded nothing is told."""
-        simple = self.plain is None or isinstance(self.plain, bool | int | float | str)
-        said = {"keyword": self.keyword, "dim": self.dim, "key": self.key, "plain": self.plain if simple else None}
-        return {**said, "rows": self.rows is not None, "simple": simple}
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> "_Argument":
-        """The argument that is told of, of no token yet."""
-        if not said["simple"]:
-            raise CompressionError("a rank has no text of its own here; start fewer ranks, or give more text")
-        return cls(said["keyword"], said["dim"], _Rows(0) if said["rows"] else None, said["key"], said["plain"])
-
 
 @dataclass(slots=True)
 class Recording:
@@ -83,7 +68,6 @@ class Recording:
     layer: MoeLayer
     expected: int  # tokens foreseen
     heldout: Collection[int] = ()  # numbers of the batches that are
-    seen: list[tuple[int, bool]] = field(default_factory=list)  # of each call: tokens, whether held out
     calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
     _inputs: _Rows = field(init=False)
@@ -126,7 +110,6 @@ class Recording:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         self._inputs.append(hidden)
         self._outputs.append(output)
-        self.seen.append((len(hidden), self._batch in self.heldout))
         self.calls.append((self._batch, len(hidden)))
         self._call = None
 
@@ -151,21 +134,24 @@ class Recording:
 
     def positions(self, heldout: bool) -> torch.Tensor:
         """Positions [n] of the tokens that are held out, or of the others."""
-        kept = [torch.full((size,), held is heldout) for size, held in self.seen]
+        kept = [torch.full((size,), (batch in self.heldout) is heldout) for batch, size in self.calls]
         return torch.cat(kept).nonzero().flatten() if kept else torch.arange(0)
 
     def gathered(self, rows: torch.Tensor) -> "Recording":
-        """Gather what all ranks have recorded at their `rows`, rank by rank.
-
-        Raises `CompressionError` at a rank that has recorded nothing, if it cannot be told what the router is given.
-        """
+        """Gather what all ranks have recorded at their `rows`, rank by rank."""
         found = Recording(self.layer, 0)
         found._inputs, found._outputs = (_Rows.of(gathered(value, rows)) for value in (self.inputs, self.outputs))
-        told = here().broadcast(lambda: [argument.told for argument in self.arguments])
-        for argument in self.arguments or [_Argument.of(said) for said in told]:
-            own = argument.rows
-            made = None if own is None else _Rows.of(gathered(own.value, rows))
-            found.arguments.append(replace(argument, rows=made))
+
+        described = here().broadcast(
+            lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
+        )
+        found.arguments = self.arguments or [  # of a rank that has recorded nothing
+            _Argument(keyword, dim, _Rows(0) if by_rows else None, key) for keyword, dim, key, by_rows in described
+        ]
+        found.arguments = [
+            replace(own, rows=None if own.rows is None else _Rows.of(gathered(own.rows.value, rows)))
+            for own in found.arguments
+        ]
         return found
 
     def router_arguments(self, rows: torch.Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -184,6 +170,15 @@ class Recording:
 
 
 @dataclass(slots=True)
+class Constants:
+    """Constants [D, H] in float32 that stand for experts of a layer, in slots behind those of the experts it keeps."""
+
+    values: torch.Tensor
+    best: torch.Tensor  # as they will be stored
+    slots: torch.Tensor  # [E] of each expert that the router knows
+
+
+@dataclass(slots=True)
 class CutLayer:
     """A smaller layer's experts, one set of float32 parameters each, and its live router, beside what was recorded."""
 
@@ -193,13 +188,16 @@ class CutLayer:
     block: Any
     parameters: list[Parameters]
     floor: float = 1.0  # added to ||y||^2 in a token's weight
+    constants: Constants | None = None
 
     @classmethod
-    def of(cls, recording: Recording, experts: Any, router: Any, block: Any) -> "CutLayer":
+    def of(
+        cls, recording: Recording, experts: Any, router: Any, block: Any, constants: Constants | None = None
+    ) -> "CutLayer":
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
         wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
-        return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs))
+        return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs), constants)
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Split the positions `rows` [n], ascending, by the recorded calls that they lie in."""
@@ -220,42 +218,33 @@ class CutLayer:
             total += group
         return here().all_reduce(total)
 
-    def _counts(self, rows: torch.Tensor) -> list[tuple[int, int, int, int]]:
-        """Count the tokens at all ranks' `rows`: (batch, number of the rank's call, rank, tokens), rank by rank."""
+    def _ordered(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The order by batches [n] of all ranks' tokens at their `rows`, rank by rank, and where this rank's begin."""
         calls = zip(self.recording.calls, self.split(rows), strict=True)
-        own = [(batch, number, here().rank, len(part)) for number, ((batch, _), part) in enumerate(calls)]
-        return [tuple(call) for calls in here().all_gather(own) for call in calls]
+        own = torch.cat([torch.full((len(part),), batch) for (batch, _), part in calls] or [rows[:0]])
+        every = [each["batches"] for each in here().all_gather_tensors({"batches": own})]
+        return torch.cat(every).argsort(stable=True), sum(map(len, every[: here().rank]))
 
     def every(self, rows: torch.Tensor, step: int) -> torch.Tensor:
         """This rank's part of every step-th of all ranks' tokens at `rows`, counted in the order of the batches."""
-        begin, parts, chosen = 0, self.split(rows), [rows[:0]]
-        for _, number, rank, count in sorted(self._counts(rows)):
-            if rank == here().rank:
-                chosen.append(parts[number][(-begin) % step :: step])
-            begin += count
-        return torch.cat(chosen)
+        order, begin = self._ordered(rows)
+        return rows[order.argsort()[begin : begin + len(rows)] % step == 0]
 
     def gathered(self, rows: torch.Tensor) -> tuple["CutLayer", torch.Tensor]:
         """Gather what all ranks have recorded at their `rows`; also its positions in the order of the batches.
 
         The parameters are those of this layer.
         """
-        layer, begin, spans = copy.copy(self), 0, list[tuple[int, int, torch.Tensor]]()
+        layer = copy.copy(self)
         layer.recording = self.recording.gathered(rows)
-        for batch, number, _, count in self._counts(rows):
-            spans.append((batch, number, torch.arange(begin, begin + count)))
-            begin += count
-        return layer, torch.cat([positions for *_, positions in sorted(spans, key=lambda span: span[:2])])
-
-    def more_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is refitted beside experts and router, each tensor with the place where its best state is kept."""
-        return []
+        return layer, self._ordered(rows)[0]
 
     def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
         positional, by_keyword = self.recording.router_arguments(rows, self.block)
         output = self.router(*positional, **by_keyword)
-        return output[1].reshape(len(rows), -1).float(), output[2].reshape(len(rows), -1)
+        weights, index = (part.reshape(len(rows), -1) for part in output[1:3])
+        return weights.float(), index if self.constants is None else self.constants.slots[index.long()]
 
     def inputs(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, H] what the experts are given there, in float32."""
@@ -275,11 +264,13 @@ class CutLayer:
 
     @property
     def choices(self) -> int:
-        """How many experts the router chooses from, and whatever stands for some."""
-        return len(self.parameters)
+        """How many experts and constants the router chooses from."""
+        return len(self.parameters) + (0 if self.constants is None else len(self.constants.values))
 
     def put_out(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        """What the expert in a slot makes of its inputs [m, H], before its gate's weight; [m, H], or [H] for all."""
+        """Outputs [m, H] of a slot's expert for its inputs [m, H], before its gate's weight, or its constant for each."""
+        if self.constants is not None and slot >= len(self.parameters):
+            return self.constants.values[slot - len(self.parameters)].expand(*x.shape[:-1], -1)
         return apply_expert(self.experts, self.parameters[slot], x)
 
     def output(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -288,11 +279,6 @@ class CutLayer:
         for slot, rows, places in routed(weights, index):
             total.index_add_(0, rows, self.put_out(slot, x.index_select(0, rows)) * weights[rows, places, None])
         return total
-
-    @torch.no_grad()
-    def residual(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[n, H] targets minus outputs at the tokens of all chunks."""
-        return torch.cat([self.gap(chunk, self.targets(chunk)) for chunk in chunks])
 
     @torch.no_grad()
     def error(self, rows: torch.Tensor) -> float:

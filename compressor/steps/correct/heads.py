@@ -1,9 +1,9 @@
 """Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on what it really gets."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.statistics.statistics import LayerStatistics, collect
-from compressor.steps.correct.in_order import LayerWork, Visited, compress_in_order
+from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.surgery.cutting import CutFiles
 
 Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
@@ -61,19 +61,6 @@ def judged_batches(calibration: Calibration) -> frozenset[int]:
     return calibration.heldout or frozenset({len(calibration.batches) - 1})
 
 
-def accepted_by(plan: CompressionPlan) -> Accepted:
-    """The acceptance of heads that the plan tells."""
-    found = {layer.module: layer.figures.get(ACCEPTANCE) for layer in plan.layers}
-    return {module: figure for module, figure in found.items() if _is_figure(figure)}
-
-
-def _is_figure(figure: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a plan, which may have been edited, tells an acceptance."""
-    if not isinstance(figure, Mapping) or type(figure.get("positions")) is not int:
-        return False
-    return all(isinstance(figure.get(when, 0), int | float) for when in ("before", "after"))
-
-
 def acceptance_of(
     plan: CompressionPlan,
     heads: Sequence[Head],
@@ -86,24 +73,29 @@ def acceptance_of(
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
-    told = accepted_by(plan)
+    figures = {layer.module: layer.figures.get(ACCEPTANCE) for layer in plan.layers}
+    known = {
+        module: dict(figure)
+        for module, figure in figures.items()  # which may have been edited
+        if isinstance(figure, Mapping)
+        and type(figure.get("positions")) is int
+        and all(isinstance(figure.get(when, 0), int | float) for when in ("before", "after"))
+    }
     if calibration is None or not heads:
-        return told
+        return known
+    known = {head.named.name: known.get(head.named.name, {}) for head in heads}
     batches = [calibration.batches[number] for number in sorted(judged_batches(calibration))]
-    known = {head.named.name: dict(told.get(head.named.name, {})) for head in heads}
+
+    def measure(when: str, measured: OpenModel, its_heads: Sequence[Head]) -> None:
+        for head, found in zip(heads, acceptances(measured, its_heads, batches), strict=True):
+            known[head.named.name] |= _figure(found, when, calibration)
+
     if any("before" not in figure for figure in known.values()):
-        _take_in(known, "before", heads, acceptances(model, heads, batches), calibration)
+        measure("before", model, heads)
     if changed or any("after" not in figure for figure in known.values()):
         smaller = open_alike(locate(str(folder)), model)
-        _take_in(known, "after", heads, acceptances(smaller, find_heads(smaller), batches), calibration)
+        measure("after", smaller, find_heads(smaller))
     return known
-
-
-def _take_in(
-    known: dict[str, dict[str, Any]], when: str, heads: Sequence[Head], found: Sequence[Acceptance], text: Calibration
-) -> None:
-    for head, acceptance in zip(heads, found, strict=True):
-        known[head.named.name] |= _figure(acceptance, when, text)
 
 
 def _figure(found: Acceptance, when: str, text: Calibration) -> dict[str, Any]:
@@ -145,13 +137,14 @@ class HeadLine:
         calibration = self.calibration
         if not self.accepted or calibration is None:
             return plan
-
-        def with_figure(layer: LayerPlan) -> LayerPlan:
-            if (found := self.accepted.get(layer.module)) is None:
-                return layer
-            return replace(layer, figures={**layer.figures, ACCEPTANCE: _figure(found, "before", calibration)})
-
-        return replace(plan, layers=tuple(map(with_figure, plan.layers)))
+        figures = {name: _figure(found, "before", calibration) for name, found in self.accepted.items()}
+        layers = (
+            replace(layer, figures={**layer.figures, ACCEPTANCE: figures[layer.module]})
+            if layer.module in figures
+            else layer
+            for layer in plan.layers
+        )
+        return replace(plan, layers=tuple(layers))
 
 
 def compress_with_heads(
@@ -187,13 +180,12 @@ def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:
 
 def _of_head(work: LayerWork, head: Head) -> LayerWork:
     """The work on a layer of a head's own model, decided and told by the name that plans have for it."""
-    decide, visited = work.decide, work.visited
 
-    def renamed(tell: Visited) -> Visited:
-        def told(layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
-            tell(head.named, counts, tokens)
+    def visited(layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
+        assert work.visited is not None
+        work.visited(head.named, counts, tokens)
 
-        return told
+    def decide(stats: LayerStatistics) -> LayerPlan:
+        return work.decide(_named(stats, head))
 
-    by_name: Callable[[LayerStatistics], LayerPlan] = lambda stats: decide(_named(stats, head))  # noqa: E731
-    return replace(work, decide=by_name, visited=None if visited is None else renamed(visited))
+    return replace(work, decide=decide, visited=None if work.visited is None else visited)

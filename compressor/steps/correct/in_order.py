@@ -83,18 +83,44 @@ class ShadowModel:
 
 
 @dataclass(slots=True)
-class _InOrder(LayerVisitor):
-    """One layer at a time of a pass in order."""
+class RecordingVisitor(LayerVisitor):
+    """Has the batches of a pass recorded in the layers that they come to, before they pass what replaces these."""
 
     model: OpenModel
-    work: LayerWork
     calibration: Calibration | None
+    active: list[Observers | Recording] = field(default_factory=list, kw_only=True)  # what watches a replay's batches
+
+    def entering(self, batch: int) -> None:
+        for watching in self.active:
+            watching.enter(batch)
+
+    def record(
+        self, layers: Sequence[MoeLayer], replay: Replay, observers: Sequence[Observers] = ()
+    ) -> list[Recording]:
+        """Show the batches to the observers, and return what the loaded layers make of them."""
+        assert self.calibration is not None
+        recordings = [Recording(layer, self.calibration.tokens, self.calibration.heldout) for layer in layers]
+        self.active = [*observers, *recordings]
+        for recording in recordings:
+            recording.attach(self.model.partial.model)
+        if self.active:
+            replay(range(len(self.calibration.batches)))
+        for recording in recordings:
+            recording.detach()
+        self.active = []
+        return recordings
+
+
+@dataclass(slots=True)
+class _InOrder(RecordingVisitor):
+    """One layer at a time of a pass in order."""
+
+    work: LayerWork
     files: CutFiles | None
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    active: list[Observers | Recording] = field(default_factory=list)  # what watches the batches of a replay
     shadow: ShadowModel = field(init=False)
     routers: Routers = field(init=False)
-    told: list[Callable[[], None]] = field(default_factory=list)  # to do when all batches have passed the layer
+    counting: list[tuple[Watch, torch.Tensor]] = field(default_factory=list)  # of whom the batches visit, by expert
 
     def __post_init__(self) -> None:
         self.shadow, self.routers = ShadowModel(self.model, self.work.experts), smaller_routers(self.model.architecture)
@@ -105,35 +131,28 @@ class _InOrder(LayerVisitor):
         if layers and not self._from_files(unit, layers):
             self._compress(unit, layers, replay)
         if self.work.visited is not None and self.calibration is not None:
-            self.told = [self._counting(layer, self.work.visited, self.calibration) for layer in layers]
+            self.counting = [self._counting(layer, self.calibration) for layer in layers]
 
-    def _counting(self, layer: MoeLayer, visited: Visited, data: Calibration) -> Callable[[], None]:
-        """Count who visits whom in a smaller layer, until the function that is returned tells it."""
-        counts, fit = torch.zeros(self.work.experts, dtype=torch.int64), {*range(len(data.batches))} - data.heldout
+    def _counting(self, layer: MoeLayer, data: Calibration) -> tuple[Watch, torch.Tensor]:
+        """Count who visits whom in a smaller layer, held-out batches excepted."""
+        counts = torch.zeros(self.work.experts, dtype=torch.int64)
 
         def count(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
-            if self.at.batch in fit:
+            if self.at.batch < len(data.batches) and self.at.batch not in data.heldout:
                 counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
 
-        watch = Watch(self.shadow.model, layer, on_experts=count).attach()
-
-        def tell() -> None:
-            watch.detach()
-            visited(layer, here().all_reduce(counts), sum(data.batches[number].numel() for number in fit))
-
-        return tell
-
-    def entering(self, batch: int) -> None:
-        for watching in self.active:
-            watching.enter(batch)
+        return Watch(self.shadow.model, layer, on_experts=count).attach(), counts
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
 
     def passed(self, unit: str) -> None:
-        for tell in self.told:
-            tell()
-        self.told = []
+        for watch, counts in self.counting:
+            watch.detach()
+            assert self.work.visited is not None and self.calibration is not None
+            fit = (own for number, own in enumerate(self.calibration.batches) if number not in self.calibration.heldout)
+            self.work.visited(watch.layer, here().all_reduce(counts), sum(batch.numel() for batch in fit))
+        self.counting = []
         self.shadow.empty_again()
 
     def _from_files(self, unit: str, layers: Sequence[MoeLayer]) -> bool:
@@ -190,16 +209,7 @@ class _InOrder(LayerVisitor):
             Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
             for layer in (layers if work.needs else ())
         ]
-        wanted = work.measure or work.correction.wanted
-        recordings = [Recording(layer, calibration.tokens, calibration.heldout) for layer in (layers if wanted else ())]
-        for recording in recordings:
-            recording.attach(self.model.partial.model)
-        self.active = [*observers, *recordings]
-        if self.active:
-            replay(range(len(calibration.batches)))
-        self.active = []
-        for recording in recordings:
-            recording.detach()
+        recordings = self.record(layers if work.measure or work.correction.wanted else (), replay, observers)
         return [watching.finish() for watching in observers] or bare, recordings
 
 
@@ -220,15 +230,11 @@ def compress_in_order(
     """
     refuse_shared_experts(model)
     batches = () if calibration is None else calibration.batches
-    state = _InOrder(model, work, calibration, files)
-    visitors: list[LayerVisitor] = [state]
-    evaluation: list[torch.Tensor] = []
+    state = _InOrder(model, calibration, work, files)
+    evaluation = [] if riding is None else riding.batches
     if riding is not None:
-        riding.first, evaluation = len(batches), riding.batches
-        visitors.append(riding)
-    if end is not None:
-        visitors.append(end)
+        riding.first = len(batches)
     one = Pass(model, batches, progress, phase, work.seed, to_end=end is not None, evaluation=evaluation, shared=True)
-    one.run(*visitors)
+    one.run(*(visitor for visitor in (state, riding, end) if visitor is not None))
     here().barrier()  # until all layers are kept
     return tuple(state.plans[layer.name] for layer in model.architecture.layers)

@@ -4,9 +4,8 @@
 and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,44 +13,18 @@ import torch
 from compressor.distributed.ranks import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
-from compressor.steps.correct.cut_layer import CutLayer, Recording
-from compressor.steps.correct.ridge import refit_down
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
+from compressor.steps.correct.ridge import refit_constants, refit_down
+from compressor.steps.correct.step import CONSTANTS, NONE, Correct
 from compressor.steps.correct.tuning import Schedule, tune
 
 MOST_RATE = 0.03
-
-
-@dataclass(frozen=True, slots=True)
-class Refit:
-    """What a step of a correction works on: the cut layer's float32 parameters and router tensors, changed in place."""
-
-    cut: CutLayer
-    router: Mapping[str, torch.Tensor]  # expert-sized tensors of the live router, by key
-    rows: torch.Tensor  # [n] recorded tokens to fit to
-    judged: torch.Tensor  # [m] those that are held out
-    correction: Correct
-    error: float  # that is left on the held-out ones
-    seed: int
-
-
-def _ridge(refit: Refit) -> None:
-    refit_down(refit.cut, refit.rows, refit.judged)
-
-
-def _tune(refit: Refit) -> None:
-    asked = refit.correction
-    rate = min(asked.rate * refit.error, MOST_RATE)  # bold steps only shake a layer that is near
-    tune(refit.cut, refit.rows, list(refit.router.values()), Schedule(asked.steps, asked.tokens, rate, refit.seed))
-
-
-Step = Callable[[Refit], None]
-STEPS_OF: Mapping[str, Mapping[str, Step]] = {  # of each correction, by name; what one does not better is undone
-    "none": {},
-    "ridge": {"ridge": _ridge},
-    "tune": {"ridge": _ridge, "tune": _tune},
+STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; what one does not better is undone
+    NONE: (),
+    CONSTANTS: (),
+    "ridge": ("ridge",),
+    "tune": ("ridge", "tune"),
 }
-METHODS = tuple(STEPS_OF)
 
 
 @contextmanager
@@ -98,7 +71,8 @@ class _Guard:
             for expert, parameters in enumerate(cut.parameters)
             for name, value in parameters.items()
         ]
-        self.kept_at += cut.more_kept()
+        if cut.constants is not None:
+            self.kept_at.append((cut.constants.values, cut.constants.best))
         self.kept_at += [(value, self._stored(value.detach(), dtypes[key]).clone()) for key, value in router.items()]
         self.kept, self.best = "none", self._error()
 
@@ -126,9 +100,20 @@ class _Guard:
         return error
 
 
-def _anywhere(rows: torch.Tensor) -> bool:
-    """Whether any rank has any tokens."""
-    return bool(here().all_reduce(torch.tensor(len(rows))))
+def _improve(
+    name: str, cut: CutLayer, router: Mapping[str, torch.Tensor], correction: Correct, error: float, seed: int
+) -> None:
+    """Carry out one step of a correction; the layer's held-out `error` is what earlier ones have left."""
+    rows, judged = cut.recording.positions(heldout=False), cut.recording.positions(heldout=True)
+    if name == "tune":
+        rate = min(correction.rate * error, MOST_RATE)  # bold steps only shake a layer that is near
+        leaves = [*router.values()] if cut.constants is None else [*router.values(), cut.constants.values]
+        tune(cut, rows, leaves, Schedule(correction.steps, correction.tokens, rate, seed))
+        return
+    if name == "ridge":
+        refit_down(cut, rows, judged)
+    if cut.constants is not None:
+        refit_constants(cut, rows, judged)
 
 
 def correct_layer(
@@ -138,29 +123,29 @@ def correct_layer(
     correction: Correct,
     seed: int = 0,
     writing: torch.dtype | None = None,
-    cut_layer: Callable[[Recording, Any, Any, Any], CutLayer] = CutLayer.of,
-    steps_of: Mapping[str, Mapping[str, Step]] = STEPS_OF,
+    constants: Constants | None = None,
 ) -> dict[str, Any]:
-    """Refit a layer of the smaller `model` in place toward the recorded outputs; returns the figures for the plan.
+    """Refit a layer of the smaller `model`, and its constants, in place toward the recorded outputs; returns figures.
 
-    Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept.
-
-    `cut_layer` makes what the steps of `steps_of` work on, of a recording, experts, router and block.
-    Errors are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
+    Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept. Errors
+    are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
-    rows, judged = recording.positions(heldout=False), recording.positions(heldout=True)
-    if not _anywhere(judged):
-        return {"kept": "none", "reason": "no calibration token reached the layer"}
+
+    def anywhere(heldout: bool) -> bool:
+        return bool(here().all_reduce(torch.tensor(len(recording.positions(heldout)))))
+
+    if not anywhere(heldout=True):
+        return {"kept": NONE, "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with _float_router(model, layer, recording) as router:
-        cut = cut_layer(recording, experts, model.get_submodule(layer.router), block)
+        cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block, constants)
         guard = _Guard(cut, router, dtypes, writing)
         errors = {"before": guard.best}
-        steps = steps_of[correction.method] if guard.best > 0 and _anywhere(rows) else {}
-        for name, step in steps.items():
-            step(Refit(cut, router, rows, judged, correction, guard.best, seed))
+        steps = STEPS_OF[correction.method] if constants is None else (CONSTANTS, *STEPS_OF[correction.method])
+        for name in steps if guard.best > 0 and anywhere(heldout=False) else ():
+            _improve(name, cut, router, correction, guard.best, seed)
             errors[name] = guard.judge(name)
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

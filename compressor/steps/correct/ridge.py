@@ -1,10 +1,10 @@
-"""Ridge correction: down projections refitted in closed form, so that the cut layer's output comes back.
+"""Ridge correction: tensors that a layer's output is linear in, refitted in closed form so that the output comes back.
 
-With phi the gate-weighted intermediate activations of the kept experts, laid side by side, and r = y - y' what the cut
-layer misses, the change D of the down projections minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
+Down projections: with phi the gate-weighted intermediate activations of the kept experts, laid side by side, and
+r = y - y' what the cut layer misses, their change D minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
 weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on what the
 others leave. The penalty is the one of least error on held-out tokens for the first block; a later block stays as it is
-where that penalty does not help it.
+where that penalty does not help it. Constants that stand for experts: the same with their gate weights as phi.
 """
 
 import math
@@ -23,6 +23,7 @@ TOKENS = 32_768  # fitted on at most
 SWEEPS = 2  # over the blocks, where there are several
 PARTS = 8  # of the columns that a block is solved for, however many ranks take turns in solving them
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
+CONSTANT_PENALTIES = (1e-6, *PENALTIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,6 @@ def block_width(layer_bytes: int) -> int:
     return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
 
 
-def features_room(layer_bytes: int) -> float:
-    """Bytes that a block's features may be kept in: an eighth of the layer."""
-    return layer_bytes / 8
-
-
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
     """All neurons of all experts, in order, in blocks of at most `width`.
 
@@ -61,11 +57,6 @@ def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
     count = width // neurons
     groups = [range(first, min(first + count, experts)) for first in range(0, experts, count)]
     return [[Span(expert, 0, neurons, place * neurons) for place, expert in enumerate(group)] for group in groups]
-
-
-def sweeps(blocks: int) -> int:
-    """How often so many blocks are solved: one alone has nothing to see of others."""
-    return SWEEPS if blocks > 1 else 1
 
 
 @dataclass(slots=True)
@@ -92,24 +83,8 @@ class _Tokens:
             return cls(rows, [], none, none[:, 0], starts, numbers)
         scales = torch.cat([layer.token_weights(layer.targets(chunk)).sqrt() for chunk in chunks])
         routes = [layer.route(chunk) for chunk in chunks]
-        return cls(torch.cat(chunks), routes, layer.residual(chunks) * scales[:, None], scales, starts, numbers)
-
-
-def _features(layer: CutLayer, tokens: _Tokens, chunk: int, block: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
-    weights, index = tokens.routes[chunk]
-    wanted = {span.expert: span for span in block}
-    inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
-    reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
-    places = tokens.starts[chunk] + reached.cpu()
-    x, weights = layer.inputs(tokens.rows[places]), weights[reached]
-    phi = x.new_zeros(len(reached), block[-1].columns.stop)
-    for expert, rows, slots in routed(weights, index[reached], wanted):
-        shares = weights[rows, slots] * tokens.scales[places][rows]
-        active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
-        span = wanted[expert]
-        phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
-    return places, phi
+        residual = torch.cat([layer.gap(chunk, layer.targets(chunk)) for chunk in chunks])
+        return cls(torch.cat(chunks), routes, residual * scales[:, None], scales, starts, numbers)
 
 
 @dataclass(slots=True)
@@ -126,11 +101,22 @@ class _Block:
         """Of the chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
         if chunk in self.kept:
             return self.kept[chunk]
-        found = _features(self.layer, self.tokens, chunk, self.spans)
-        if found[1].nbytes <= self.room:
-            self.room -= found[1].nbytes
-            self.kept[chunk] = found
-        return found
+        layer, tokens, wanted = self.layer, self.tokens, {span.expert: span for span in self.spans}
+        weights, index = tokens.routes[chunk]
+        inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
+        reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
+        places = tokens.starts[chunk] + reached.cpu()
+        x, weights = layer.inputs(tokens.rows[places]), weights[reached]
+        phi = x.new_zeros(len(reached), self.spans[-1].columns.stop)
+        for expert, rows, slots in routed(weights, index[reached], wanted):
+            shares = weights[rows, slots] * tokens.scales[places][rows]
+            active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
+            span = wanted[expert]
+            phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
+        if phi.nbytes <= self.room:
+            self.room -= phi.nbytes
+            self.kept[chunk] = places, phi
+        return places, phi
 
     def take(self, change: torch.Tensor) -> None:
         """Subtract what the change brings back from the tokens' residual."""
@@ -218,10 +204,10 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
     blocks = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
-    turns = blocks * sweeps(len(blocks))
+    turns = blocks * (SWEEPS if len(blocks) > 1 else 1)  # one alone has nothing to see of others
     penalties: Sequence[float] = PENALTIES
     for number, spans in enumerate(turns, start=1):
-        fitted, judged = _Block(layer, fit, spans, features_room(nbytes)), _Block(layer, judge, spans)
+        fitted, judged = _Block(layer, fit, spans, nbytes / 8), _Block(layer, judge, spans)
         found = _change(fitted, judged, penalties)
         if found is None:
             continue
@@ -235,3 +221,47 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
                 down[span.begin : span.end] += part
             else:
                 down[:, span.begin : span.end] += part.T
+
+
+@torch.no_grad()
+def refit_constants(cut: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor) -> None:
+    """Change the layer's constants in place by the weighted least squares of what it misses at `fit_rows`.
+
+    The penalty, or no change at all, is chosen at `judge_rows`.
+    """
+    assert cut.constants is not None
+    normal, right = _constants_normal(cut, fit_rows)
+    scale = float(normal.diagonal().mean()) if len(normal) else 0.0
+    if scale == 0:
+        return
+    judged_normal, judged_right = _constants_normal(cut, judge_rows)
+    best, least = None, 0.0
+    for penalty in CONSTANT_PENALTIES:
+        regular = normal.clone()
+        regular.diagonal().add_(penalty * scale)
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        if failed:
+            continue
+        change = torch.cholesky_solve(right, factor)
+        off = float((change * (judged_normal @ change)).sum() - 2 * (change * judged_right).sum())  # and ||r||^2
+        if off < least:
+            best, least = change, off
+    if best is not None:
+        cut.constants.values += best.to(cut.constants.values.dtype)
+
+
+def _constants_normal(cut: CutLayer, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """G^T W G [D, D] and G^T W r [D, H] in float64: G the gate weights of the D replaced experts, W the tokens'."""
+    assert cut.constants is not None
+    count, width = cut.constants.values.shape
+    normal = torch.zeros(count, count, dtype=torch.float64, device=cut.constants.values.device)
+    right = torch.zeros(count, width, dtype=torch.float64, device=cut.constants.values.device)
+    for chunk in rows.split(CHUNK):
+        target = cut.targets(chunk)
+        share = cut.token_weights(target).double()[:, None]
+        weights, index = cut.route(chunk)
+        gates = weights.new_zeros(len(chunk), cut.choices).scatter_add_(1, index, weights)
+        gates = gates[:, len(cut.parameters) :].double()
+        normal += gates.T @ (gates * share)
+        right += gates.T @ (cut.gap(chunk, target).double() * share)
+    return normal, right

@@ -1,5 +1,6 @@
 """The step `correct`: refit what pruning left until each layer outputs what it did before."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -11,6 +12,8 @@ from compressor.recipe.step import Needs, Step
 if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
+
+logger = logging.getLogger(__name__)
 
 STEPS, TOKENS, RATE = 300, 2048, 0.3
 CONSTANTS, NONE = "constants", "none"
@@ -42,9 +45,16 @@ class Correct(Step):
 
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
         """With the strategy's own method for `auto`; None where nothing is refitted."""
-        from compressor.steps.correct.carry_out import resolved_method
+        method: str = self.method
+        if method == "auto":
+            from compressor.model.opened import shared_experts
+            from compressor.recipe.registry import load_strategy
 
-        method = resolved_method(self, model, steps)
+            prune: Any = next((step for step in steps if step.name == "prune"), None)
+            method = NONE if prune is None else load_strategy(prune.strategy, prune.options).correction
+            if method != NONE and (shared := shared_experts(model)):
+                logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
+                method = NONE
         return None if method == NONE else self.model_copy(update={"method": method})
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
@@ -59,8 +69,14 @@ class Correct(Step):
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
         """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
-        from compressor.steps.correct.carry_out import refit_stage
+        from compressor.recipe.steps_plan import decisions
+        from compressor.steps.correct.carry_out import correct
 
         if state.step_of(CONSTANTS) is not None:  # it refits its own
             return {}
-        return refit_stage(self, state)
+        number = state.number_of("prune")
+        assert state.text is not None and number is not None
+        stage, files = state.stage_plan(), state.cut()
+        return {
+            number: decisions(correct(state.model, stage, state.progress, files, state.text.fit, self, state.visited))
+        }

@@ -3,24 +3,30 @@
 The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor (Shazeer and Stern 2018,
 arXiv:1804.04235): its steps are relative to a tensor's own size, and its state is a row and a column of a matrix, so
 that one layer in float32 is about all the memory it takes. Each gradient is used and freed before the next one.
-Several ranks share the experts: see `compressor.steps.correct.sharing`.
+
+Several ranks share the experts: all have a step's tokens, each has the weights, gradients and optimizers of some
+experts, and they add up the experts' outputs [n, H] and the gradients of gate weights [n, K].
+n tokens of a step, K top-k, H hidden, N experts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressor.distributed.ranks import here
+from compressor.model.experts import routed
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.sharing import Share, descend, foreseen, shared
+from compressor.steps.correct.step import STEPS, TOKENS
 
-STEPS, TOKENS = 300, 2048
-AGAIN = 4  # steps after which ranks share the experts anew, and then after twice as many each time: routers settle
+AGAIN = 4  # steps after which outputs are added up along a new tree, and then after twice as many each time
+DEPTH = 4  # of the tree: 16 leaves, so that as many ranks have work
+UPDATE = 130  # tokens that take an expert as long as a step of its optimizer
+
+Tree = list[int] | tuple[Any, Any]  # a leaf of experts, or two trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,58 +39,127 @@ class Schedule:
     seed: int = 0
 
 
-def _steps(rows: torch.Tensor, schedule: Schedule) -> "list[torch.Tensor]":
+def balanced(loads: Sequence[float], depth: int = DEPTH) -> Tree:
+    """Build a tree of experts of these loads above 0; the halves of each branch have about as much to do."""
+
+    def cut(experts: list[int], depth: int) -> Tree:
+        if depth == 0 or len(experts) == 1:
+            return experts
+        halves, sums = (list[int](), list[int]()), [0.0, 0.0]
+        for expert in sorted(experts, key=lambda expert: -loads[expert]):
+            lighter = int((sums[1], len(halves[1])) < (sums[0], len(halves[0])))
+            halves[lighter].append(expert)
+            sums[lighter] += loads[expert]
+        return cut(sorted(halves[0]), depth - 1), cut(sorted(halves[1]), depth - 1)
+
+    return cut([*range(len(loads))], depth)
+
+
+def leaves(tree: Tree) -> Iterator[list[int]]:
+    """Yield the experts of each leaf, in order."""
+    if isinstance(tree, list):
+        yield tree
+    else:
+        yield from leaves(tree[0])
+        yield from leaves(tree[1])
+
+
+def owners(loads: Sequence[float], size: int) -> list[int]:
+    """Assign experts of these loads above 0 to so many ranks, leaf by leaf, each about as much to do: -> [N]."""
+    found, before = [0] * len(loads), 0.0
+    for leaf in leaves(balanced(loads)):
+        load = sum(loads[expert] for expert in leaf)
+        for expert in leaf:
+            found[expert] = min(int((before + load / 2) / sum(loads) * size), size - 1)
+        before += load
+    return found
+
+
+def _routed_tokens(layer: CutLayer, weights: Tensor, index: Tensor) -> Tensor:
+    return torch.bincount(index[weights != 0], minlength=layer.choices).cpu()
+
+
+def _loads(routed_tokens: Tensor, steps: int) -> list[float]:
+    loads: list[float] = (routed_tokens + UPDATE * steps).tolist()
+    return loads
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """The m tokens and choices that reach an expert: gate weights [m, 1], and its outputs before these."""
+
+    tokens: Tensor
+    places: Tensor
+    weights: Tensor
+    output: Tensor  # [m, H], or [H] of one that says the same to all
+
+
+def descend(layer: CutLayer, tree: Tree, experts: Collection[int], rows: Tensor) -> Tensor:
+    """Leave in every leaf tensor the gradient of the tokens' weighted mean of ||y - y'||^2, of this rank's experts.
+
+    The tokens at `rows` [n] are the same at all ranks. The router's leaf tensors get theirs at all. One that no token
+    reaches gets none. Outputs are added up along the tree. Returns how many tokens [N] reach each expert.
+    """
+    weights, index = layer.route(rows)
+    counts = _routed_tokens(layer, weights, index)
+    if not bool(counts.any()):
+        return counts
+    inputs, targets, given = layer.inputs(rows), layer.targets(rows), weights.detach()
+    own = {
+        expert: _Reached(at, places, given[at, places, None], layer.put_out(expert, inputs.index_select(0, at)))
+        for expert, at, places in routed(given, index, experts)
+    }
+    gap = here().all_reduce(_summed(tree, own, targets)) - targets
+    gradient = gap * (layer.token_weights(targets) * (2 / len(rows)))[:, None]
+    pulls = {expert: gradient.index_select(0, each.tokens) for expert, each in own.items()}
+    slopes = torch.zeros_like(given)  # only an expert's rank knows those of its choices
+    for expert, each in own.items():
+        slopes[each.tokens, each.places] = (pulls[expert] * each.output.detach()).sum(-1)
+    for expert, each in own.items():
+        if each.output.requires_grad:
+            each.output.backward(pulls[expert] * each.weights)
+    if weights.requires_grad:
+        weights.backward(here().all_reduce(slopes))
+    return counts
+
+
+@torch.no_grad()
+def _summed(tree: Tree, reached: dict[int, _Reached], like: Tensor) -> Tensor:
+    """Add up the gate-weighted outputs [n, H] of this rank's experts: a leaf's in order, then of both halves."""
+    if isinstance(tree, tuple):
+        return _summed(tree[0], reached, like) + _summed(tree[1], reached, like)
+    total = torch.zeros_like(like)
+    for each in (reached[expert] for expert in tree if expert in reached):
+        total.index_add_(0, each.tokens, each.output * each.weights)
+    return total
+
+
+def _steps(rows: Tensor, schedule: Schedule) -> list[Tensor]:
     """Positions of each step's tokens: passes over shuffled tokens, without a remainder's short step."""
     generator = torch.Generator().manual_seed(schedule.seed)
-    size, found = min(schedule.tokens, len(rows)), list[torch.Tensor]()
+    size, found = min(schedule.tokens, len(rows)), list[Tensor]()
     while len(found) < schedule.steps:
         order = rows[torch.randperm(len(rows), generator=generator)]
         found += [order[begin : begin + size] for begin in range(0, len(order) - size + 1, size)]
     return found[: schedule.steps]
 
 
-class _Leaves:
-    """This rank's leaves; the optimiser of each steps as soon as its gradient is there, and frees it."""
+def _optimised(leaf: Tensor) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer that steps as soon as the leaf's gradient is there, and frees it; and the hook that has it do so."""
+    optimizer = torch.optim.Adafactor([leaf.requires_grad_()])
 
-    def __init__(self) -> None:
-        self._optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
-        self._hooks: dict[torch.Tensor, Any] = {}
+    def update(leaf: Tensor) -> None:
+        optimizer.step()
+        leaf.grad = None  # no two gradients need be in memory at once
 
-    def take(self, leaf: torch.Tensor, state: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Tune this one from now on; `state` is what another rank's optimiser knew of it."""
-        optimizer = torch.optim.Adafactor([leaf.requires_grad_()])
-        if state:
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: dict(state)}})
-
-        def update(leaf: torch.Tensor) -> None:
-            optimizer.step()
-            leaf.grad = None  # no two gradients need be in memory at once
-
-        self._optimizers[leaf], self._hooks[leaf] = optimizer, leaf.register_post_accumulate_grad_hook(update)
-
-    def give(self, leaf: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Tune this one no more; returns what its optimiser knows of it."""
-        self._hooks.pop(leaf).remove()
-        leaf.requires_grad_(False)
-        leaf.grad = None
-        return dict(self._optimizers.pop(leaf).state[leaf])
-
-    def set_rate(self, rate: float) -> None:
-        """Take steps of this rate."""
-        for optimizer in self._optimizers.values():
-            optimizer.param_groups[0]["lr"] = rate
-
-    def give_all(self) -> None:
-        """Tune none of them any more."""
-        for leaf in [*self._optimizers]:
-            self.give(leaf)
+    return optimizer, leaf.register_post_accumulate_grad_hook(update)
 
 
 @torch.enable_grad()
 def tune(
     layer: CutLayer,
-    rows: torch.Tensor,
-    router: Sequence[torch.Tensor],
+    rows: Tensor,
+    router: Sequence[Tensor],
     schedule: Schedule,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
@@ -94,37 +169,32 @@ def tune(
     """
     if not here().is_alone:
         layer, rows = layer.gathered(rows)
-    drawn, leaves = _steps(rows, schedule), _Leaves()
-    first = drawn[:AGAIN]
-    share, counts, since = shared(foreseen(layer, first), len(first)), torch.zeros(layer.choices, dtype=torch.int64), 0
-    for leaf in (*_values(layer, share.of_rank(here().rank)), *router):
-        leaves.take(leaf)
+
+    def values(experts: Iterable[int]) -> list[Tensor]:
+        """All parameters of these experts; a constant has none here."""
+        kept = len(layer.parameters)
+        return [value for expert in experts if expert < kept for value in layer.parameters[expert].values()]
+
+    drawn = _steps(rows, schedule)
+    with torch.no_grad():
+        foreseen = [_routed_tokens(layer, *layer.route(chosen)) for chosen in drawn[:AGAIN]]
+    counts = torch.zeros(layer.choices, dtype=torch.int64)
+    loads = _loads(sum(foreseen, start=counts), len(foreseen))
+    owner_of, tree = owners(loads, here().size), balanced(loads)
+    own = [expert for expert, owner in enumerate(owner_of) if owner == here().rank]
+    tuned = {leaf: _optimised(leaf) for leaf in (*values(own), *router)}
+    since = 0
     for step, chosen in enumerate(drawn):
         if step == max(AGAIN, 2 * since):
-            share = _moved(layer, leaves, share, shared(counts, step - since))
+            tree = balanced(_loads(counts, step - since))
             counts, since = torch.zeros_like(counts), step
-        leaves.set_rate(schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps)))
-        counts += descend(layer, share, chosen)
+        for optimizer, _ in tuned.values():
+            optimizer.param_groups[0]["lr"] = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
+        counts += descend(layer, tree, own, chosen)
         after(step)
-    leaves.give_all()
-    for expert, owner in enumerate(share.owners):
-        here().copy_from(owner, _values(layer, [expert]))
-
-
-def _moved(layer: CutLayer, leaves: _Leaves, old: Share, new: Share) -> Share:
-    """Move experts to their new owners, with the state of their optimizers; returns the new share."""
-    for expert, (before, owner) in enumerate(zip(old.owners, new.owners, strict=True)):
-        if owner != before:
-            values = _values(layer, [expert])
-            here().copy_from(before, values)
-            for leaf in values:
-                state = here().broadcast_tensors(partial(leaves.give, leaf), before)
-                if owner == here().rank:
-                    leaves.take(leaf, state)
-    return new
-
-
-def _values(layer: CutLayer, experts: Iterable[int]) -> list[torch.Tensor]:
-    """All parameters of these experts; what stands for one has none here."""
-    kept = len(layer.parameters)
-    return [value for expert in experts if expert < kept for value in layer.parameters[expert].values()]
+    for leaf, (_, hook) in tuned.items():
+        hook.remove()
+        leaf.requires_grad_(False)
+        leaf.grad = None
+    for expert, owner in enumerate(owner_of):
+        here().copy_from(owner, values([expert]))

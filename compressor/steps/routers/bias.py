@@ -2,31 +2,123 @@
 
 The literal reading of C3PO (arXiv:2504.07964) for a stock checkpoint: the mean over items of optimised less own router
 logits, in the layers that C3PO moves. It goes into a bias that the router has, or into its weight. T tokens, E experts
-(and any rows beyond them), H width.
+(and any rows beyond them), H width, L late MoE layers.
 """
 
+import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from compressor.errors import CompressionError
+from compressor.evaluation.base_answers import Distributions
 from compressor.evaluation.evaluator import Evaluator
+from compressor.evaluation.items import Item, positions, rows_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass
-from compressor.pathways.router_logits import Product, router_weight, watched
+from compressor.model.tokenizer import load_tokenizer
+from compressor.pathways.answering import load_answering
+from compressor.pathways.optimisers import oracle
+from compressor.pathways.options import OWN, Optimizer, PathwayOptions
+from compressor.pathways.reference import ReferenceSet, build_reference
+from compressor.pathways.router_logits import Product, logits_of, router_weight, watched, weights_of
 from compressor.progress import Progress
-from compressor.steps.routers.average import Average
-from compressor.steps.routers.weights import Baked, Step, Weights, evaluate_trials, mean_kl
+from compressor.steps.routers.weights import Baked, Step, Weights, evaluate_trials
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average, that are tried
 LARGEST = 64.0  # a scale that is the best and the largest of those tried is doubled up to here
 
+OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours
+MOST = 64  # items that are averaged over
+PROMPT = 64  # tokens of a prompt that is taken from text
+
 Kind = Literal["router bias", "selection bias", "router weight"]
 RIDGE = 0.01  # of the mean square of a router's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """What optimising adds to the router logits of the late layers and to their scores, over all items (both [L, E]).
+
+    `agreement` is the root mean square of the mean change of a logit over that of the changes of single items.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    items: int
+    agreement: float
+
+
+def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progress: Progress) -> Average:
+    """Optimise the pathway of up to 64 items of the set: by neighbours, never itself, or `own`: by its known answer.
+
+    Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
+    """
+    own_answer = optimizer == OWN_ANSWER
+    options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
+    answering = load_answering(model, load_tokenizer(model.source.folder), found, options)
+    loaded = answering.model
+    items = found.items if len(found.items) <= MOST else random.Random(0).sample(found.items, MOST)
+    progress.start("optimise pathways", len(items))
+    changes, scores = list[Tensor](), list[Tensor]()
+    for item in items:
+        plain = answering.answered(item)
+        own = plain.pathway[-loaded.late :]
+        change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
+        changes.append(change.detach())
+        late = zip(own, changes[-1], loaded.late_scores, strict=True)
+        rescored = [weights_of(logits_of(weights, score) + added, score) for weights, added, score in late]
+        scores.append(torch.stack(rescored) - own)
+        progress.advance("")
+    every = torch.stack(changes).double()
+    mean = every.mean(0)
+    size = float(every.square().mean().sqrt())
+    agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
+    return Average(mean, torch.stack(scores).double().mean(0), len(items), agreement)
+
+
+def text_reference(
+    model: OpenModel, batches: Sequence[Tensor], base: Sequence[Distributions], progress: Progress
+) -> ReferenceSet:
+    """A reference set of text (token ids [B, L]): a place of each sequence, and the base's greedy token.
+
+    Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
+    """
+    tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
+    found = [
+        _text_item(sequence.tolist(), likeliest.tolist(), tokenizer, draw, model)
+        for batch, asked in zip(batches, base, strict=True)
+        for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
+    ]
+    items = [item for item in found if item is not None]
+    if not items:
+        raise CompressionError("nothing that the base expects can be written as text; give --reference items")
+    return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
+
+
+def _text_item(
+    tokens: list[int], likeliest: list[int], tokenizer: Any, draw: random.Random, model: OpenModel
+) -> Item | None:
+    """What is expected at a place drawn from a sequence's later half; None where it cannot be written as text."""
+    later = range(max(1, len(tokens) // 2), len(tokens))
+    place = draw.choice([at for at in later if likeliest[at - 1] == tokens[at]] or later)
+    before = tokens[max(0, place - PROMPT) : place]
+    prompt, whole = (tokenizer.decode(part) for part in (before, [*before, likeliest[place - 1]]))
+    answer = whole[len(prompt) :]
+    if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
+        return None
+    item = Item(prompt, answer)
+    try:  # prompt and answer must still have tokens of their own when they are read as text
+        rows_of(item, tokenizer, model.vocabulary, positions(model.config))
+    except CompressionError:
+        return None
+    return item
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +175,20 @@ class _Inputs(LayerVisitor):
     def loaded(self, unit: str) -> None:
         for layer in self.at.moe_layers:
             if layer in self.layers:
-                self._watching.enter_context(watched(self.at.model, layer, self._adding(layer.name)))
+                self._watching.enter_context(watched(self.at.model, layer, partial(self._add, layer.name)))
 
     def passed(self, unit: str) -> None:
         self._watching.close()
 
-    def _adding(self, name: str) -> Any:
-        def add(product: Product) -> None:
-            x = product.inputs.detach().double()
-            width = x.shape[1]
-            empty = _Sums(torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
-            sums = self.found.setdefault(name, empty)
-            sums.squares += (x.T @ x).cpu()
-            sums.sums += x.sum(0).cpu()
-            sums.tokens += len(x)
-            sums.bias = None if product.bias is None else product.bias.detach().float().cpu()
-
-        return add
+    def _add(self, name: str, product: Product) -> None:
+        x = product.inputs.detach().double()
+        width = x.shape[1]
+        empty = _Sums(torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
+        sums = self.found.setdefault(name, empty)
+        sums.squares += (x.T @ x).cpu()
+        sums.sums += x.sum(0).cpu()
+        sums.tokens += len(x)
+        sums.bias = None if product.bias is None else product.bias.detach().float().cpu()
 
 
 def _place(model: OpenModel, layer: MoeLayer, seen: _Sums) -> BiasPlace:
@@ -152,13 +241,13 @@ def bake_bias(
 
     tried = [(scale, moved(scale)) for scale in SCALES]
     before, *found = evaluate_trials(model, evaluator, [own, *(trial for _, trial in tried)])
-    (scale, weights), after = min(zip(tried, found, strict=True), key=lambda pair: mean_kl(pair[1]))
+    (scale, weights), after = min(zip(tried, found, strict=True), key=lambda pair: pair[1].means["kl"])
     largest = max(SCALES)
     while scale == largest and 2 * scale <= LARGEST:
         largest = 2 * scale
         again = moved(largest)
         (found_again,) = evaluate_trials(model, evaluator, [again])
-        if mean_kl(found_again) < mean_kl(after):
+        if found_again.means["kl"] < after.means["kl"]:
             scale, weights, after = largest, again, found_again
     progress.advance("")
     step = Step.taken(before, after, 0.0, scale)

@@ -1,12 +1,8 @@
-"""Calibration of the routers of a checkpoint: what is asked for, its text, new router tensors, and their place in it.
-
-From two models and some text come stored router tensors that bring the smaller model nearer to its base, and a record.
-"""
+"""Carry out `routers` on the checkpoint that earlier steps have made: new router tensors nearer to the base."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,17 +15,37 @@ from compressor.evaluation.base_answers import Distributions
 from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel, open_alike
+from compressor.model.tokenizer import load_tokenizer
+from compressor.pathways.answering import trusted_reference
+from compressor.pathways.options import Routing
 from compressor.pathways.reference import ReferenceSet
 from compressor.pathways.router_logits import router_weight
 from compressor.progress import Progress
-from compressor.steps.routers.average import average_pathway, text_reference
-from compressor.steps.routers.bias import bake_bias, bias_places
-from compressor.steps.routers.step import Routers
+from compressor.recipe.step import Result
+from compressor.steps.routers.bias import average_pathway, bake_bias, bias_places, text_reference
+from compressor.steps.routers.step import PLACED, Routers
 from compressor.steps.routers.weights import Baked, Text, Weights, bake_weights
+from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
 
-PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
+
+def calibrate_routers(asked: Routers, state: State) -> Result:
+    """Move the routers as far as held-out text is nearer to the base; the new ones are kept until they are in place."""
+    place = state.kept("routers.safetensors")
+    assert place is not None
+    if here().broadcast(lambda: told_of(place)) is None:
+        stored_routers(state.model)
+        reference = None
+        if asked.reference is not None:
+            reference = trusted_reference(Routing(asked.reference))
+            reference.check(state.model, load_tokenizer(state.model.source.folder))
+        batches, answers, evaluator = state.base_answers()
+        made = calibrate_tensors(state.model, asked, batches, answers, evaluator, state.progress, reference)
+        if here().is_first:
+            keep_tensors(place, *made)
+    figures = here().broadcast(lambda: told_of(place))
+    return Result(figures, iter([kept_tensors(place)] if here().is_first else ()))
 
 
 def stored_routers(model: OpenModel) -> dict[str, str]:
@@ -54,14 +70,6 @@ def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class CalibratedRouters:
-    """Stored router tensors by name, as they are to be written, and what a plan says of them."""
-
-    tensors: Mapping[str, Tensor]
-    result: Mapping[str, Any]
-
-
 def calibrate_tensors(
     smaller: OpenModel,
     asked: Routers,
@@ -70,70 +78,51 @@ def calibrate_tensors(
     evaluator: Evaluator,
     progress: Progress,
     reference: ReferenceSet | None = None,
-) -> CalibratedRouters:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Calibrate the routers of `smaller`, so that it comes nearer to its base, which the evaluator knows.
 
     See `weights` and `bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes the one of
-    least KL on held-out text. `answers` are the base's on the batches [B, L] of text, which processes share.
+    least KL on held-out text. `answers` are the base's on the batches [B, L] of text, which processes share. Returns
+    stored router tensors by name, as they are to be written, and what a plan says of them, in nats per token.
     Raises `CompressionError` for fewer than eight held-out sequences.
     """
     require_enough(evaluator.sequences, "routers")
-    parts = [part for begin in range(asked.rounds) if (part := range(begin, len(batches), asked.rounds))]
+    methods, made = ("router", "bias") if asked.method == "auto" else (asked.method,), dict[str, Baked]()
 
-    def of(numbers: Sequence[int]) -> Text:
-        chosen = [batches[n] for n in numbers]
+    def text(numbers: range) -> Text:
+        chosen = [batches[number] for number in numbers]
         own = here().own(chosen)
         known = (answers[n] if own is None or place in own else None for place, n in enumerate(numbers))
         return Text(tuple(chosen), tuple(known))
 
-    def weights() -> _Made:
-        rounds, names = [of(part) for part in parts], stored_routers(smaller)
-        return _Made("router", bake_weights(smaller, _read(smaller, names), rounds, evaluator, progress), names)
-
-    def bias() -> _Made:
-        return _biased(smaller, asked, of(range(min(PLACED, len(batches)))), evaluator, reference, progress)
-
-    ways = {"router": (weights,), "bias": (bias,), "auto": (weights, bias)}[asked.method]
-    return _chosen([made for way in ways if (made := _tried(way, len(ways) > 1)) is not None], ways)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """One way to calibrate: what it has made, the stored names of its tensors by key, and what is told of it."""
-
-    method: str
-    baked: Baked
-    names: Mapping[str, str]
-    told: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _tried(way: Callable[[], _Made], others: bool) -> _Made | None:
-    """What comes out; with other ways beside it, one that the model does not allow is left out with a warning."""
-    try:
-        return way()
-    except CompressionError as error:
-        if not others:
-            raise
-        logger.warning("%s; it is left out", error)
-        return None
-
-
-def _chosen(made: Sequence[_Made], ways: Sequence[Any]) -> CalibratedRouters:
-    """The way of least KL, and what a plan tells of it, in nats per token of held-out text."""
+    for method in methods:
+        try:
+            if method == "router":
+                rounds = [text(part) for n in range(asked.rounds) if (part := range(n, len(batches), asked.rounds))]
+                weights = _read(smaller, stored_routers(smaller))
+                made[method] = bake_weights(smaller, weights, rounds, evaluator, progress)
+            else:
+                fit = text(range(min(PLACED, len(batches))))
+                made[method] = _biased(smaller, asked, fit, evaluator, reference, progress)
+        except CompressionError as error:  # the other method may fit the model
+            if len(methods) == 1:
+                raise
+            logger.warning("%s; it is left out", error)
     if not made:
         raise CompressionError("no way to calibrate routers fits this model; leave the step routers out")
-    after = {each.method: each.baked.after.means["kl"] for each in made}
-    best = min(made, key=lambda each: after[each.method])
-    before, means = best.baked.before.means, best.baked.after.means
-    told: dict[str, Any] = {"before": before["kl"], "after": means["kl"]}
+    after = {method: each.after.means["kl"] for method, each in made.items()}
+    method = min(made, key=lambda name: after[name])
+    best = made[method]
+    before, means = best.before.means, best.after.means
+    figures: dict[str, Any] = {"before": before["kl"], "after": means["kl"]}
     for name in ("loss", "flips"):
-        told |= {f"{name}_before": before[name], f"{name}_after": means[name]}
-    told["sequences"] = best.baked.before.sequences
-    told |= {"steps": [asdict(step) for step in best.baked.steps], **best.told}
-    if len(ways) > 1:
-        told["taken"] = best.method if any(step.step for step in best.baked.steps) else "none"
-        told["tried"] = after
-    return CalibratedRouters({best.names[key]: weight for key, weight in best.baked.weights.items()}, told)
+        figures |= {f"{name}_before": before[name], f"{name}_after": means[name]}
+    figures["sequences"] = best.before.sequences
+    figures |= {"steps": [asdict(step) for step in best.steps], **best.details}
+    if len(methods) > 1:
+        figures |= {"taken": method if any(step.step for step in best.steps) else "none", "tried": after}
+    names = stored_names(smaller, best.weights)
+    return {names[key]: weight for key, weight in best.weights.items()}, figures
 
 
 def _biased(
@@ -143,21 +132,21 @@ def _biased(
     evaluator: Evaluator,
     reference: ReferenceSet | None,
     progress: Progress,
-) -> _Made:
-    """The bake of a bias; it loads the smaller model whole."""
+) -> Baked:
+    """Routers with the average optimised pathway as a bias; this loads the smaller model whole."""
     whole = open_alike(smaller.source, smaller)
     expected = [each for each in fit.base if each is not None]  # one process has all
     found = reference or text_reference(whole, fit.batches, expected, progress)
     average = average_pathway(whole, found, asked.optimizer, progress)
     whole.partial.release("")
     places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], fit.batches)
-    names = stored_names(smaller, [place.key for place in places])
-    baked = bake_bias(smaller, _read(smaller, names), places, average, evaluator, progress)
+    own = _read(smaller, stored_names(smaller, [place.key for place in places]))
     layers = [
         {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}
         for place in places
     ]
-    return _Made("bias", baked, names, {"items": average.items, "agreement": average.agreement, "layers": layers})
+    details = {"items": average.items, "agreement": average.agreement, "layers": layers}
+    return replace(bake_bias(smaller, own, places, average, evaluator, progress), details=details)
 
 
 def _read(model: OpenModel, names: Mapping[str, str]) -> Weights:
@@ -166,14 +155,3 @@ def _read(model: OpenModel, names: Mapping[str, str]) -> Weights:
         if weight.shape != model.partial.empty[key].shape:
             raise CompressionError(f"{key} is stored in another shape than the model has it; leave out routers")
     return found
-
-
-def keep(path: Path, baked: CalibratedRouters) -> None:
-    """Write calibrated routers whole, or not at all."""
-    keep_tensors(path, baked.tensors, dict(baked.result))
-
-
-def kept(path: Path) -> CalibratedRouters | None:
-    """What `keep` has written; None if there is nothing, or nothing that can be read."""
-    result = told_of(path)
-    return None if result is None else CalibratedRouters(kept_tensors(path), result)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from compressor.errors import CompressionError
 from compressor.recipe.step import Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
@@ -50,9 +51,16 @@ class Routers(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own, and held-out text; refuses routers whose logits cannot be moved as they are stored."""
-        from compressor.steps.routers.whole import refuse_model
+        from compressor.distributed.ranks import refuse_several
+        from compressor.steps.routers.calibrating import stored_routers
 
-        refuse_model(self, model)
+        if self.method != "router":
+            refuse_several(f"routers: method {self.method}", "choose the method router, or start one process")
+        elif self.reference is not None:
+            raise CompressionError(
+                "routers: reference is for the methods bias and auto; name one of them, or leave it out"
+            )
+        stored_routers(model)
         return Needs(part=TextPart(self.sequences, self.sequence_length, min(8, self.sequences // self.rounds)))
 
     def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
@@ -61,7 +69,7 @@ class Routers(Step):
 
     def whole(self, state: "State") -> Result | None:
         """Calibrate the routers of the checkpoint as it is now."""
-        from compressor.steps.routers.whole import calibrate_routers
+        from compressor.steps.routers.calibrating import calibrate_routers
 
         return calibrate_routers(self, state)
 

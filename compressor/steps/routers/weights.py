@@ -3,22 +3,27 @@
 C3PO (arXiv:2504.07964) optimises which experts a test sample is routed to. Here all routers of the smaller model are
 moved once, for all text: down the gradient of KL(base || smaller) with respect to the router logits of all layers and
 tokens, which ridge regression carries into the router weights. A round's best step is taken where the evaluator accepts
-it, and nothing is changed otherwise.
+it, and nothing is changed otherwise. T tokens, E rows of a router's weight, H width.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from compressor.distributed.ranks import here
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReversePass, ReverseVisitor
+from compressor.pathways.router_logits import Product, router_weight, watched
 from compressor.progress import Progress
-from compressor.steps.routers.router_moments import Moments, RouterGradients
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
 STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)  # root mean square of the change of a logit, over that of the logits
@@ -69,12 +74,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """New router tensors, and the figures on held-out text before and after."""
+    """New router tensors, the figures on held-out text before and after, and what else is to be said of them."""
 
     weights: Weights
     before: Figures
     after: Figures
     steps: tuple[Step, ...]
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 def put(model: OpenModel, unit: str, weights: Weights) -> None:
@@ -87,7 +93,7 @@ def put(model: OpenModel, unit: str, weights: Weights) -> None:
             set_tensor(whole, key, weight.to(own.device, own.dtype))
 
 
-class Routed(Variants):
+class _Routed(Variants):
     """Has each variant of one pass use its own set of router tensors."""
 
     def __init__(self, model: OpenModel, trials: Sequence[Weights]) -> None:
@@ -101,12 +107,7 @@ class Routed(Variants):
 
 def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]) -> list[Figures]:
     """Figures of the model with each of several sets of router tensors, from one streamed pass."""
-    return evaluator.measure(model, Routed(model, trials), len(trials))
-
-
-def mean_kl(figures: Figures) -> float:
-    """Mean KL from the base, in nats per token."""
-    return figures.means["kl"]
+    return evaluator.measure(model, _Routed(model, trials), len(trials))
 
 
 class _Using(ReverseVisitor):
@@ -140,6 +141,93 @@ def bake_weights(
     return Baked(weights, before, now, tuple(steps))
 
 
+@dataclass(slots=True)
+class Moments:
+    """X'X [H, H], X'G [H, E] and G'G [E, E] of what enters a router, X [T, H], and its logits' gradients, G [T, E]."""
+
+    inputs: Tensor
+    both: Tensor
+    gradients: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def empty(cls, width: int, rows: int) -> "Moments":
+        """Of no token yet, in float64."""
+        sizes = ((width, width), (width, rows), (rows, rows))
+        inputs, both, gradients = (torch.zeros(size, dtype=torch.float64) for size in sizes)
+        return cls(inputs, both, gradients)
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        """Take in some tokens' inputs [T, H] and gradients [T, E]."""
+        self.inputs += (x.T @ x).cpu()
+        self.both += (x.T @ g).cpu()
+        self.gradients += (g.T @ g).cpu()
+        self.tokens += len(x)
+
+    def direction(self, ridge: float) -> Tensor:
+        """[E, H]: -(G'G + b)^-1 G'X (X'X + a)^-1, the way down in the metric of inputs and gradients.
+
+        It is the ridge solution for logits that follow the negative gradient, preconditioned on the right (Kronecker-
+        factored curvature). a and b are `ridge` times the mean of each diagonal.
+        """
+        inner = torch.linalg.solve(_ridged(self.inputs, ridge), self.both)
+        change: Tensor = torch.linalg.solve(_ridged(self.gradients, ridge), inner.T)
+        return -change
+
+    def mean_square(self, change: Tensor) -> float:
+        """Of what a change [E, H] of the weight adds to a logit."""
+        return float(((change @ self.inputs) * change).sum()) / (self.tokens * len(change))
+
+
+def _ridged(square: Tensor, ridge: float) -> Tensor:
+    added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    return square + added * torch.eye(len(square), dtype=square.dtype)
+
+
+class RouterGradients(ReverseVisitor):
+    """Gathers the moments of every router that gradients reach, by its weight's state-dict key.
+
+    Each rank runs its own batches; their moments are added up when all have passed a layer.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Moments] = {}
+        self._own: dict[str, Moments] = {}  # of a layer's routers, on this rank's batches
+        self._watching, self._seen = ExitStack(), list[tuple[str, Product]]()
+
+    def replaying(self, unit: str, batch: int) -> None:
+        self._seen = []
+        for layer in self.at.moe_layers:
+            self._watching.enter_context(watched(self.at.model, layer, partial(self._note, router_weight(layer))))
+
+    def _note(self, key: str, product: Product) -> Tensor:
+        logits = product.logits
+        if not logits.requires_grad:  # in the first layer nothing before it asks for gradients
+            logits = logits.detach().requires_grad_()
+        logits.retain_grad()
+        self._seen.append((key, Product(product.inputs, logits, product.weight)))
+        return logits
+
+    def returned(self, unit: str, batch: int) -> None:
+        self._watching.close()
+        for key, product in self._seen:
+            if (gradient := product.logits.grad) is None:
+                continue  # nothing hangs on the scores of the experts that were chosen
+            x = product.inputs.detach().double()
+            g = gradient.reshape(len(x), -1).double()
+            self._own.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+
+    def done(self, unit: str) -> None:
+        """Add up the moments of the layer's routers over all ranks."""
+        for layer in self.at.moe_layers:
+            key = router_weight(layer)
+            rows, width = self.at.model.get_parameter(key).shape
+            own = self._own.pop(key, Moments.empty(width, rows))
+            inputs, both, gradients = map(here().all_reduce, (own.inputs, own.both, own.gradients))
+            if tokens := int(here().all_reduce(torch.tensor(own.tokens))):
+                self.found[key] = Moments(inputs, both, gradients, tokens)
+
+
 def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moments]:
     gradients = RouterGradients()
     run = ReversePass(model, [text.batches[number] for number in text.own])
@@ -161,30 +249,20 @@ def _best(
     model: OpenModel, weights: Weights, moments: Mapping[str, Moments], evaluator: Evaluator, taken: float | None
 ) -> _Trial:
     """The line search of a round: a wide one at first, then one around the step that was taken before."""
+
+    def best(ridges: Sequence[float], steps: Sequence[float], *known: _Trial) -> _Trial:
+        tried = [(ridge, step) for ridge in ridges for step in steps]
+        moved = [_moved(weights, moments, *each) for each in tried]
+        found = zip(tried, moved, evaluate_trials(model, evaluator, moved), strict=True)
+        trials = [*known, *(_Trial(*each, own, figures) for each, own, figures in found)]
+        return min(trials, key=lambda trial: trial.figures.means["kl"])
+
     steps = STEPS if taken is None else tuple(near * taken for near in NEAR)
-
-    def kl(trial: _Trial) -> float:
-        return mean_kl(trial.figures)
-
-    best = min(_trials(model, weights, moments, evaluator, RIDGES, steps), key=kl)
-    while best.step == max(steps) and 2 * best.step <= LARGEST:
-        steps = (2 * best.step,)
-        best = min(best, *_trials(model, weights, moments, evaluator, (best.ridge,), steps), key=kl)
-    return best
-
-
-def _trials(
-    model: OpenModel,
-    weights: Weights,
-    moments: Mapping[str, Moments],
-    evaluator: Evaluator,
-    ridges: Sequence[float],
-    steps: Sequence[float],
-) -> list[_Trial]:
-    tried = [(ridge, step) for ridge in ridges for step in steps]
-    moved = [_moved(weights, moments, *each) for each in tried]
-    found = evaluate_trials(model, evaluator, moved)
-    return [_Trial(*each, after, own) for each, after, own in zip(tried, moved, found, strict=True)]
+    found = best(RIDGES, steps)
+    while found.step == max(steps) and 2 * found.step <= LARGEST:
+        steps = (2 * found.step,)
+        found = best((found.ridge,), steps, found)
+    return found
 
 
 def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step: float) -> Weights:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import locate
-from compressor.grouping.choose import merge_groups, merge_needs
-from compressor.grouping.learned import _Merge, learn_coefficients
-from compressor.grouping.rerouting import SmallerRouter
+from compressor.grouping.choose import _Merge, learn_coefficients, merge_groups, merge_needs
+from compressor.grouping.reconstruction import SmallerRouter
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent

@@ -11,8 +11,14 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import merge_groups
-from compressor.grouping.reconstruction import KeptErrors, original, reconstruct, relative_error, rescaled_error
-from compressor.grouping.rerouting import SmallerRouter
+from compressor.grouping.reconstruction import (
+    KeptErrors,
+    SmallerRouter,
+    original,
+    reconstruct,
+    relative_error,
+    rescaled_error,
+)
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.grouping.choose import merge_groups
-from compressor.grouping.rerouting import SmallerRouter
+from compressor.grouping.reconstruction import SmallerRouter
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics, collect

@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.model.streaming import ReversePass
 from compressor.pathways.router_logits import Product, router_weight, watched
-from compressor.steps.routers.router_moments import Moments, RouterGradients
+from compressor.steps.routers.weights import Moments, RouterGradients
 from tests import zoo
 from tests.compressor.model.test_reverse import REFUSED, loss
 from tests.opened import batches, opened

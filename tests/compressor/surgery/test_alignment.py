@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.grouping.choose import merge_groups, merge_needs
-from compressor.grouping.learned import learn_coefficients
+from compressor.grouping.choose import learn_coefficients, merge_groups, merge_needs
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters
 from compressor.model.opened import open_model

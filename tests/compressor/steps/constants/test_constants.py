@@ -16,10 +16,8 @@ from compressor.evaluation.evaluator import Evaluator
 from compressor.progress import Silent
 from compressor.steps.constants.budget import cheapest_numbers, curve, divide, even_numbers, halfway, probed_numbers
 from compressor.steps.constants.measure import NEEDS, LayerConstants, Substituting, substitutes_of
-from compressor.steps.correct.constants import SubstitutedLayer, refit_constants
-from compressor.steps.correct.cut_layer import Recording
-from compressor.steps.correct.refit import Refit
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
+from compressor.steps.correct.ridge import refit_constants
 from tests import opened
 
 
@@ -129,13 +127,16 @@ def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_mis
     slots = torch.tensor([[*kept, *dropped].index(expert) for expert in range(8)])
     start = torch.randn(3, hidden.shape[1], generator=torch.Generator().manual_seed(0))
     router = stock.get_submodule(layer.router)
-    cut = SubstitutedLayer.made(start, slots, torch.float32, recording, experts, router, block)
+    constants = Constants(start.clone(), start, slots)
+    cut = CutLayer.of(recording, experts, router, block, constants)
     rows = torch.arange(len(hidden))
-    refit_constants(Refit(cut, {}, rows, rows, Correct("constants"), 1.0, 0))
+    refit_constants(cut, rows, rows)
     missing = torch.einsum("te,teh->th", gates[:, dropped], outputs[:, dropped])  # the layer without its kept experts
     energy = torch.einsum("te,teh->th", gates, outputs).square().sum(-1)
     share = (1 / (energy + energy.median())).sqrt()[:, None]
     best = torch.linalg.lstsq(gates[:, dropped] * share, missing * share).solution
-    torch.testing.assert_close(cut.values.double(), best, atol=2e-4, rtol=1e-3)
-    expected = torch.einsum("te,teh->th", gates[:, kept], outputs[:, kept]) + gates[:, dropped] @ cut.values.double()
+    torch.testing.assert_close(constants.values.double(), best, atol=2e-4, rtol=1e-3)
+    expected = (
+        torch.einsum("te,teh->th", gates[:, kept], outputs[:, kept]) + gates[:, dropped] @ constants.values.double()
+    )
     torch.testing.assert_close(cut.output(cut.inputs(rows), *cut.route(rows)).double(), expected, atol=1e-5, rtol=1e-4)

@@ -128,8 +128,8 @@ def test_the_same_twice_and_the_seed_decides(name: str) -> None:
 def test_layers_that_too_few_tokens_reached_stay(missing: str) -> None:
     found = cut_case("mixtral")
     before = state(found)
-    seen = found.recording.seen
-    found.recording.seen = [] if missing == "both" else [(tokens, missing == "fit") for tokens, _ in seen]
+    found.recording.heldout = {0, 1} if missing == "fit" else ()
+    found.recording.calls = [] if missing == "both" else found.recording.calls
     figures = corrected(found, TUNE)
     assert figures["kept"] == "none" and same(state(found), before)
     assert ("heldout_error" in figures) is (missing == "fit")

@@ -154,7 +154,7 @@ def test_chunks_and_block_widths_do_not_matter_to_what_a_single_sweep_sees(
     for block in neuron_blocks(len(found.cut.parameters), neurons, width):
         phi = torch.zeros(len(found.fit), block[-1].columns.stop)
         for chunk in range(len(tokens.routes)):
-            places, part = ridge._features(found.cut, tokens, chunk, block)
+            places, part = ridge._Block(found.cut, tokens, block).features(chunk)
             phi[places] = part
         begin = block[0].expert * neurons + block[0].begin
         torch.testing.assert_close(phi.double(), whole[:, begin : begin + phi.shape[1]], rtol=0, atol=1e-5)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.tuning import Schedule, _Leaves, _steps, tune
+from compressor.steps.correct.tuning import (
+    Schedule,
+    Tree,
+    _steps,
+    balanced,
+    descend,
+    leaves,
+    owners,
+    tune,
+)
 from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 FEW = Schedule(steps=8, tokens=64, rate=0.03)
@@ -93,29 +102,6 @@ def test_the_seed_decides_and_nothing_else() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (7,)])
-def test_a_leaf_goes_on_elsewhere_as_if_it_had_stayed(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(3)
-    start, pulls = torch.randn(shape, generator=generator), torch.randn(9, *shape, generator=generator)
-
-    def tuned(moves: dict[int, int]) -> Tensor:
-        places, leaf = [_Leaves(), _Leaves()], start.clone()
-        at = places[0]
-        at.take(leaf)
-        for step, pull in enumerate(pulls):
-            if step in moves:
-                state, leaf = at.give(leaf), leaf.clone()
-                assert not leaf.requires_grad and bool(state) == (step > 0)
-                at = places[moves[step]]
-                at.take(leaf, state)
-            at.set_rate(0.1 / (step + 1))
-            (leaf * pull).square().sum().backward()  # type: ignore[no-untyped-call]
-        at.give_all()
-        return leaf
-
-    assert torch.equal(tuned({}), tuned({0: 1, 4: 0, 7: 1})) and not torch.equal(tuned({}), start)
-
-
 def test_every_finished_step_is_told() -> None:
     told: list[int] = []
     run(FEW, told.append)
@@ -145,3 +131,50 @@ def test_steps_take_shuffled_tokens_each_at_most_once_a_pass(count: int, tokens:
     for begin in range(0, steps, a_pass):
         seen = torch.cat(found[begin : begin + a_pass]).tolist()
         assert len(set(seen)) == len(seen) and set(seen) <= set(rows.tolist())
+
+
+LOADS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
+
+
+@given(LOADS, st.integers(1, 20))
+def test_each_expert_has_one_rank_and_ranks_have_about_as_much_to_do(loads: list[int], size: int) -> None:
+    found, tree = owners(loads, size), balanced(loads)
+    assert sorted(expert for leaf in leaves(tree) for expert in leaf) == [*range(len(loads))]
+    heaviest = max(sum(loads[expert] for expert in leaf) for leaf in leaves(tree))
+    for rank in range(size):
+        load = sum(loads[expert] for expert, owner in enumerate(found) if owner == rank)
+        assert abs(load - sum(loads) / size) <= heaviest
+
+
+@given(LOADS)
+def test_halves_have_about_as_much_to_do(loads: list[int]) -> None:
+    def check(tree: Tree) -> None:
+        if isinstance(tree, tuple):
+            experts = [[expert for leaf in leaves(half) for expert in leaf] for half in tree]
+            first, second = (sum(loads[expert] for expert in half) for half in experts)
+            assert abs(first - second) <= max(loads[expert] for half in experts for expert in half)
+            for half in tree:
+                check(half)
+        else:
+            assert tree
+
+    check(balanced(loads))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "zaya"])
+def test_gradients_are_those_of_the_loss(name: str) -> None:
+    found = cut_case(name)
+    cut, rows = found.cut, found.fit[:60]
+    tuned = [*(value for parameters in cut.parameters for value in parameters.values()), *found.router]
+    for leaf in tuned:
+        leaf.requires_grad_()
+    target = cut.targets(rows)
+    with torch.enable_grad():
+        loss = cut.token_weights(target) @ cut.gap(rows, target).square().sum(-1) / len(rows)
+        expected = torch.autograd.grad(loss, tuned, allow_unused=True)
+        descend(cut, balanced([1.0] * cut.choices), range(cut.choices), rows)
+    assert sum(value is not None for value in expected) > len(tuned) / 2
+    for leaf, value in zip(tuned, expected, strict=True):
+        assert (leaf.grad is None) == (value is None)
+        if value is not None and leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))

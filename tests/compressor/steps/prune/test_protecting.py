@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compressor.comparison.measure import random_drop
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.grouping import learned
+from compressor.grouping import choose
 from compressor.grouping.choose import METHODS, competing
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
@@ -176,7 +176,7 @@ def least_liked(free: LayerPlan, layer: MoeLayer, places: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned.learn_coefficients, "__defaults__", (True, 1))  # steps
+    monkeypatch.setattr(choose.learn_coefficients, "__defaults__", (True, 1))  # steps
     stock, model = opened(name, tmp_path)
     data = calibration(batches(stock, (2, 2, 1), 16))
     data = Calibration(data.batches, data.identity, heldout=frozenset({2}))

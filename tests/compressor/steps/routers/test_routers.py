@@ -17,11 +17,12 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import read_base
 from compressor.evaluation.evaluator import Evaluator
+from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.routers import whole
-from compressor.steps.routers.calibrating import CalibratedRouters, keep, kept, stored_routers
+from compressor.steps.routers import calibrating
+from compressor.steps.routers.calibrating import stored_routers
 from compressor.steps.routers.weights import Text, Weights, bake_weights, evaluate_trials
 from compressor.workdir.layer_files import LayerWriter
 from tests import small, zoo
@@ -162,7 +163,7 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
     with monkeypatch.context() as patch:
         patch.setattr(LayerWriter, "write", stop)
         assert calibrate(run, models, tmp_path / "out").status == 130
-    monkeypatch.setattr(whole, "calibrate_tensors", None)  # which is not asked again
+    monkeypatch.setattr(calibrating, "calibrate_tensors", None)  # which is not asked again
     assert calibrate(run, models, tmp_path / "out").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
 
@@ -207,9 +208,9 @@ def test_the_plan_says_what_decides_a_calibration_and_its_text_is_bounded(models
 
 def test_kept_routers_that_cannot_be_read_count_as_none(tmp_path: Path) -> None:
     place = tmp_path / "routers"
-    keep(place, CalibratedRouters({"gate": torch.ones(2, 3)}, {"after": 0.5}))
-    whole, found = place.read_bytes(), kept(place)
-    assert found is not None and found.result == {"after": 0.5} and torch.equal(found.tensors["gate"], torch.ones(2, 3))
+    keep_tensors(place, {"gate": torch.ones(2, 3)}, {"after": 0.5})
+    whole = place.read_bytes()
+    assert told_of(place) == {"after": 0.5} and torch.equal(kept_tensors(place)["gate"], torch.ones(2, 3))
     for damaged in (b"", whole[:-1], whole[:20]):
         place.write_bytes(damaged)
-        assert kept(place) is None
+        assert told_of(place) is None
