@@ -116,6 +116,7 @@ def dataclass_options(shape: type, only: Collection[str] = (), panel: str | None
         more = {"panel": panel, **entry.metadata}
         name = more.pop("name", None)
         kind: Any = more.pop("kind", hints[entry.name])
+        more.pop("choices", None)  # the dataclass checks them
         option = typer.Option(*([name] if name else []), rich_help_panel=more.pop("panel"), **more)
         annotation: Any = Annotated[kind, option]
         found.append(Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=annotation))
