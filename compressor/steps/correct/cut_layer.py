@@ -268,7 +268,7 @@ class CutLayer:
         return len(self.parameters) + (0 if self.constants is None else len(self.constants.values))
 
     def put_out(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [m, H] of a slot's expert for its inputs [m, H], before its gate's weight, or its constant for each."""
+        """Outputs [m, H] of a slot's expert, before its gate's weight, or its constant: [m, H] -> [m, H]."""
         if self.constants is not None and slot >= len(self.parameters):
             return self.constants.values[slot - len(self.parameters)].expand(*x.shape[:-1], -1)
         return apply_expert(self.experts, self.parameters[slot], x)
