@@ -37,6 +37,7 @@ class RunRecord:
     command: tuple[str, ...] | None = None  # None: not through the command line
     finished: str = ""  # UTC, ISO 8601; told when it is kept
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
+    base: str | None = None  # as `source`; None where it is the source
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -22,6 +22,7 @@ import compressor
 from compressor.evaluation import base_answers
 from compressor.evaluation.evaluator import Figures
 from compressor.publishing.card import card_text
+from compressor.recipe.recipe import read_recipe
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import distilling, objective, training
 from compressor.steps.distill.engines import InMemory
@@ -364,6 +365,7 @@ def test_plans_name_another_base_and_the_text_of_a_later_run_and_repeat_both(ori
     made = compressor.compress(str(originals / "model"), tmp_path / "out", steps, base=base, **text)
     assert made.plan.base is not None and made.plan.base.model == base
     assert yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())["base"] == "base"
+    assert read_recipe(tmp_path / "out" / "recipe.yaml").base == base  # found again, as the model is
     compressor.apply(Plan.from_dict(made.plan.to_dict()), tmp_path / "again")
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "again")]
     assert weights[0] == weights[1]

@@ -216,6 +216,7 @@ def _record(state: State, outcome: Outcome, terms: Terms, folder: Path) -> None:
         outcome.peak_memory,
         words,
         acceptance=outcome.acceptance,
+        base=None if state.plan.base is None else state.base.source.name,
     )
     record_run(folder, known)
     if state.observer is not None:

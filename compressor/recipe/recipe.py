@@ -217,8 +217,9 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
     places = {Path(text).name: text for text in texts if is_file(text)}
     found = dict(content)
-    if os.path.isdir(record.source) and content.get("model") == Path(record.source).name:
-        found["model"] = record.source
+    for field, place in (("model", record.source), ("base", record.base)):
+        if place is not None and os.path.isdir(place) and content.get(field) == Path(place).name:
+            found[field] = place
     if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
         found["calibration"] = {**text, "data": [_in_place(str(source), places) for source in text["data"]]}
     return found
@@ -231,9 +232,13 @@ def _in_place(source: str, places: Mapping[str, str]) -> str:
 
 def refuse_missing(path: Path, recipe: Recipe) -> None:
     """Refuse a model's folder or a text that a recipe names and that is not there, saying how to name it."""
-    model = recipe.model
-    if model is not None and recipe.revision is None and "/" not in model and not os.path.exists(model):
-        raise CompressionError(f"{path} names the model {model!r}, which is no folder here; add --set model=FOLDER")
+    for what, name, revision in (
+        ("model", recipe.model, recipe.revision),
+        ("base", recipe.base, recipe.base_revision),
+    ):
+        if name is not None and revision is None and "/" not in name and not os.path.exists(name):
+            remedy = f"add --set {what}=FOLDER"
+            raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
     for source in recipe.calibration.data or ():
         name = source.rpartition("=")[0] or source
         if not any(map(is_file, (source, name))) and Path(name).suffix in TEXT_SUFFIXES and not Path(name).is_dir():

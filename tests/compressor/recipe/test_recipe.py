@@ -240,6 +240,8 @@ def test_what_is_not_here_is_to_be_named(tmp_path: Path, monkeypatch: pytest.Mon
 
     with pytest.raises(CompressionError, match=r"the model 'gone', which is no folder here; add --set model=FOLDER"):
         refuse(model="gone")
+    with pytest.raises(CompressionError, match=r"the base 'gone', which is no folder here; add --set base=FOLDER"):
+        refuse(base="gone")
     for source in ("gone.txt", "gone.txt=2"):
         with pytest.raises(CompressionError, match=r"the text gone\.txt, .*; name it with --calibration"):
             refuse(["demo", source])
