@@ -7,7 +7,6 @@ files, the tasks with their versions, margin, confidence, and the versions of th
 
 import logging
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.scores import PACKAGES, REPORT
 from compressor.evaluation.tasks import resolve_tasks
-from compressor.files import file_digest
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict, gate_content, gate_from_content
@@ -29,7 +27,7 @@ from compressor.model.opened import OpenModel, counts_below, open_model, unwarne
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.repeating import answers, note_request, request_key
 from compressor.pipeline.run_context import find_model
-from compressor.pipeline.task import of_stage
+from compressor.pipeline.task import content_of, of_stage
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan
@@ -215,16 +213,12 @@ def _path(key: str) -> Path:
 
 def recipe_facts(recipe: Recipe) -> list[Any]:
     """What of a recipe decides an output, the number of experts excepted."""
-    sources = [_content(entry) for entry in recipe.calibration.data or ()]
+    sources = [content_of(entry) for entry in recipe.calibration.data or ()]
     return [
         recipe.model_dump(mode="json", exclude={"steps", "model"}),
         sources,
         [[s.name, s.to_dict()] for s in recipe.steps],
     ]
-
-
-def _content(source: str) -> Any:
-    return file_digest(Path(source)) if os.path.isfile(source) else source
 
 
 def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None:

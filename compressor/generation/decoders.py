@@ -133,14 +133,14 @@ class DecoderGraph:
     def start(self, rows: int) -> None:
         """Empty the caches for so many sequences."""
         self.past = 0  # tokens that the caches hold
-        self._caches = {name: _value(_empty(self._inputs[name], rows)) for name in self._next}
+        self._caches = {name: ort_value(_empty(self._inputs[name], rows)) for name in self._next}
 
     def run(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Logits [B, S, V] of new tokens [B, S]; the mask [B, past + S] covers the earlier ones too."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.past :]
         given = {TOKENS: tokens, MASK: mask, POSITIONS: positions}
         asked = [name for name in given if name in self._inputs]
-        fed = {name: _value(given[name].to(DTYPES[self._inputs[name].type])) for name in asked}
+        fed = {name: ort_value(given[name].to(DTYPES[self._inputs[name].type])) for name in asked}
         logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
         self._caches = dict(zip(self._next, caches, strict=True))
         self.past += tokens.shape[1] if self._next else 0
@@ -148,7 +148,7 @@ class DecoderGraph:
         return found
 
 
-def _value(tensor: Tensor) -> Any:
+def ort_value(tensor: Tensor) -> Any:
     """The tensor as ONNX Runtime takes it."""
     from onnxruntime import OrtValue
 

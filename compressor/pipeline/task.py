@@ -13,6 +13,7 @@ from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_source
 from compressor.distributed.ranks import here, launched
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
+from compressor.files import file_digest
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe, make_step, text_options
@@ -53,7 +54,7 @@ class Task:
             None if self.base is self.model else self.base.checkpoint.stamp(),
             content,
             [[step.name, step.to_dict()] for step in self.steps],
-            [_content(source) for source in self._sources()],
+            [content_of(source) for source in self._sources()],
             None if self.plan is None else self.plan.to_dict(),
             str(self.model.partial.device),
             str(self.model.partial.dtype),
@@ -72,9 +73,9 @@ def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
     return parse_sources(options.data or (DEFAULT_SOURCE,))
 
 
-def _content(name: str) -> str:
+def content_of(name: str) -> str:
     """The SHA-256 of a file; what names none stands for itself."""
-    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if os.path.isfile(name) else name
+    return file_digest(Path(name)) if os.path.isfile(name) else name
 
 
 def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:

@@ -2,9 +2,10 @@
 
 import inspect
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
 from compressor.words import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = "moe_compressor.strategies"
 EXPORTERS = "moe_compressor.exporters"
@@ -93,6 +96,15 @@ def optional(module: Any, name: str, what: str) -> Callable[..., Any] | None:
     if found is not None and not callable(found):
         raise CompressionError(f"{what} is no plugin: {name} should be a function, not {type(found).__name__}")
     return found
+
+
+def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
+    """What can be loaded of a group, by name; anything else is named in a warning and left out."""
+    for name in names(group):
+        try:
+            yield load(name)
+        except CompressionError as error:
+            logger.warning("%s; it is left out", error)
 
 
 def option(default: T, help: str, choices: Iterable[T] = ()) -> T:

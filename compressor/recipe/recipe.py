@@ -4,7 +4,6 @@ A recipe is made from the plan alone, so that `compress`, and `plan` with `apply
 compression.json it names no folder; on the machine that made the output, the record of the run knows them.
 """
 
-import logging
 import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
-from compressor.recipe.plugins import STEPS, load, names
+from compressor.recipe.plugins import STEPS, load, names, working
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
 from compressor.words import did_you_mean
-
-logger = logging.getLogger(__name__)
 
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000
@@ -104,11 +101,7 @@ def step_class(name: str, place: str = "") -> type[Step]:
 
 def working_steps() -> Iterator[type[Step]]:
     """Every step that can be loaded, by name; another is named in a warning and left out."""
-    for name in names(STEPS):
-        try:
-            yield step_class(name)
-        except CompressionError as error:
-            logger.warning("%s; it is left out", error)
+    return working(STEPS, step_class)
 
 
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:

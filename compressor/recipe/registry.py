@@ -1,6 +1,5 @@
 """What strategies and exporters are to the compressor: the contract that each plugin is held to."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe import plugins
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.plugins import EXPORTERS, STRATEGIES, defaults, make_options, names, read_option
+from compressor.recipe.plugins import EXPORTERS, STRATEGIES, defaults, make_options, names, read_option, working
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
 
 CORRECTIONS = ("none", "ridge", "tune")
 
-logger = logging.getLogger(__name__)
 
 Likeness = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> a label, and how alike experts are [E, E]
 
@@ -148,11 +146,7 @@ def _needs(module: Any, function: str, options: Any, default: frozenset[str], na
 
 def working_strategies() -> Iterator[Strategy]:
     """Every strategy that can be loaded, by name; another is named in a warning and left out."""
-    for name in names(STRATEGIES):
-        try:
-            yield load_strategy(name)
-        except CompressionError as error:
-            logger.warning("%s; it is left out", error)
+    return working(STRATEGIES, load_strategy)
 
 
 def option_fields(name: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ A file's header says which steps made it; one that cannot be read, as after a lo
 
 import errno
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -164,8 +165,8 @@ def _copy_some(source: int, begin: int, target: int, offset: int, size: int, pat
     return os.pwrite(target, chunk, offset)
 
 
-def shards(sizes: Sequence[int], most: int, small: int) -> list[list[int]]:
-    """Numbers of the files that are joined to one: in order, up to `most` bytes; larger than `small` stay alone."""
+def shards(sizes: Sequence[int], most: int, small: float = math.inf) -> list[list[int]]:
+    """Numbers of what goes into one file: in order, up to `most` bytes; what is larger than `small` stays alone."""
     found, filled = list[list[int]](), 0
     for number, nbytes in enumerate(sizes):
         alone = nbytes > small or not found or sizes[found[-1][-1]] > small

@@ -258,12 +258,9 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
 
 def _cut(infos: list[TensorInfo], most: int | None) -> list[list[TensorInfo]]:
     """A layer's tensors in files of at most `most` bytes, or of one tensor that is larger; one file without a limit."""
-    parts: list[list[TensorInfo]] = [[]]
-    for info in infos:
-        if most is not None and parts[-1] and sum(each.nbytes for each in parts[-1]) + info.nbytes > most:
-            parts.append([])
-        parts[-1].append(info)
-    return parts
+    if most is None:
+        return [infos]
+    return [[infos[number] for number in part] for part in shards([info.nbytes for info in infos], most)]
 
 
 def _link(path: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.generation.decoders import LOGITS, MASK, POSITIONS, TOKENS
+from compressor.generation.decoders import LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference
 from exporters.onnx.trace import CACHE
@@ -362,7 +362,7 @@ class Graph:
         """The inputs of a step beside the cache."""
         positions = (step.mask.cumsum(-1) - 1).clamp(min=0)[:, -step.tokens.shape[1] :]
         found = {TOKENS: step.tokens, MASK: step.mask, POSITIONS: positions}
-        return {name: _value(value) for name, value in found.items() if name in self.inputs}
+        return {name: ort_value(value) for name, value in found.items() if name in self.inputs}
 
     def _pass(self, session: Any, part: Part, before: Step | None, step: Step) -> None:
         caches = {name: self._cache(name, before, step) for name in part.inputs if name not in step.values}
@@ -383,16 +383,10 @@ class Graph:
         past = step.mask.shape[1] - step.tokens.shape[1]
         known = {"batch": step.tokens.shape[0], "past": past}
         shape = [known[dim.dim_param] if dim.dim_param else dim.dim_value for dim in self.inputs[name].shape.dim]
-        return _value(torch.zeros(shape, dtype=_dtype(self.inputs[name].elem_type)))
+        return ort_value(torch.zeros(shape, dtype=_dtype(self.inputs[name].elem_type)))
 
 
 def _dtype(code: int) -> torch.dtype:
     import onnx_ir
 
     return {"FLOAT": torch.float32, "FLOAT16": torch.float16}.get(onnx_ir.DataType(code).name, torch.int64)
-
-
-def _value(tensor: Tensor) -> Any:
-    from onnxruntime import OrtValue
-
-    return OrtValue.from_dlpack(tensor.contiguous())
