@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from compressor.api.measuring import ReferenceSummary, attribute, compare, gate, inspect, reference
     from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
-    from compressor.gguf_files.inspection import GgufInspection, inspect_gguf
+    from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
     from compressor.gguf_files.writing import GgufSummary
     from compressor.pipeline.outcome import Outcome
     from compressor.recipe.recipe import Recipe
@@ -26,7 +26,7 @@ _HOMES = {  # where a public name lives; its module, and torch with it, is loade
     "CompressionError": "errors",
     **dict.fromkeys(("apply", "change", "compress", "plan", "plan_per_source"), "api.compressing"),
     **dict.fromkeys(("apply_gguf", "compress_gguf", "plan_gguf"), "api.gguf_files"),
-    **dict.fromkeys(("GgufInspection", "inspect_gguf"), "gguf_files.inspection"),
+    **dict.fromkeys(("GgufInspection", "inspect_gguf"), "gguf_files.blocks"),
     "GgufSummary": "gguf_files.writing",
     **dict.fromkeys(("ReferenceSummary", "attribute", "compare", "gate", "inspect", "reference"), "api.measuring"),
     **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),

@@ -18,7 +18,7 @@ from compressor.errors import CompressionError
 from compressor.gguf_files import writing
 from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.choosing import fit_plan
-from compressor.gguf_files.parts import open_gguf, part_names
+from compressor.gguf_files.header import open_gguf, part_names
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep

@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.words import counted, human_bytes, human_count, ranges
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
-    from compressor.gguf_files.inspection import GgufInspection
+    from compressor.gguf_files.blocks import GgufInspection
     from compressor.gguf_files.writing import GgufSummary
 
 CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
@@ -29,7 +29,7 @@ Imatrix = Annotated[
 
 def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, known: Collection[str]) -> bool:
     """Whether the model is a GGUF file; then options that need numbers to compute with are refused, by name."""
-    from compressor.gguf_files.parts import is_gguf
+    from compressor.gguf_files.header import is_gguf
 
     if not is_gguf(model):
         if imatrix is not None:

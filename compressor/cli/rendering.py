@@ -27,7 +27,7 @@ from compressor.words import counted, human_bytes, human_count, share
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.api.searching import Gated
     from compressor.attribution.report import Findings
-    from compressor.gguf_files.inspection import GgufInspection
+    from compressor.gguf_files.blocks import GgufInspection
     from compressor.pipeline.outcome import Outcome
     from compressor.publishing.push import PushSummary
     from compressor.recipe.step import Step

@@ -1,16 +1,18 @@
-"""What a GGUF model says of its experts: which tensors hold them, and the rules of its routers."""
+"""What a GGUF model is made of: which tensors hold its experts, the rules of its routers, and its sizes."""
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
-from compressor.gguf_files.header import Tensor
-from compressor.gguf_files.parts import Gguf
+from compressor.gguf_files.header import Gguf, Tensor, open_gguf, type_name
 from compressor.model.architecture import MoeLayer, check_count
+from compressor.model.inspection import PARTS, Outcome, Part, candidates
 from compressor.recipe.steps_plan import MOST_EXPERTS, MOST_IN_ALL, MOST_LAYERS
-from compressor.words import counted
+from compressor.words import counted, joined
 
 EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?")
 ROUTER = re.compile(r"blk\.(\d{1,5})\.(?:ffn_gate_inp(?:\.(?:weight|bias))?|exp_probs_b(?:_vl)?(?:\.(?:weight|bias))?)")
@@ -19,6 +21,7 @@ STRANGE = re.compile(r"exps|exp_probs|gate_inp|tid2eid|ffn_(gate|up|down)\.\d+\.
 DOWN, GATE = "blk.{}.ffn_down_exps.weight", "blk.{}.ffn_gate_inp.weight"
 PER_GROUP = 2  # experts that llama.cpp scores a routing group by
 FINGERPRINT = "gguf:"
+PLANS = "moe_compressor.plans"  # the key of the metadata with the plans that a model was made by
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +32,12 @@ class Blocks:
     layers: tuple[MoeLayer, ...]
     heads: frozenset[int]  # blocks that predict further tokens; llama.cpp runs them for speculative decoding alone
     homes: Mapping[str, int]  # for each tensor with the expert as outermost dimension, its block
-    hidden: int
     fingerprint: str  # of the routers, which quantising leaves as they are
 
     @property
     def experts(self) -> int:
         """Experts of each block."""
         return self.layers[0].experts
-
-    @property
-    def count_key(self) -> str:
-        """The key of the metadata that tells the number of experts."""
-        return f"{self.arch}.expert_count"
 
 
 def find_blocks(model: Gguf) -> Blocks:
@@ -69,8 +66,10 @@ def find_blocks(model: Gguf) -> Blocks:
     layers = tuple(_layer(model, arch, number) for number in numbers)
     last = first.number(f"{arch}.block_count")
     heads = frozenset(range(last - min(first.number(f"{arch}.nextn_predict_layers"), last), last)) & {*numbers}
-    hidden = tensors[GATE.format(numbers[0])].shape[-1]
-    return Blocks(arch, layers, frozenset(heads), homes, hidden, _fingerprint(model, arch, numbers))
+    digest = hashlib.sha256(arch.encode())
+    for number in numbers:
+        digest.update(f"blk.{number}".encode() + model.read(GATE.format(number)))
+    return Blocks(arch, layers, heads, homes, FINGERPRINT + digest.hexdigest())
 
 
 def _homes(model: Gguf, where: str) -> dict[str, int]:
@@ -111,15 +110,83 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
     return layer
 
 
-def _fingerprint(model: Gguf, arch: str, numbers: list[int]) -> str:
-    """SHA-256 over the routers' weights: no quantisation of llama.cpp changes them."""
-    digest = hashlib.sha256(arch.encode())
-    for number in numbers:
-        digest.update(f"blk.{number}".encode())
-        digest.update(model.read(GATE.format(number)))
-    return FINGERPRINT + digest.hexdigest()
-
-
 def cut(tensor: Tensor, blocks: Blocks, count: int) -> Tensor:
     """A tensor when so many experts stay."""
     return tensor.with_experts(count) if tensor.name in blocks.homes else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GgufInspection:
+    """The report of `inspect` on a GGUF model."""
+
+    model: str
+    name: str  # as the metadata has it
+    files: int
+    architecture: str
+    moe_layers: int
+    layers: int
+    experts: int
+    top_k: int
+    routing: str
+    shared_experts: int  # that the metadata counts
+    heads: tuple[int, ...]  # blocks that predict further tokens and have experts
+    quantization: dict[str, str]  # 'ffn_down_exps' -> 'Q6_K in 12 blocks and Q4_K in 12 blocks'
+    parameters: int
+    bytes: int
+    parts: tuple[Part, ...]
+    outcomes: tuple[Outcome, ...]
+    pruned_before: bool  # by this tool
+    module_of_layers: tuple[str, ...]
+
+
+def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
+    """The report for a GGUF file, or the first of several; reads no tensor but the routers."""
+    model = open_gguf(path)
+    blocks = find_blocks(model)
+    first, layer, tensors = model.first, blocks.layers[0], model.tensors.values()
+    routing = f"top-{layer.top_k} of {layer.experts}"
+    if layer.routing_groups > 1:
+        routing += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"
+    kinds: dict[str, Counter[str]] = {}  # of each kind of expert weights
+    for tensor in tensors:
+        if EXPERTS.fullmatch(tensor.name) and tensor.name.endswith("_exps.weight"):
+            kinds.setdefault(tensor.name.split(".")[2], Counter())[type_name(tensor.kind)] += 1
+    total = Size.of(tensors)
+    parts = {part: Size.of(each for each in tensors if _part_of(each.name, blocks) == part) for part in PARTS}
+    counts = candidates(blocks.layers, experts)
+    left = {count: Size.of(cut(tensor, blocks, count) for tensor in tensors) for count in counts}
+    return GgufInspection(
+        model=path,
+        name=first.text("general.name"),
+        files=len(model.parts),
+        architecture=blocks.arch,
+        moe_layers=len(blocks.layers),
+        layers=first.number(f"{blocks.arch}.block_count"),
+        experts=blocks.experts,
+        top_k=layer.top_k,
+        routing=routing,
+        shared_experts=first.number(f"{blocks.arch}.expert_shared_count"),
+        heads=tuple(sorted(blocks.heads)),
+        quantization={
+            name: joined([f"{kind} in {counted(number, 'block')}" for kind, number in found.most_common()])
+            if len(found) > 1
+            else next(iter(found))
+            for name, found in kinds.items()
+        },
+        parameters=total.parameters,
+        bytes=total.bytes,
+        parts=tuple(Part(name, size.parameters, size.bytes) for name, size in parts.items() if size.parameters),
+        outcomes=tuple(Outcome(count, size.parameters, size.bytes) for count, size in left.items()),
+        pruned_before=PLANS in first.values,
+        module_of_layers=tuple(layer.name for layer in blocks.layers),
+    )
+
+
+def _part_of(name: str, blocks: Blocks) -> str:
+    if name in blocks.homes:
+        return "routed experts" if EXPERTS.fullmatch(name) else "routers"
+    if name.startswith(("token_embd.", "output.")):
+        return "embeddings"
+    if "shexp" in name:
+        return "shared experts"
+    return "attention" if ".attn" in name else "other"

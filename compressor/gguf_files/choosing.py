@@ -6,14 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.gguf_files.blocks import FINGERPRINT, Blocks
-from compressor.gguf_files.imatrix import Imatrix
-from compressor.gguf_files.parts import Gguf
-from compressor.gguf_files.scores import ENERGY, SCORES, weight_scores
+from compressor.files import file_digest
+from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
+from compressor.gguf_files.header import Gguf
+from compressor.gguf_files.scores import ENERGY, SCORES, Imatrix, dequantised, weight_scores
 from compressor.grouping.choose import keep_best, kept_share
 from compressor.model.architecture import MoeLayer
-from compressor.model.opened import resolve_count
+from compressor.model.opened import open_model, resolve_count
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.records import read_json
@@ -33,6 +36,16 @@ NO_IMATRIX = (
 OLD = (
     "is of the old format, which has means in place of sums and counts, and experts that are seldom visited pass for "
     "important ones; make it anew with a llama-imatrix that writes GGUF"
+)
+ROUNDING = 2.0**-7  # of the largest entry: a router that was stored in bfloat16
+SAME = "The routers are those of the plan's source"
+DIFFERENT = (
+    "The routers are not those of the plan's source: {} differs by {:.2g} of its largest entry, so the plan may keep "
+    "the wrong experts"
+)
+UNCHECKED = (
+    "A plan made on a checkpoint does not tell its weights, and that checkpoint is not at hand, so only layers, "
+    "experts and top-k were held against the file: make sure that it was converted from the plan's source"
 )
 
 
@@ -65,14 +78,14 @@ def imatrix_plan(
     layers = list[LayerPlan]()
     for layer in blocks.layers:
         own = protected.get(layer.name, frozenset())
-        if layer.index in blocks.heads and not imatrix.has(f"{layer.name}.ffn_down_exps.weight"):
+        if layer.index in blocks.heads and DOWN.format(layer.index) not in imatrix.sums:
             layers.append(head_plan(model, layer, keep, own))
             continue
         scores = SCORES[name](model, layer, imatrix)
         made = keep_best(LayerStatistics(layer), scores, keep, own, decided_by=name)
         layers.append(replace(made, figures={"kept_share": kept_share(made, scores)}))
     source = Source(model.first.path.name, None, blocks.fingerprint)
-    data = {"source": imatrix.path.name, "sha256": imatrix.digest()}
+    data = {"source": imatrix.path.name, "sha256": file_digest(imatrix.path)}
     made_of = versions((*PACKAGES[:2], "gguf"))
     stage = CompressionPlan(source, keep, name, {}, data, tuple(layers), protected=listed(protected))
     options = {"strategy": name, "experts": keep}
@@ -174,3 +187,39 @@ def refuse_more_than_drop(plan: Plan) -> None:
         )
     if not all(step.plan for step in plan.of(PRUNE)) or not plan.steps:
         raise CompressionError("the plan does not say which experts stay; make it by moe-compress plan")
+
+
+def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
+    """What a reader should know of the match; empty for a plan that was made on a GGUF file, and is checked already.
+
+    Where the plan's source is a folder of this machine, and still what it was, its routers are compared: [E, hidden].
+    A difference is told, and no fault, for a model that was trained on may serve the plan as well.
+    """
+    if planned.fingerprint.startswith(FINGERPRINT):
+        return ""
+    source = None
+    if planned.revision is None and Path(planned.model).is_dir():
+        try:
+            source = open_model(locate(planned.model), device="cpu")
+        except CompressionError as error:
+            logger.debug("the plan's source cannot be read: %s", error)
+    if source is None or source.fingerprint != planned.fingerprint:
+        return UNCHECKED
+    largest, worst = 0.0, ""
+    for layer in source.architecture.layers:
+        name = GATE.format(layer.index)
+        routers = [key for key, role in source.layout.roles.items() if role.is_router and role.layer == layer.name]
+        weights = [key for key in routers if len(source.checkpoint.tensors[key].shape) == 2]
+        if len(weights) != 1:  # by which the experts are scored
+            return UNCHECKED
+        wanted = source.checkpoint.read(weights[0]).double().numpy()
+        found = dequantised(model.tensors[name], model.read(name)).astype(np.float64)
+        if found.shape != wanted.shape:
+            raise CompressionError(
+                f"{name} has the shape {list(found.shape)}, the plan's source {list(wanted.shape)}; apply the plan to "
+                "the GGUF file of the same model"
+            )
+        difference = float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+        if not difference <= largest:
+            largest, worst = difference, name
+    return SAME if largest <= ROUNDING else DIFFERENT.format(worst, largest)

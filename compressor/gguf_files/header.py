@@ -1,13 +1,15 @@
-"""The header of a GGUF file, bounded: values as they are stored, and where each tensor lies.
+"""The headers of a GGUF model's files, bounded: values as they are stored, and where each tensor lies.
 
 `gguf.GGUFReader` makes an object of every token of the vocabulary, maps the whole file, and loops as often as a number
 in the file says, whatever the file's size. Here every count and size is held against what is left of the file first.
+A model is one file, or several that are called NAME-00001-of-0000N.gguf.
 """
 
 import math
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +27,10 @@ MOST_ELEMENTS = 2**22  # of an array
 MOST_DIMENSIONS = 4  # that ggml has
 MOST_LETTERS = 1_000  # of a key or a tensor's name
 MOST_ALIGNMENT = 2**16
+MOST_PARTS = 2**10
+SUFFIX = ".gguf"
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 EXTRA = 'pip install "moe-compressor[gguf]"'
 
 
@@ -49,15 +55,6 @@ class Value:
         """A string; None for what is none."""
         return self.raw[8:].decode("utf-8", "replace") if self.kind == STRING else None
 
-    def with_number(self, number: int) -> "Value":
-        """A value of the same type with another whole number, which must fit."""
-        return Value(self.kind, struct.pack(f"<{NUMBERS[self.kind]}", number))
-
-    @classmethod
-    def of_text(cls, text: str) -> "Value":
-        """A string as a value."""
-        return cls(STRING, packed(text))
-
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -76,8 +73,7 @@ class Tensor:
 
     def with_experts(self, count: int) -> "Tensor":
         """The same with another outermost dimension; where it lies does not count."""
-        shape = (count, *self.shape[1:])
-        return Tensor(self.name, self.kind, shape, self.begin, self.nbytes // self.shape[0] * count)
+        return replace(self, shape=(count, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,6 @@ class Header:
     alignment: int
     values: Mapping[str, Value]
     tensors: tuple[Tensor, ...]
-    size: int  # of the file in bytes
 
     def number(self, key: str, default: int = 0) -> int:
         """A whole number of the metadata, or the default where there is none."""
@@ -99,6 +94,33 @@ class Header:
     def text(self, key: str) -> str:
         """A string of the metadata; an empty one where there is none."""
         return (self.values[key].text() if key in self.values else None) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """The files of one model; the first has the metadata."""
+
+    parts: tuple[Header, ...]
+
+    @property
+    def first(self) -> Header:
+        """The file that has the metadata."""
+        return self.parts[0]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors by name."""
+        return {tensor.name: tensor for part in self.parts for tensor in part.tensors}
+
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
+        """Bytes of a tensor, all or so many from `begin` on."""
+        for part in self.parts:
+            for tensor in part.tensors:
+                if tensor.name == name:
+                    with part.path.open("rb") as stream:
+                        stream.seek(tensor.begin + begin)
+                        return stream.read(tensor.nbytes - begin if nbytes is None else nbytes)
+        raise KeyError(name)
 
 
 def packed(text: str) -> bytes:
@@ -136,19 +158,16 @@ def broken(path: Path, fault: str) -> CompressionError:
 class _Cursor:
     """A place in a file, past whose end, or too far from whose begin, nothing is read."""
 
-    def __init__(self, path: Path, stream: BinaryIO, size: int) -> None:
-        self.path, self.stream, self.size, self.place = path, stream, size, 0
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.path, self.stream, self.size, self.sizes = path, stream, path.stat().st_size, type_sizes()
 
     def take(self, count: int, what: str) -> bytes:
-        if self.place + count > self.size:
+        end = self.stream.tell() + count
+        if end > self.size:
             raise broken(self.path, f"it ends within {what}, at {self.size:,} bytes")
-        if self.place + count > MOST_HEADER:
+        if end > MOST_HEADER:
             raise broken(self.path, f"its header has more than {MOST_HEADER:,} bytes")
-        found = self.stream.read(count)
-        if len(found) != count:
-            raise broken(self.path, f"it ends within {what}; it was cut off while it was read")
-        self.place += count
-        return found
+        return self.stream.read(count)
 
     def number(self, code: str, what: str) -> int:
         return int(struct.unpack(f"<{code}", self.take(struct.calcsize(code), what))[0])
@@ -184,65 +203,118 @@ class _Cursor:
         length = self.take(8, where)
         return length + self.take(int.from_bytes(length, "little"), where)
 
+    def tensor(self) -> Tensor:
+        """The next tensor, which begins at its offset in the data."""
+        name = self.name("a tensor's name")
+        where = f"the entry of tensor {name!r}"
+        dimensions = self.count("I", MOST_DIMENSIONS, f"the number of dimensions of tensor {name!r}")
+        shape = tuple(self.number("Q", where) for _ in range(dimensions))[::-1]
+        kind, offset = self.number("I", where), self.number("Q", where)
+        if kind not in self.sizes:
+            raise CompressionError(
+                f"{self.path}: tensor {name!r} has the type {kind}, which this version of the package gguf does not "
+                "know; upgrade it, or convert the file again"
+            )
+        block, nbytes = self.sizes[kind]
+        if not all(shape) or (shape[-1] if shape else 1) % block:
+            raise broken(self.path, f"tensor {name!r} of {type_name(kind)} cannot have the shape {list(shape)}")
+        return Tensor(name, kind, shape, offset, math.prod(shape) // block * nbytes)
+
+    def header(self) -> Header:
+        if self.take(4, "its first 4 bytes") != MAGIC:
+            raise broken(self.path, "it does not begin with GGUF")
+        if (version := self.number("I", "its version")) not in VERSIONS:
+            raise broken(self.path, f"it has the version {version}, known are 2 and 3 of little-endian machines")
+        tensor_count = self.count("Q", MOST_TENSORS, "the number of its tensors")
+        values = dict[str, Value]()
+        for _ in range(self.count("Q", MOST_VALUES, "the number of its values")):
+            key = self.name("a key")
+            if key in values:
+                raise broken(self.path, f"the key {key!r} comes twice")
+            values[key] = self.value(key)
+        alignment = values["general.alignment"].number() if "general.alignment" in values else ALIGNMENT
+        if not alignment or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+            raise broken(self.path, f"its alignment is {alignment}, which is no power of two")
+        entries = [self.tensor() for _ in range(tensor_count)]
+        end = begin = padded(self.stream.tell(), alignment)
+        tensors = dict[str, Tensor]()
+        for tensor in entries:
+            if begin + tensor.begin != padded(end, alignment):
+                raise broken(self.path, f"tensor {tensor.name!r} does not lie after the one before it")
+            end = begin + tensor.begin + tensor.nbytes
+            if end > self.size:
+                raise broken(self.path, f"it ends within tensor {tensor.name!r}, at {self.size:,} bytes")
+            if tensor.name in tensors:
+                raise broken(self.path, f"the tensor {tensor.name!r} comes twice")
+            tensors[tensor.name] = replace(tensor, begin=begin + tensor.begin)
+        return Header(self.path, version, alignment, values, tuple(tensors.values()))
+
 
 def read_header(path: Path) -> Header:
     """Read the header of one file; `CompressionError` for what is no GGUF, is cut off, or would not load.
 
     Tensors must lie one after another, aligned and in their order, as llama.cpp asks for.
     """
-    sizes = type_sizes()
     try:
         with path.open("rb") as stream:
-            cursor = _Cursor(path, stream, path.stat().st_size)
-            return _read(cursor, sizes)
+            return _Cursor(path, stream).header()
     except OSError as error:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a GGUF file") from error
 
 
-def _read(cursor: _Cursor, sizes: Mapping[int, tuple[int, int]]) -> Header:
-    if cursor.take(4, "its first 4 bytes") != MAGIC:
-        raise broken(cursor.path, "it does not begin with GGUF")
-    if (version := cursor.number("I", "its version")) not in VERSIONS:
-        raise broken(cursor.path, f"it has the version {version}, known are 2 and 3 of little-endian machines")
-    tensor_count = cursor.count("Q", MOST_TENSORS, "the number of its tensors")
-    values = dict[str, Value]()
-    for _ in range(cursor.count("Q", MOST_VALUES, "the number of its values")):
-        key = cursor.name("a key")
-        if key in values:
-            raise broken(cursor.path, f"the key {key!r} comes twice")
-        values[key] = cursor.value(key)
-    alignment = values["general.alignment"].number() if "general.alignment" in values else ALIGNMENT
-    if not alignment or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise broken(cursor.path, f"its alignment is {alignment}, which is no power of two")
-    found = [_tensor(cursor, sizes) for _ in range(tensor_count)]
-    begin = padded(cursor.place, alignment)
-    tensors, names = list[Tensor](), set[str]()
-    for name, kind, shape, offset in found:
-        block, nbytes = sizes[kind]
-        whole = math.prod(shape) // block * nbytes
-        if begin + offset != (begin if not tensors else padded(tensors[-1].begin + tensors[-1].nbytes, alignment)):
-            raise broken(cursor.path, f"tensor {name!r} does not lie after the one before it")
-        if begin + offset + whole > cursor.size:
-            raise broken(cursor.path, f"it ends within tensor {name!r}, at {cursor.size:,} bytes")
-        if name in names:
-            raise broken(cursor.path, f"the tensor {name!r} comes twice")
-        names.add(name)
-        tensors.append(Tensor(name, kind, shape, begin + offset, whole))
-    return Header(cursor.path, version, alignment, values, tuple(tensors), cursor.size)
+def has_magic(path: Path) -> bool:
+    """Whether a file begins as GGUF files do."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
 
 
-def _tensor(cursor: _Cursor, sizes: Mapping[int, tuple[int, int]]) -> tuple[str, int, tuple[int, ...], int]:
-    """Name, quantisation, shape and offset of the next tensor."""
-    name = cursor.name("a tensor's name")
-    where = f"the entry of tensor {name!r}"
-    dimensions = cursor.count("I", MOST_DIMENSIONS, f"the number of dimensions of tensor {name!r}")
-    shape = tuple(cursor.number("Q", where) for _ in range(dimensions))[::-1]
-    kind, offset = cursor.number("I", where), cursor.number("Q", where)
-    if kind not in sizes:
+def is_gguf(model: str | None) -> bool:
+    """Whether a model argument names a GGUF file, by its ending or by how it begins."""
+    return model is not None and (model.lower().endswith(SUFFIX) or has_magic(Path(model)))
+
+
+def part_names(path: Path, count: int) -> list[Path]:
+    """The files of a model of so many parts: 'a.gguf', 2 -> a-00001-of-00002.gguf, a-00002-of-00002.gguf."""
+    if count == 1:
+        return [path]
+    found = PART.fullmatch(path.name)
+    stem = found["stem"] if found else path.name.removesuffix(SUFFIX)
+    return [path.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+
+
+def open_gguf(model: str | Path) -> Gguf:
+    """Read the headers of a model's files, of which any one was named; raises `CompressionError` for a broken set."""
+    path = Path(model)
+    if not path.is_file():
+        raise CompressionError(f"{path} is not a file; name a GGUF file, the first one where there are several")
+    named = PART.fullmatch(path.name)
+    count = int(named["count"]) if named else 1
+    if count > MOST_PARTS:
+        raise CompressionError(f"{path} is one of {count:,} parts, more than {MOST_PARTS:,}; join some of them first")
+    paths = part_names(path, count) if count > 1 else [path]
+    if missing := [each for each in paths if not each.is_file()]:
+        raise CompressionError(f"{missing[0]} is missing, one of the {count} parts of {path.name}; download it, too")
+    parts = tuple(read_header(each) for each in paths)
+    for number, part in enumerate(parts):
+        said = part.number(SPLIT_COUNT, 1)
+        if said != len(parts):
+            raise CompressionError(
+                f"{part.path} says that it is one of {said} parts, by its name it is one of {len(parts)}; give the "
+                "parts the names back that they had, such as model-00001-of-00003.gguf"
+            )
+        if part.number(SPLIT_NUMBER) != number and len(parts) > 1:
+            raise CompressionError(
+                f"{part.path} says that it is part {part.number(SPLIT_NUMBER) + 1}, by its name it is part "
+                f"{number + 1}; give the parts the names back that they had"
+            )
+        if part.alignment != parts[0].alignment:
+            raise CompressionError(f"{part.path} is aligned otherwise than {parts[0].path.name}; download both again")
+    names = [tensor.name for part in parts for tensor in part.tensors]
+    if len(set(names)) != len(names) or parts[0].number(SPLIT_TENSORS, len(names)) != len(names):
         raise CompressionError(
-            f"{cursor.path}: tensor {name!r} has the type {kind}, which this version of the package gguf does not "
-            "know; upgrade it, or convert the file again"
+            f"the parts of {path.name} do not hold the tensors that they promise; download them again"
         )
-    if not all(shape) or (shape[-1] if shape else 1) % sizes[kind][0]:
-        raise broken(cursor.path, f"tensor {name!r} of {type_name(kind)} cannot have the shape {list(shape)}")
-    return name, kind, shape, offset
+    return Gguf(parts)

@@ -4,7 +4,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,28 +13,31 @@ from typing import BinaryIO
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.files import full_disk_told
-from compressor.gguf_files.blocks import Blocks, cut
+from compressor.gguf_files.blocks import PLANS, Blocks, cut
 from compressor.gguf_files.header import (
     ARRAY,
     MAGIC,
     MOST_HEADER,
+    NUMBERS,
     STRING,
+    Gguf,
     Header,
-    Tensor,
     Value,
+    has_magic,
     packed,
     padded,
+    part_names,
     read_header,
 )
-from compressor.gguf_files.parts import Gguf, has_magic, part_names
 from compressor.locking import alone, check_parent
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import versions
 from compressor.words import runs
 
-PLANS, VERSION = "moe_compressor.plans", "moe_compressor.version"
-LABEL = "general.size_label"
+VERSION, LABEL = "moe_compressor.version", "general.size_label"
+CHUNK = 2**22  # bytes in memory at a time
+Kept = Mapping[str, Sequence[int]]  # for each tensor that is cut, the experts that stay, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +81,19 @@ def carry_out(
 
 def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
     """The metadata that changes: the number of experts, the label that repeats it, and the plans, the last one last."""
-    values, experts = model.first.values, plan.stage.experts
-    found = {blocks.count_key: values[blocks.count_key].with_number(experts)}
+    values, experts, key = model.first.values, plan.stage.experts, f"{blocks.arch}.expert_count"
+    kind = values[key].kind
+    found = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
     label, begins = model.first.text(LABEL), f"{blocks.experts}x"
     if label.startswith(begins):
-        found[LABEL] = Value.of_text(f"{experts}x{label.removeprefix(begins)}")
-    text = json.dumps(plan.to_dict(), separators=(",", ":"))
-    found[PLANS] = _appended(values.get(PLANS), text)
-    found[VERSION] = Value.of_text(versions()["moe-compressor"])
-    return found
-
-
-def _appended(before: Value | None, text: str) -> Value:
-    """An array of strings with one more at its end."""
-    earlier, count = b"", 0
+        found[LABEL] = Value(STRING, packed(f"{experts}x{label.removeprefix(begins)}"))
+    earlier, count, before = b"", 0, values.get(PLANS)
     if before is not None and before.kind == ARRAY and int.from_bytes(before.raw[:4], "little") == STRING:
         earlier, count = before.raw[12:], int.from_bytes(before.raw[4:12], "little")
-    return Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier + packed(text))
-
-
-CHUNK = 2**22  # bytes in memory at a time
-Kept = Mapping[str, Sequence[int]]  # for each tensor that is cut, the experts that stay, ascending
+    text = packed(json.dumps(plan.to_dict(), separators=(",", ":")))
+    found[PLANS] = Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier + text)
+    found[VERSION] = Value(STRING, packed(versions()["moe-compressor"]))
+    return found
 
 
 def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
@@ -153,40 +148,28 @@ def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, pro
     """One file of the model."""
     values = {**part.values, **added}
     tensors = [t.with_experts(len(kept[t.name])) if t.name in kept else t for t in part.tensors]
-    head = b"".join(_head(part.version, values, tensors, part.alignment))
+    entries, offset = [MAGIC + struct.pack("<IQQ", part.version, len(tensors), len(values))], 0
+    entries += [packed(key) + struct.pack("<I", value.kind) + value.raw for key, value in values.items()]
+    for tensor in tensors:
+        sizes = tensor.shape[::-1]
+        entries.append(packed(tensor.name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.kind, offset))
+        offset = padded(offset + tensor.nbytes, part.alignment)
+    head = b"".join(entries)
     if len(head) > MOST_HEADER:
         raise CompressionError(f"{part.path.name}: with the plan its header has more than {MOST_HEADER:,} bytes")
     with part.path.open("rb") as source, path.open("xb") as target:
         target.write(head)
         for tensor in part.tensors:
             target.write(bytes(padded(target.tell(), part.alignment) - target.tell()))
-            for begin, nbytes in _ranges(tensor, kept):
-                _copy(source, target, begin, nbytes, tensor.name)
+            experts = kept.get(tensor.name)
+            size = tensor.nbytes if experts is None else tensor.nbytes // tensor.shape[0]
+            for first, last in runs([0] if experts is None else experts):  # neighbours together
+                _copy(source, target, tensor.begin + first * size, (last + 1 - first) * size, tensor.name)
             progress.advance(tensor.name)
         target.write(bytes(padded(target.tell(), part.alignment) - target.tell()))
     found = read_header(path)
     if [(each.name, each.kind, each.shape) for each in found.tensors] != [(t.name, t.kind, t.shape) for t in tensors]:
         raise CompressionError(f"{path} does not read as it was written; run the command again")
-
-
-def _head(version: int, values: Mapping[str, Value], tensors: Sequence[Tensor], alignment: int) -> Iterator[bytes]:
-    """Everything before the first tensor but the last padding."""
-    yield MAGIC + struct.pack("<IQQ", version, len(tensors), len(values))
-    for key, value in values.items():
-        yield packed(key) + struct.pack("<I", value.kind) + value.raw
-    offset = 0
-    for tensor in tensors:
-        sizes = tensor.shape[::-1]
-        yield packed(tensor.name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.kind, offset)
-        offset = padded(offset + tensor.nbytes, alignment)
-
-
-def _ranges(tensor: Tensor, kept: Kept) -> list[tuple[int, int]]:
-    """Where the bytes of a tensor that stay begin, and how many they are: experts that are neighbours together."""
-    if tensor.name not in kept:
-        return [(tensor.begin, tensor.nbytes)]
-    size = tensor.nbytes // tensor.shape[0]
-    return [(tensor.begin + first * size, (last + 1 - first) * size) for first, last in runs(kept[tensor.name])]
 
 
 def _copy(source: BinaryIO, target: BinaryIO, begin: int, nbytes: int, name: str) -> None:

@@ -124,7 +124,7 @@ def apply(
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
     from compressor.cli import rendering
-    from compressor.gguf_files.parts import is_gguf
+    from compressor.gguf_files.header import is_gguf
 
     with progress_bars(running.as_json) as progress:
         if is_gguf(model):

@@ -8,10 +8,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from compressor.errors import CompressionError
-from compressor.gguf_files.header import read_header
-from compressor.gguf_files.imatrix import read_imatrix
-from compressor.gguf_files.inspection import inspect_gguf
-from compressor.gguf_files.parts import open_gguf
+from compressor.gguf_files.blocks import inspect_gguf
+from compressor.gguf_files.header import open_gguf, read_header
+from compressor.gguf_files.scores import read_imatrix
 from tests import gguf_models
 
 HUGE = 2**63 - 1

@@ -10,9 +10,8 @@ from gguf.quants import quantize
 
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import find_blocks
-from compressor.gguf_files.imatrix import read_imatrix
-from compressor.gguf_files.parts import open_gguf
-from compressor.gguf_files.scores import energy_scores, visit_scores
+from compressor.gguf_files.header import open_gguf
+from compressor.gguf_files.scores import energy_scores, read_imatrix, visit_scores
 from tests import gguf_models
 
 EXPERTS, WIDE, HIDDEN = 4, 32, 64
