@@ -6,124 +6,28 @@ Prints: peak anonymous memory of `compress` above a bare interpreter with torch 
 largest decoder layer and over the model; the calibration pass over stock forwards of the same batches on a model in
 memory, and which share of loading is hidden by reading ahead; a pure drop and model-centric over copying the same
 bytes. `--limit` compresses under a memory limit well below the model's size. `--device` is where the calibration pass
-and the stock forwards compute, which takes memory for the whole model there.
+and the stock forwards compute, which takes memory for the whole model there. `scripts.benchmarks` has the others.
 """
 
-import argparse
-import json
 import os
-import resource
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.benchmark_calibration import calibration_report, timed
+from scripts.benchmarks.frame import BARE, COMMAND, Sizes, options, run_child, timed, warm
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = 2048, 1024, 20, 4, 32_000
-KEEP = EXPERTS // 2
+SIZES = Sizes()
+KEEP = SIZES.experts // 2
 LIMIT_SHARE = 0.45  # of the model's size: all the address space that the process may have
-
-
-def config(layers: int, vocabulary: int = VOCABULARY) -> Any:
-    """A Qwen3-MoE config of about 0.25 GB a layer in bfloat16."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        hidden_size=HIDDEN, intermediate_size=2048, moe_intermediate_size=INTERMEDIATE, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=4, head_dim=64, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
-        vocab_size=vocabulary, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
-
-
-def write_synthetic(folder: Path, gigabytes: float, vocabulary: int = VOCABULARY) -> int:
-    """Write a sharded checkpoint of at least this size, layer by layer; returns the number of layers."""
-    from safetensors.torch import save_file
-    from transformers import Qwen3MoeForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-
-    layers = int(gigabytes * 1e9 / (EXPERTS * 3 * HIDDEN * INTERMEDIATE * 2)) + 1
-    config(layers, vocabulary).save_pretrained(folder)
-    weight_map: dict[str, str] = {}
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config(1, vocabulary))
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        name: (
-            torch.ones(value.shape) if "norm" in name else torch.randn(value.shape, generator=generator) * 0.02
-        ).bfloat16()
-        for name, value in model.state_dict().items()
-    }
-    stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, state).items()}
-    inside = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.0.")}
-    outside = {name: tensor for name, tensor in stored.items() if name not in inside}
-    for layer in range(layers):
-        part = {name.replace(".0.", f".{layer}.", 1): tensor.roll(layer) for name, tensor in inside.items()}
-        part |= outside if layer == 0 else {}
-        file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return layers
-
-
-def status(process: int, field: str) -> int:
-    """Bytes of one field of a process's memory status; 0 when it has gone."""
-    try:
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
-def watch(command: list[str], limit: int | None = None) -> dict[str, float]:
-    """Run a command and sample its memory: peak RssAnon and RssFile in bytes, seconds, exit status."""
-
-    def confine() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-    begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=confine)
-    peak = {"RssAnon": 0, "RssFile": 0}
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.01):
-            for field in peak:
-                peak[field] = max(peak[field], status(process.pid, field))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        _, errors = process.communicate()
-    finally:  # also where this process is told to stop
-        process.kill()
-        process.wait()
-        done.set()
-        thread.join()
-    if process.returncode:
-        sys.stderr.write(errors)
-    return {
-        "anon": peak["RssAnon"],
-        "file": peak["RssFile"],
-        "seconds": time.perf_counter() - begin,
-        "status": process.returncode,
-    }
 
 
 def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
     """The command line that compresses to `KEEP` experts, in a process of its own."""
-    arguments = ["compress", str(folder), "-o", str(out), "--experts", str(KEEP), "--strategy", strategy, "--json"]
-    return [sys.executable, "-m", "compressor", *arguments]
+    return [*COMMAND, "compress", str(folder), "-o", str(out), "--experts", str(KEEP), "--strategy", strategy, "--json"]
 
 
 def copy_bytes(folder: Path, target: Path, size: int) -> float:
@@ -146,31 +50,83 @@ def copy_bytes(folder: Path, target: Path, size: int) -> float:
     return seconds
 
 
-def warm(folder: Path) -> None:
-    """Read every file once, so that all timings find the same page cache."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while stream.read(2**26):
-                pass
-
-
 def memory_report(folder: Path, scratch: Path, layer_bytes: int, model_bytes: int) -> None:
     """Peak memory of a calibrated and of a weights-only compression in processes of their own."""
-    bare = watch([sys.executable, "-c", "import torch, transformers, transformers.modeling_utils, time; time.sleep(1)"])
-    print(f"bare interpreter with torch and transformers: {bare['anon'] / 1e6:.0f} MB anonymous")
+    bare = run_child(BARE).anonymous
+    print(f"bare interpreter with torch and transformers: {bare / 1e6:.0f} MB anonymous")
     for name, extra in {
         "count-guided": ["--calibration", str(scratch / "text.txt"), "--samples", "8", "--sequence-length", "128"],
         "model-centric": [],
     }.items():
         out = scratch / f"memory-{name}"
-        seen = watch([*compress_command(folder, out, name), *extra])
-        above = seen["anon"] - bare["anon"]
+        seen = run_child([*compress_command(folder, out, name), *extra])
+        above = seen.anonymous - bare
         print(
-            f"{name}: exit {seen['status']:.0f}, peak above bare {above / 1e6:.0f} MB = "
-            f"{above / layer_bytes:.2f} of the largest layer, "
-            f"{above / model_bytes:.3f} of the model; mapped file pages at most {seen['file'] / 1e6:.0f} MB"
+            f"{name}: exit {seen.status}, peak above bare {above / 1e6:.0f} MB = {above / layer_bytes:.2f} of the "
+            f"largest layer, {above / model_bytes:.3f} of the model; mapped file pages at most "
+            f"{seen.mapped / 1e6:.0f} MB"
         )
         shutil.rmtree(out, ignore_errors=True)
+
+
+def calibration_report(folder: Path, vocabulary: int, device: str, tokens: int) -> None:
+    """The streamed pass over stock forwards of the same batches on a model that is in memory already."""
+    from transformers import AutoModelForCausalLM
+
+    from compressor.checkpoint.source import locate
+    from compressor.data.batches import Calibration
+    from compressor.data.documents import as_rows
+    from compressor.model.loading import PartialModel, ReadAhead
+    from compressor.model.opened import open_model
+    from compressor.progress import Silent, quiet_transformers
+    from compressor.statistics.statistics import collect
+
+    def settle() -> None:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+
+    ids = torch.randint(vocabulary, (max(256, tokens // 256 * 256),), generator=torch.Generator().manual_seed(0))
+    batches = as_rows(ids, 256).split(8)
+    loading = [0.0]
+    load, begin = PartialModel.load, ReadAhead.begin
+
+    def timed_load(self: PartialModel, keys: Any) -> None:
+        settle()
+        loading[0] += timed(lambda: (load(self, keys), settle()))[0]
+
+    def streamed() -> float:
+        model = open_model(locate(str(folder)), device=device)
+        needs = frozenset({"routed_count", "gate_weight_sum", "probability_sum"})
+        return timed(lambda: ([None for _ in collect(model, needs, Calibration(batches, {}), Silent())], settle()))[0]
+
+    streamed()  # whatever is made once, such as kernels
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+    ahead = streamed()
+    peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
+    ReadAhead.begin = lambda self, names: None  # type: ignore[method-assign]
+    plain = streamed()
+    PartialModel.load = timed_load  # type: ignore[method-assign]
+    waiting = streamed()
+    PartialModel.load, ReadAhead.begin = load, begin  # type: ignore[method-assign]
+    with quiet_transformers():
+        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    for parameter in stock.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        stock.model(input_ids=batches[0][:1].to(device), use_cache=False)
+        settle()
+        forward, _ = timed(
+            lambda: ([stock.model(input_ids=batch.to(device), use_cache=False) for batch in batches], settle())
+        )
+    print(
+        f"calibration pass on {device} over stock forwards: {(waiting - loading[0]) / forward:.2f} with loading "
+        f"excluded, {ahead / forward:.2f} with it ({forward:.1f} s of stock forward, {loading[0]:.1f} s loading)"
+    )
+    print(
+        f"read ahead: {ahead:.2f} s instead of {plain:.2f} s, so {max(0.0, plain - ahead) / loading[0]:.0%} of loading "
+        "was hidden" + (f"; at most {peak / 1e6:.0f} MB of the device" if peak else "")
+    )
 
 
 def writing_report(folder: Path, scratch: Path) -> None:
@@ -182,7 +138,7 @@ def writing_report(folder: Path, scratch: Path) -> None:
     from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
 
     model = open_model(locate(str(folder)))
-    layers = tuple(LayerPlan.keep(layer, range(0, EXPERTS, 2)) for layer in model.architecture.layers)
+    layers = tuple(LayerPlan.keep(layer, range(0, SIZES.experts, 2)) for layer in model.architecture.layers)
     source = Source(str(folder), None, model.fingerprint)
     decided = decisions(CompressionPlan(source, KEEP, "drop", {}, None, layers))
     drop = Plan(source, (PlannedStep("prune", {"experts": KEEP}, decided),))
@@ -193,10 +149,10 @@ def writing_report(folder: Path, scratch: Path) -> None:
         f"pure drop over copying the same {summary.after.bytes / 1e9:.1f} GB: {seconds / copying:.2f} "
         f"({seconds:.1f} s over {copying:.1f} s)"
     )
-    left, right = torch.randn(HIDDEN, INTERMEDIATE), torch.randn(INTERMEDIATE, HIDDEN)
+    left, right = torch.randn(SIZES.hidden, SIZES.inner), torch.randn(SIZES.inner, SIZES.hidden)
     left @ right
     once, _ = timed(lambda: [left @ right for _ in range(64)])
-    products = once / 64 * EXPERTS * len(model.architecture.layers)
+    products = once / 64 * SIZES.experts * len(model.architecture.layers)
     seconds, summary = timed(
         lambda: compressor.compress(str(folder), scratch / "merged", experts=KEEP, strategy="model-centric")
     )
@@ -205,7 +161,7 @@ def writing_report(folder: Path, scratch: Path) -> None:
     print(
         f"model-centric: {seconds:.1f} s = {seconds / copying:.2f} copies, or the copy plus {spare:.2f} times "
         "its matrix products "
-        f"({products:.1f} s at {2 * HIDDEN * INTERMEDIATE * HIDDEN * 64 / once / 1e9:.0f} GFLOP/s); "
+        f"({products:.1f} s at {2 * SIZES.hidden * SIZES.inner * SIZES.hidden * 64 / once / 1e9:.0f} GFLOP/s); "
         + ", ".join(f"{name} {value:.1f} s" for name, value in summary.seconds.items())
     )
 
@@ -213,61 +169,39 @@ def writing_report(folder: Path, scratch: Path) -> None:
 def limit_report(folder: Path, scratch: Path, model_bytes: int) -> None:
     """Compress under a limit on address space, mapped files included, well below the model's size."""
     limit = int(LIMIT_SHARE * model_bytes)
-    seen = watch(compress_command(folder, scratch / "limited", "model-centric"), limit)
+    seen = run_child(compress_command(folder, scratch / "limited", "model-centric"), limit)
     print(
         f"under a limit of {limit / 1e9:.2f} GB of address space ({LIMIT_SHARE:.0%} of the model): exit "
-        f"status {seen['status']:.0f}"
+        f"status {seen.status}"
     )
     shutil.rmtree(scratch / "limited", ignore_errors=True)
 
 
 def main() -> None:
     """Make the checkpoint and print every ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, gigabytes=4.2, limit=False, device="cpu", tokens=4096)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made, or lies already (kept)")
-    parser.add_argument("--gigabytes", type=float, default=4.2)
-    parser.add_argument("--limit", action="store_true", help="also compress under a memory limit")
-    parser.add_argument("--device", default="cpu", help="where the calibration pass computes")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the calibration pass")
     parser.add_argument("--only", choices=("memory", "calibration", "writing"))
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        folder = arguments.folder or scratch / "model"
-        if not (folder / "config.json").is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_synthetic(folder, arguments.gigabytes)
+        folder = given.folder or scratch / "model"
+        SIZES.write(folder, given.gigabytes)
         (scratch / "text.txt").write_text("some words to calibrate with\n\n" * 2000)
-        save_tokenizer(folder)
         warm(folder)
         from compressor import inspect
 
         report = inspect(str(folder))
-        print(
-            f"model {report.bytes / 1e9:.2f} GB, {report.layers} layers, the largest "
-            f"{report.largest_layer_bytes / 1e6:.0f} MB"
-        )
-        if arguments.only in (None, "memory"):
-            memory_report(folder, scratch, report.largest_layer_bytes, report.bytes)
-        if arguments.only in (None, "calibration"):
-            calibration_report(folder, VOCABULARY, arguments.device, arguments.tokens)
-        if arguments.only in (None, "writing"):
+        largest = report.largest_layer_bytes
+        print(f"model {report.bytes / 1e9:.2f} GB, {report.layers} layers, the largest {largest / 1e6:.0f} MB")
+        if given.only in (None, "memory"):
+            memory_report(folder, scratch, largest, report.bytes)
+        if given.only in (None, "calibration"):
+            calibration_report(folder, SIZES.vocabulary, given.device, given.tokens)
+        if given.only in (None, "writing"):
             writing_report(folder, scratch)
-        if arguments.limit:
+        if given.limit:
             limit_report(folder, scratch, report.bytes)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer without merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|end|>": 0, **{character: number for number, character in enumerate(alphabet, start=1)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
 
 
 if __name__ == "__main__":

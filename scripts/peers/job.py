@@ -1,4 +1,4 @@
-"""What one process is asked to do, and what it tells; files of JSON between `benchmark_peers` and its children."""
+"""What one process is asked to do, and what it tells, as files of JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field

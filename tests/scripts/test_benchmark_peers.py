@@ -12,7 +12,7 @@ from transformers import MixtralForCausalLM
 
 from compressor.demo.evaluation import demo_checkpoint
 from compressor.errors import CompressionError
-from scripts import benchmark_peers
+from scripts.benchmarks import peers
 from scripts.peers import absent
 from scripts.peers.job import Job, Told, read, write
 from scripts.peers.run import METHODS, by_label, kept_rows, prepare
@@ -27,7 +27,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A tiny Mixtral, its batches, and where an output goes."""
     folder = tmp_path_factory.mktemp("peers")
     model, text, tokens = small.save(folder / "model"), small.text_file(folder), folder / "tokens.pt"
-    benchmark_peers.save_batches(model, str(text), SAMPLES, LENGTH, tokens)
+    peers.save_batches(model, str(text), SAMPLES, LENGTH, tokens)
     return Job("", str(model), str(tokens), str(text), SAMPLES, LENGTH, KEEP, str(folder / "out"))
 
 
@@ -35,7 +35,7 @@ def carried_out(job: Job, method: str, peer: Path | None, place: Path) -> Told:
     """One method in a process of its own."""
     given = {"method": method, "out": str(place / "out"), "peer": None if peer is None else str(peer)}
     made = replace(job, **given)
-    return benchmark_peers.carry_out(made, place, {"MOE_COMPRESSOR_CACHE": str(place / "cache")})
+    return peers.carry_out(made, place, {"MOE_COMPRESSOR_CACHE": str(place / "cache")})
 
 
 def test_a_pruning_by_the_same_rule_writes_the_same_checkpoint(
@@ -45,13 +45,13 @@ def test_a_pruning_by_the_same_rule_writes_the_same_checkpoint(
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
     own = replace(job, out=str(tmp_path / "ours"))
     ours = METHODS["reap, ours"](own)
-    assert benchmark_peers.same_choice(ours, theirs) == "2 of 2 layers"
+    assert peers.same_choice(ours, theirs) == "2 of 2 layers"
     assert all(len(group) == 1 for layer in theirs.groups for group in layer) and len(theirs.groups[0]) == KEEP
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "ours"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert theirs.stored == (tmp_path / "out" / "model.safetensors").stat().st_size
     assert list(theirs.seconds) == ["open", "calibrate", "write"] and theirs.total > 0 and theirs.cpu > 0
-    assert ours.tokens == benchmark_peers.save_batches(
+    assert ours.tokens == peers.save_batches(
         Path(job.model), job.text, SAMPLES, LENGTH, tmp_path / "again.pt"
     )
 
@@ -110,18 +110,18 @@ def test_theirs_stands_over_ours_of_the_same_method(tmp_path: Path) -> None:
     write(tmp_path / "told.json", theirs)
     assert read(tmp_path / "told.json", Told) == theirs
     found = {"reap, ours": ours, "reap, theirs": theirs}
-    lines = list(benchmark_peers.rows("m", found, {"reap, ours": 2.5, "reap, theirs": 2.25}, 2.0, imports=100))
-    assert lines == [
-        "| m | reap, ours | 1.00 | 1.00 | 1.00 | 1.00 | 2.5000 | +0.5000 |  |",
-        "| m | reap, theirs | 2.50 | 0.50 | 2.00 | 2.00 | 2.2500 | +0.2500 | 1 of 2 layers |",
+    rows = list(peers.rows("m", found, {"reap, ours": 2.5, "reap, theirs": 2.25}, 2.0, imports=100))
+    assert rows == [
+        ("m", "reap, ours", 1.0, 1.0, 1.0, 1.0, "2.5000", "+0.5000", ""),
+        ("m", "reap, theirs", 2.5, 0.5, 2.0, 2.0, "2.2500", "+0.2500", "1 of 2 layers"),
     ]
-    assert {line.count("|") for line in lines} == {len(benchmark_peers.COLUMNS) + 1}
-    assert list(benchmark_peers.absolute(found, 100))[1].startswith("reap, theirs: open 1.00 s, calibrate 4.00 s, CPU")
+    assert {len(row) for row in rows} == {len(peers.COLUMNS)}
+    assert list(peers.absolute(found, 100))[1].startswith("reap, theirs: open 1.00 s, calibrate 4.00 s, CPU")
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match="give --reap FOLDER, --hc-smoe FOLDER or both"):
-        benchmark_peers.methods(None, None)
-    assert [*benchmark_peers.methods(None, "here").values()] == [None, "here"]
+        peers.methods(None, None)
+    assert [*peers.methods(None, "here").values()] == [None, "here"]
     with demo_checkpoint() as folder, pytest.raises(CompressionError, match="is no Mixtral of two experts a token"):
-        benchmark_peers.copy_in_float32(folder, tmp_path / "copy")
+        peers.copy_in_float32(folder, tmp_path / "copy")

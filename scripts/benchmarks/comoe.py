@@ -1,13 +1,12 @@
 """CoMoE on the demo's five skills: single-task and multi-task, with and without the contrastive loss, and plain LoRA.
 
-python -m scripts.benchmark_comoe                      # five seeds, some minutes on one core
-python -m scripts.benchmark_comoe --output FOLDER      # with reports and pictures of the multi-task runs
-python -m scripts.benchmark_comoe --together --contrastive 0.1
+python -m scripts.benchmarks.comoe                     # five seeds, some minutes on one core
+python -m scripts.benchmarks.comoe--output FOLDER      # with reports and pictures of the multi-task runs
+python -m scripts.benchmarks.comoe--together --contrastive 0.1
 
 A tiny dense Llama that half knows the skills is tuned on fresh questions of each, and asked the demo's held-out items.
 """
 
-import argparse
 import copy
 import json
 import math
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import t
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor.comoe.evaluating import TaskResult, ask
@@ -30,10 +30,10 @@ from compressor.comoe.report import ComoeEvaluation, mean_cosine, write_evaluati
 from compressor.comoe.training import train
 from compressor.demo.evaluation import load_items
 from compressor.evaluation.items import Item
+from scripts.benchmarks.frame import head, options, row
 from scripts.demo_skills import SKILLS, problems
 from scripts.train_demo_model import END, build_tokenizer, token_batches
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # 97.5% of t, by number of seeds
 EXPERTS = ComoeConfig(rank=16, experts=4, top_k=2)
 ARMS = {  # what is put in, and the share of --contrastive that counts
     "LoRA": (ComoeConfig(rank=64, experts=1, top_k=1), 0.0),
@@ -104,13 +104,13 @@ def tune(base: Any, tokenizer: Any, arm: str, skills: Sequence[str], asked: Sequ
     config, weight = ARMS[arm]
     weight *= arguments.contrastive
     items = [item for skill in skills for item in training_items(skill, arguments.items, seed)]
-    options = TuningOptions(
+    tuning = TuningOptions(
         contrastive=weight, epochs=1, batch_size=16, learning_rate=arguments.learning_rate, seed=seed, log_every=20,
         contrastive_tokens=None, save_every=1_000_000,
     )  # fmt: skip
     model = copy.deepcopy(base)
     with tempfile.TemporaryDirectory() as folder:
-        made = train(model, tokenizer, items, replace(config, seed=seed), options, Path(folder) / "out")
+        made = train(model, tokenizer, items, replace(config, seed=seed), tuning, Path(folder) / "out")
     results = ask(model, tokenizer, [item for item in asked if item.task in skills], batch_size=50)
     last = made.log[-1]
     name = skills[0] if len(skills) == 1 else "all"
@@ -123,7 +123,7 @@ def interval(values: Sequence[float]) -> str:
     """Mean and half of its 95% interval by Student's t."""
     if len(values) < 2:
         return f"{values[0]:.1f}"
-    half = STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.fmean(values):.1f} ± {half:.1f}"
 
 
@@ -161,32 +161,25 @@ def report(runs: Sequence[Run], before: Sequence[TaskResult]) -> None:
     }
     for multi in sorted({run.trained_on == "all" for run in runs}):
         print(f"\n{'multi-task' if multi else 'single-task'}\n")
-        print("| skill | base | LoRA r = 64 | experts, without | experts, with | with - without |")
-        print("|---|---|---|---|---|---|")
+        head("skill", "base", "LoRA r = 64", "experts, without", "experts, with", "with - without")
         for skill in (*SKILLS, "mean"):
             arms = {arm: accuracies(runs, arm, multi, skill) for arm in ARMS}
             gain = [a - b for a, b in zip(arms["with"], arms["without"], strict=True)]
-            print(f"| {skill} | {base[skill]:.1f} | {' | '.join(map(interval, arms.values()))} | {interval(gain)} |")
-    print("\n| multi-task | mean cosine of experts | contrastive loss | log N - L | largest share | between tasks |")
-    print("|---|---|---|---|---|---|")
+            row(skill, f"{base[skill]:.1f}", *map(interval, arms.values()), interval(gain))
+    print()
+    head("multi-task", "mean cosine of experts", "contrastive loss", "log N - L", "largest share", "between tasks")
     for arm in ("without", "with"):
         own = [run for run in runs if run.arm == arm and run.trained_on == "all"]
         cosines = [statistics.fmean(map(mean_cosine, run.results)) for run in own]
         figures = (cosines, [run.contrastive for run in own], [run.gap for run in own],
                    [imbalance(run.results) for run in own], [between_tasks(run.results) for run in own])  # fmt: skip
-        print(f"| {arm} | {' | '.join(f'{statistics.fmean(each):.3f}' for each in figures)} |")
+        row(arm, *(f"{statistics.fmean(each):.3f}" for each in figures))
 
 
 def main() -> None:
     """Tune, ask and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--base-steps", type=int, default=300)
-    parser.add_argument("--items", type=int, default=800, help="training questions of each skill")
-    parser.add_argument("--asked", type=int, default=100, help="held-out items of each skill")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--contrastive", type=float, default=0.01, help="weight of the contrastive loss")
-    parser.add_argument("--together", action="store_true", help="only with all skills together")
+    tuning = {"seeds": 5, "base_steps": 300, "items": 800, "asked": 100, "learning_rate": 2e-3, "contrastive": 0.01}
+    parser = options(__doc__, **tuning, together=False)
     parser.add_argument("--output", type=Path, help="write the multi-task reports of seed 0 here")
     arguments = parser.parse_args()
     start = time.monotonic()

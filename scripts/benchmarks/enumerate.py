@@ -1,15 +1,12 @@
 """Measure the strategy `enumerate` on synthetic layers of 512 sampled tokens; every ratio is within one run.
 
-    python scripts/benchmark_enumerate.py [--subsets-only]
+    python -m scripts.benchmarks.enumerate [--subsets-only]
 
 Prints: running the smaller layer's router and experts once for each of the 70 subsets of 8 experts to 4, over the
 cached evaluation; seconds for a layer of 64 experts to 32 and of 128 experts to 64, top-8, hidden 1024, with a router
 that normalises the chosen shares and with one that does not, so that every token is routed anew for every set.
 """
 
-import argparse
-import time
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +16,7 @@ from compressor.grouping.reconstruction import SmallerRouter
 from compressor.model.architecture import build_meta, discover
 from compressor.model.experts import apply_expert, expert_parameters
 from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics
+from scripts.benchmarks.frame import options, qwen3_moe, random_model, timed
 from strategies.enumerate_subsets import Options, plan
 
 HIDDEN, TOKENS, VOCABULARY = 1024, 512, 1000
@@ -26,15 +24,9 @@ HIDDEN, TOKENS, VOCABULARY = 1024, 512, 1000
 
 def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = True) -> LayerStatistics:
     """Statistics of the only layer of a Qwen3-MoE with random weights, on random tokens."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=HIDDEN, moe_intermediate_size=intermediate, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, num_experts=experts, num_experts_per_tok=top_k, vocab_size=VOCABULARY,
-        norm_topk_prob=normalised, architectures=["Qwen3MoeForCausalLM"], initializer_range=0.05,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
+    more = {"num_attention_heads": 8, "norm_topk_prob": normalised, "initializer_range": 0.05}
+    config = qwen3_moe(HIDDEN, intermediate, 1, experts, top_k, VOCABULARY, **more)
+    model = random_model(config)
     architecture = discover(config)
     (layer,) = architecture.layers
     collector = Collector(layer, model, RECONSTRUCTION, 0)
@@ -49,13 +41,6 @@ def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = Tr
         return built[count]
 
     return collector.finish(router)
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and the result."""
-    begin = time.perf_counter()
-    result = work()
-    return time.perf_counter() - begin, result
 
 
 @torch.no_grad()
@@ -80,9 +65,7 @@ def run_every_subset(stats: LayerStatistics, keep: int) -> tuple[int, ...]:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subsets-only", action="store_true", help="leave out the large layers")
-    arguments = parser.parse_args()
+    given = options(__doc__, subsets_only=False).parse_args()
     stats = synthetic(8, 2, 2048)
     plan(stats, 4)  # the first call builds the smaller router
     once, _ = timed(lambda: dense_outputs(stats))
@@ -92,7 +75,7 @@ def main() -> None:
     print(f"8 experts to 4, all 70 subsets: outputs once {once:.2f} s, search {cached:.2f} s; ", end="")
     print(f"running the layer once per subset {plain:.2f} s, {'the same' if same else 'another'} subset;", end=" ")
     print(f"{plain / cached:.0f} times as long as the search, {plain / (once + cached):.0f} times as long as both")
-    if arguments.subsets_only:
+    if given.subsets_only:
         return
     for experts, keep, normalised, beam in (
         (64, 32, True, 1),
@@ -102,8 +85,8 @@ def main() -> None:
         (128, 64, False, 1),
     ):
         stats = synthetic(experts, 8, 128, normalised)
-        options = Options(beam=beam)
-        seconds, made = timed(lambda stats=stats, keep=keep, options=options: plan(stats, keep, options=options))
+        chosen = Options(beam=beam)
+        seconds, made = timed(lambda stats=stats, keep=keep, chosen=chosen: plan(stats, keep, options=chosen))
         router = "normalised" if normalised else "not normalised"
         print(f"{experts} experts to {keep}, top-8, {router}: {seconds:.1f} s, {dict(made.figures)}", flush=True)
 

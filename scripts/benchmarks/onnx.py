@@ -1,8 +1,7 @@
 """Measure ONNX Runtime against torch on random models; every figure is a ratio of medians within one run.
 
-    python scripts/benchmark_onnx.py [--experts 16 64 256] [--top-k 4 8] [--hidden 256] [--layers 4] [--threads 1]
-                                     [--quantize none int8 int4] [--runs 16] [--same-token]
-                                     [--quantile 0.5]
+    python -m scripts.benchmarks.onnx [--experts 16 64 256] [--top-k 4 8] [--hidden 256] [--layers 4] [--threads 1]
+                                      [--quantize none int8 int4] [--runs 16] [--same-token] [--quantile 0.5]
 
 Prints for every count of experts and top-k how many times as fast as torch the graph decodes (one sequence, one
 token after another, 64 cached) and prefills (256 tokens); torch is the faster of its implementations eager and
@@ -30,6 +29,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from exporters.onnx import FORMATS, ExportOptions, export
+from scripts.benchmarks.frame import head, options, qwen3_moe, random_model, row
 
 CACHED, PREFILLED, VOCABULARY = 64, 256, 256
 BURST = 8  # calls in a row, as in generation
@@ -50,21 +50,6 @@ class Row:
     torch_prefill: float
     nodes: int
     nbytes: int
-
-
-def build(experts: int, top_k: int, given: argparse.Namespace) -> Any:
-    """A random Qwen3-MoE in float32."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=given.hidden, moe_intermediate_size=given.hidden, num_hidden_layers=given.layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=given.hidden // 4, num_experts=experts,
-        num_experts_per_tok=top_k, vocab_size=VOCABULARY, initializer_range=0.08, max_position_embeddings=1024,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    model.train(False)
-    return model
 
 
 def draw(length: int) -> Tensor:
@@ -140,12 +125,14 @@ def measure(experts: int, top_k: int, given: argparse.Namespace) -> list[Row]:
     kinds = 1 if given.same_token else CACHED  # of tokens that are decoded
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "model"
-        model = build(experts, top_k, given)
-        model.save_pretrained(source)
-        del model
+        more = {"num_attention_heads": 4, "head_dim": given.hidden // 4, "max_position_embeddings": 1024}
+        config = qwen3_moe(
+            given.hidden, given.hidden, given.layers, experts, top_k, VOCABULARY, initializer_range=0.08, **more
+        )
+        random_model(config).save_pretrained(source)
         gc.collect()
-        options = {name: ExportOptions(quantize=name, tokens=8) for name in given.quantize}
-        made = {name: export(source, Path(folder) / name, entry) for name, entry in options.items()}
+        asked = {name: ExportOptions(quantize=name, tokens=8) for name in given.quantize}
+        made = {name: export(source, Path(folder) / name, entry) for name, entry in asked.items()}
         graphs = {name: graph_steps(summary.folder, given.threads, kinds) for name, summary in made.items()}
         sides = {**graphs, **{name: torch_side(source, name, kinds) for name in TORCH}}
         found = {
@@ -173,37 +160,23 @@ def torch_side(source: Path, implementation: str, kinds: int) -> dict[str, Calla
     return torch_steps(model, kinds)
 
 
-def cells(row: Row, first: Row) -> tuple[str, ...]:
-    """A line of the table; `first` has the fewest experts among those alike."""
-    return (
-        str(row.experts),
-        str(row.top_k),
-        row.quantize,
-        f"{row.torch_decode / row.decode:.1f}",
-        f"{row.torch_prefill / row.prefill:.2f}",
-        f"{row.decode / first.decode:.2f}",
-        str(row.nodes),
-        f"{row.nbytes / 2**20:.1f}",
-    )
-
-
 def misses(rows: Sequence[Row]) -> list[str]:
     """The goals that are not reached, one sentence each."""
     found = []
-    for row in rows:
-        name = f"{row.experts} experts, top-{row.top_k}, {row.quantize}"
+    for each in rows:
+        name = f"{each.experts} experts, top-{each.top_k}, {each.quantize}"
         for step, ratio in (
-            ("decode", row.torch_decode / row.decode),
-            ("prefill", row.torch_prefill / row.prefill),
+            ("decode", each.torch_decode / each.decode),
+            ("prefill", each.torch_prefill / each.prefill),
         ):
             if ratio < GOALS[step]:
                 found.append(f"{name}: {step} {ratio:.2f} times as fast as torch; the goal is {GOALS[step]:g}")
-        first = alike(rows, row)[0]
-        if (first.experts, row.experts) == (16, 64) and row.decode > GOALS["growth"] * first.decode:
-            growth = row.decode / first.decode
+        first = alike(rows, each)[0]
+        if (first.experts, each.experts) == (16, 64) and each.decode > GOALS["growth"] * first.decode:
+            growth = each.decode / first.decode
             found.append(f"{name}: {growth:.2f} times the decode time of 16; the goal is {GOALS['growth']:g}")
-        if row.nodes != first.nodes:
-            found.append(f"{name}: {row.nodes} nodes, not {first.nodes}")
+        if each.nodes != first.nodes:
+            found.append(f"{name}: {each.nodes} nodes, not {first.nodes}")
     return found
 
 
@@ -215,25 +188,19 @@ def alike(rows: Sequence[Row], row: Row) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--top-k", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
+    sizes = {"experts": [16, 64, 256], "top_k": [4, 8], "hidden": 256, "layers": 4, "threads": 1}
+    parser = options(__doc__, **sizes, same_token=False, quantile=0.5, runs=16)
     parser.add_argument("--quantize", nargs="+", choices=list(FORMATS), default=["none"])
-    parser.add_argument("--same-token", action="store_true")
-    parser.add_argument("--quantile", type=float, default=0.5, help="of the timings; 0.5 is the median")
-    parser.add_argument("--runs", type=int, default=16, help="turns; a prefill gets an eighth")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     logging.disable_progress_bar()
     rows = [row for top_k in given.top_k for experts in given.experts for row in measure(experts, top_k, given)]
     print("Over torch: decode and prefill, times as fast; over the fewest experts: decode time")
-    print("experts  top-k  weights  decode  prefill  growth  nodes      MiB")
-    for row in rows:
-        one = cells(row, alike(rows, row)[0])
-        print("{:>7}  {:>5}  {:>7}  {:>6}  {:>7}  {:>6}  {:>5}  {:>7}".format(*one))
+    head("experts", "top-k", "weights", "decode", "prefill", "growth", "nodes", "MiB")
+    for each in rows:
+        first = alike(rows, each)[0]
+        over = (each.torch_decode / each.decode, each.torch_prefill / each.prefill, each.decode / first.decode)
+        row(each.experts, each.top_k, each.quantize, *over, each.nodes, f"{each.nbytes / 2**20:.1f}")
     print("\n".join(misses(rows)) or "Every goal is reached.")
 
 

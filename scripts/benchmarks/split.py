@@ -1,6 +1,6 @@
 """Measure what splitting experts before pruning saves at equal bytes, and what it costs in speed.
 
-    python -m scripts.benchmark_split MODEL --text train.jsonl --heldout valid.jsonl -o work [--parts 1 2 4]
+    python -m scripts.benchmarks.split MODEL --text train.jsonl --heldout valid.jsonl -o work [--parts 1 2 4]
 
 For every number of parts the model is split, and every strategy's plan at every share of the experts is carried out
 without a correction and with each. Prints the loss over the base's on the held-out text, with 1.96 paired
@@ -13,7 +13,6 @@ What is found goes to `work/found.jsonl` as it comes, so that a run that was sto
 import argparse
 import hashlib
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,11 +38,12 @@ from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planner, Wish
 from exporters.onnx import ExportOptions, export
-from scripts import benchmark_onnx
+from scripts.benchmarks import onnx
+from scripts.benchmarks.frame import head, options, row, with_error
 
 STRATEGIES = ("gated-mass", "count-guided", "auto")
 CORRECTIONS = ("none", "ridge", "tune")
-FORWARD = "| parts | torch decode | torch prefill | ONNX Runtime decode | prefill |\n" + "|---" * 5 + "|"
+FORWARD = ("parts", "torch decode", "torch prefill", "ONNX Runtime decode", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,7 @@ def cases(parts: int, found: Found, args: argparse.Namespace) -> Iterator[tuple[
 
 def cell(losses: Tensor | None, base: Tensor) -> str:
     """The mean over the base's, and how far it may be off."""
-    if losses is None:
-        return "-"
-    more = losses - base
-    return f"{more.mean():.4f} ± {1.96 * float(more.std()) / math.sqrt(len(more)):.4f}"
+    return "-" if losses is None else with_error(losses - base)
 
 
 def table(known: dict[Case, Tensor], found: Found, args: argparse.Namespace) -> str:
@@ -155,50 +152,44 @@ def table(known: dict[Case, Tensor], found: Found, args: argparse.Namespace) -> 
     return f"Loss of the base: {base.mean():.4f}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def forward_lines(args: argparse.Namespace) -> Iterator[str]:
-    """Seconds of a split model over those of the unsplit one; the sides take turns."""
+def forward_report(args: argparse.Namespace) -> None:
+    """Print seconds of a split model over those of the unsplit one; the sides take turns."""
     steps: dict[str, dict[str, Any]] = {}
     for parts in args.parts:
         folder, graph = Path(checkpoint(parts, args)), args.out / f"onnx-{parts}-{args.samples}"
         if not graph.exists():
             export(folder, graph, ExportOptions(tokens=8))
-        steps[f"onnx {parts}"] = benchmark_onnx.graph_steps(graph, 1, benchmark_onnx.CACHED)
-        for name in benchmark_onnx.TORCH:
-            steps[f"{name} {parts}"] = benchmark_onnx.torch_side(folder, name, benchmark_onnx.CACHED)
+        steps[f"onnx {parts}"] = onnx.graph_steps(graph, 1, onnx.CACHED)
+        for name in onnx.TORCH:
+            steps[f"{name} {parts}"] = onnx.torch_side(folder, name, onnx.CACHED)
     seconds = {
-        step: benchmark_onnx.typical({name: side[step] for name, side in steps.items()}, runs, 0.5)
+        step: onnx.typical({name: side[step] for name, side in steps.items()}, runs, 0.5)
         for step, runs in (("decode", args.runs), ("prefill", max(1, args.runs // 8)))
     }
 
     def of(side: str, step: str, parts: int) -> float:
-        names = benchmark_onnx.TORCH if side == "torch" else ("onnx",)
+        names = onnx.TORCH if side == "torch" else ("onnx",)
         return min(seconds[step][f"{name} {parts}"] for name in names)
 
-    yield FORWARD
+    head(*FORWARD)
     for parts in args.parts:
-        cells = [
-            f"{of(side, step, parts) / of(side, step, args.parts[0]):.2f}"
-            for side in ("torch", "onnx") for step in ("decode", "prefill")
-        ]  # fmt: skip
-        yield f"| {parts} | {' | '.join(cells)} |"
+        sides = [(side, step) for side in ("torch", "onnx") for step in ("decode", "prefill")]
+        row(parts, *(of(side, step, parts) / of(side, step, args.parts[0]) for side, step in sides))
 
 
 def main() -> None:
     """Split, plan, carry out, judge, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cells = {
+        "parts": [1, 2, 4],
+        "shares": [0.75, 0.5],
+        "strategies": list(STRATEGIES),
+        "corrections": list(CORRECTIONS),
+    }
+    parser = options(__doc__, **cells, samples=128, length=512, sequences=51, dtype="float32", runs=16)
     parser.add_argument("model")
     parser.add_argument("--text", required=True, help="to split, plan and correct with")
     parser.add_argument("--heldout", required=True, help="to judge on")
     parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.75, 0.5])
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
-    parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=CORRECTIONS)
-    parser.add_argument("--samples", type=int, default=128, help="sequences of the calibration")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=51, help="held-out ones")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--runs", type=int, default=16, help="turns of a timing; 0 times nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     limit_caches()
@@ -215,7 +206,7 @@ def main() -> None:
         print(f"{parts} parts: {time.perf_counter() - begin:.0f} s", flush=True)
     print(table(known, found, args))
     if args.runs:
-        print("\n".join(forward_lines(args)))
+        forward_report(args)
 
 
 if __name__ == "__main__":

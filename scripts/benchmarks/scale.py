@@ -1,6 +1,6 @@
 """Measure how memory and time of `compress` grow with the model, on synthetic Qwen3-MoE checkpoints of given sizes.
 
-    python -m scripts.benchmark_scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR] [--export]
+    python -m scripts.benchmarks.scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR] [--export]
 
 Each checkpoint (bfloat16, layers of 0.26 GB, made layer by layer) is copied file by file, compressed to half of its
 experts by model-centric and by reap with so many calibration tokens, and removed. Prints for each size the time over
@@ -11,43 +11,39 @@ Pages of the source are dropped from the page cache before each step (--cache co
 that fit). A copy reads the whole source and writes and flushes as much, one file at a time, of which one is kept.
 """
 
-import argparse
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compressor.errors import CompressionError
 from compressor.words import human_bytes
-from scripts.benchmark import compress_command, save_tokenizer, warm, watch, write_synthetic
+from scripts.benchmark import compress_command
+from scripts.benchmarks.frame import BARE, COMMAND, Child, Sizes, head, options, row, run_child, warm
 
-HEADER = "| GB | step | seconds over a copy | CPU seconds over it | memory over the largest layer | over the model | "
-HEADER += "mapped pages over the largest layer |"
+COLUMNS = (
+    "GB",
+    "step",
+    "seconds over a copy",
+    "CPU seconds over it",
+    "memory over the largest layer",
+    "over the model",
+    "mapped pages over the largest layer",
+)
 STEPS = ("model-centric", "reap", "export")
 LENGTH = 512
-VOCABULARY = 512  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
+SIZES = Sizes(vocabulary=512)  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
 OUTPUT_SHARE = 0.55  # of the source, that half of the experts and everything else take at the most
 SPARE = 3e9  # bytes of the disk: what a checkpoint exceeds its size by, a file's copy, and some that is left alone
 BLOCK = 2**24
 LEAST = 1e-3  # seconds, so that there is a logarithm
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one command took."""
-
-    seconds: float  # without starting the interpreter
-    cpu: float  # seconds of all threads
-    anonymous: float  # bytes at the highest, above a bare interpreter
-    mapped: float  # bytes of mapped files' pages at the highest
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Measured:
     bytes: int
     largest: int  # bytes of the largest layer
     copy: float  # seconds
-    steps: dict[str, Step]
+    steps: dict[str, Child]
 
 
 def needed(gigabytes: float, export: bool) -> float:
@@ -115,25 +111,15 @@ def write_text(file: Path, tokens: int) -> None:
     file.write_text("\n\n".join(" ".join(words[begin : begin + 100]) for begin in range(0, len(words), 100)))
 
 
-def watched(command: list[str], bare: Step | None = None) -> Step:
+def watched(command: list[str], bare: Child | None = None) -> Child:
     """Run a command, less what the bare interpreter takes; raises `CompressionError` if it fails."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seen = watch(command)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if seen["status"]:
-        raise CompressionError(f"{' '.join(command)} ended with status {seen['status']:.0f}")
-    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    none = bare or Step(0, 0, 0, 0)
-    return Step(
-        max(seen["seconds"] - none.seconds, LEAST), max(cpu - none.cpu, LEAST), seen["anon"] - none.anonymous,
-        seen["file"],
-    )  # fmt: skip
-
-
-def start_up() -> Step:
-    """An interpreter that imports torch and transformers and ends, the quicker one of two."""
-    command = [sys.executable, "-c", "import torch, transformers, transformers.modeling_utils"]
-    return min((watched(command) for _ in range(2)), key=lambda step: step.seconds)
+    seen = run_child(command)
+    if seen.status:
+        raise CompressionError(f"{' '.join(command)} ended with status {seen.status}")
+    if bare is None:
+        return seen
+    seconds, cpu = (max(own - none, LEAST) for own, none in ((seen.seconds, bare.seconds), (seen.cpu, bare.cpu)))
+    return replace(seen, seconds=seconds, cpu=cpu, anonymous=seen.anonymous - bare.anonymous)
 
 
 def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], cold: bool) -> Measured:
@@ -141,30 +127,28 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
     from compressor import inspect
 
     folder, text = scratch / "model", scratch / "text.txt"
-    folder.mkdir()
-    write_synthetic(folder, gigabytes, VOCABULARY)
-    save_tokenizer(folder)
+    SIZES.write(folder, gigabytes)
     write_text(text, tokens)
     ready = drop_pages if cold else warm
     report = inspect(str(folder))
     samples = max(1, tokens // LENGTH)
     calibrated = ["--calibration", str(text), "--samples", str(samples), "--sequence-length", str(min(LENGTH, tokens))]
     ready(folder)
-    copy, bare = copy_seconds(folder, scratch), start_up()
+    copy = copy_seconds(folder, scratch)
+    bare = min((watched(BARE) for _ in range(2)), key=lambda seen: seen.seconds)
     measured = Measured(report.bytes, report.largest_layer_bytes, copy, {})
     told = f"# copy {copy:.1f} s, largest layer {measured.largest / 1e6:.0f} MB"
     print(told, file=sys.stderr, flush=True)
     out = scratch / "out"
     for name in (name for name in STEPS if name in steps):
         if name == "export":
-            command = [sys.executable, "-m", "compressor", "export", str(scratch / "kept"), "-o", str(out)]
-            command += ["--dtype", "fp16", "--json"]
+            command = [*COMMAND, "export", str(scratch / "kept"), "-o", str(out), "--dtype", "fp16", "--json"]
         else:
             command = [*compress_command(folder, out, name), "--correct", "none", "--device", "cpu"]
             command += calibrated if name == "reap" else []
         ready(folder)
         measured.steps[name] = watched(command, bare)
-        print(row(name, measured), flush=True)
+        row(*cells(name, measured))
         if name == "model-centric" and "export" in steps:
             out.rename(scratch / "kept")
         else:
@@ -174,14 +158,11 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
     return measured
 
 
-def row(name: str, found: Measured) -> str:
+def cells(name: str, found: Measured) -> tuple[str | float, ...]:
     """A line of the table."""
     step = found.steps[name]
-    figures = (
-        step.seconds / found.copy, step.cpu / found.copy, step.anonymous / found.largest, step.anonymous / found.bytes,
-        step.mapped / found.largest,
-    )  # fmt: skip
-    return f"| {found.bytes / 1e9:.1f} | {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} |"
+    memory = (step.anonymous / found.largest, step.anonymous / found.bytes, step.mapped / found.largest)
+    return f"{found.bytes / 1e9:.1f}", name, step.seconds / found.copy, step.cpu / found.copy, *memory
 
 
 def slopes(measured: Sequence[Measured]) -> str:
@@ -203,12 +184,9 @@ def _leave(*_: object) -> None:
 
 def main() -> None:
     """Check the disk, measure every size, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[4, 8, 16, 30])
-    parser.add_argument("--tokens", type=int, default=16_384)
+    parser = options(__doc__, gigabytes=[4.0, 8.0, 16.0, 30.0], tokens=16_384, export=False)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are made (default: the temporary folder)")
     parser.add_argument("--steps", nargs="+", choices=STEPS[:2], default=STEPS[:2])
-    parser.add_argument("--export", action="store_true", help="write model-centric's output as ONNX, too")
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the page cache before each step")
     args = parser.parse_args()
     steps = [*args.steps, *(["export"] if args.export else [])]
@@ -219,7 +197,7 @@ def main() -> None:
         check_room(Path(temporary), args.gigabytes, args.export)
         os.environ["MOE_COMPRESSOR_CACHE"] = str(Path(temporary) / "cache")
         print(f"page cache {args.cache}; {args.tokens} tokens for reap")
-        print(f"{HEADER}\n{'|---' * (HEADER.count('|') - 1)}|", flush=True)
+        head(*COLUMNS)
         measured = list[Measured]()
         for gigabytes in args.gigabytes:
             measured.append(measure(gigabytes, args.tokens, Path(temporary), steps, args.cache == "cold"))

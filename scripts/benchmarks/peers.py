@@ -1,6 +1,6 @@
 """Run REAP's pruning, HC-SMoE's merging and ours on the same work, each in a process of its own, and print ratios.
 
-    python -m scripts.benchmark_peers --data train.jsonl --heldout valid.jsonl [--model MIXTRAL] \\
+    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl [--model MIXTRAL] \\
         [--reap FOLDER] [--hc-smoe FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
 The folders are checkouts of CerebrasResearch/reap and wazenmai/HC-SMoE, whose code is theirs; `scripts.peers` lets it
@@ -14,15 +14,15 @@ the process above that of the imports alone. Theirs is divided by ours of the sa
 import argparse
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from compressor.errors import CompressionError
+from scripts.benchmarks.frame import head, losses, options, random_model, row, run_child, save_tokenizer
 from scripts.peers.job import Job, Told, read, write
 
 HIDDEN, INNER, VOCABULARY = 512, 1024, 1024
@@ -47,17 +47,13 @@ def methods(reap: str | None, hc_smoe: str | None) -> dict[str, str | None]:
 
 def make_synthetic(folder: Path, layers: int, experts: int) -> None:
     """A Mixtral of random weights in float32, of 0.1 GB a layer with 16 experts, and a tokenizer of bytes."""
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import MixtralConfig
 
-    from scripts.benchmark import save_tokenizer
-
-    torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=2, num_local_experts=experts, num_experts_per_tok=2, vocab_size=VOCABULARY,
     )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(folder)
+    random_model(config).save_pretrained(folder)
     save_tokenizer(folder)
 
 
@@ -103,12 +99,9 @@ def carry_out(job: Job, scratch: Path, environment: Mapping[str, str]) -> Told:
     asked, told = scratch / "job.json", scratch / "told.json"
     told.unlink(missing_ok=True)
     write(asked, job)
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.peers.run", str(asked), str(told)],
-        capture_output=True, text=True, env={**os.environ, **environment}, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise CompressionError(f"{job.method} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    done = run_child([sys.executable, "-m", "scripts.peers.run", str(asked), str(told)], environment=environment)
+    if done.status:
+        raise CompressionError(f"{job.method} ended with status {done.status}:\n{done.errors[-2000:]}")
     found: Told = read(told, Told)
     return found
 
@@ -122,8 +115,8 @@ def same_choice(one: Told, other: Told) -> str:
 
 def rows(
     name: str, found: Mapping[str, Told], losses: Mapping[str, float], original: float, imports: int
-) -> Iterable[str]:
-    """Markdown rows: every figure of theirs over ours of the same method; ours is 1."""
+) -> Iterable[tuple[Any, ...]]:
+    """Rows: every figure of theirs over ours of the same method; ours is 1."""
     for method, told in found.items():
         ours = found[OURS.get(method, method)]
         figures = (
@@ -134,10 +127,7 @@ def rows(
         )
         agreement = same_choice(ours, told) if told is not ours else ""
         loss = losses[method]
-        yield (
-            f"| {name} | {method} | {' | '.join(f'{figure:.2f}' for figure in figures)} | {loss:.4f} | "
-            f"{loss - original:+.4f} | {agreement} |"
-        )
+        yield name, method, *figures, f"{loss:.4f}", f"{loss - original:+.4f}", agreement
 
 
 def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
@@ -150,8 +140,6 @@ def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
 
 def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> None:
     """Run everything on one checkpoint and print its rows."""
-    from scripts.benchmark_distill import losses
-
     experts = json.loads((model / "config.json").read_text())["num_local_experts"]
     tokens = scratch / "tokens.pt"
     digest = save_batches(model, args.data, args.samples, args.length, tokens)
@@ -175,30 +163,24 @@ def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> 
         loss[method] = judged(out)
         shutil.rmtree(out)
         shutil.rmtree(scratch / "out-observed", ignore_errors=True)
-    print(*rows(name, found, loss, judged(model), imports), sep="\n", flush=True)
+    for cells in rows(name, found, loss, judged(model), imports):
+        row(*cells)
     print(*(f"# {line}" for line in absolute(found, imports)), sep="\n", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Make the checkpoints and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reap", help="checkout of CerebrasResearch/reap")
-    parser.add_argument("--hc-smoe", help="checkout of wazenmai/HC-SMoE")
+    parser = options(__doc__, reap=None, hc_smoe=None, keep=0.5, samples=32, length=256, heldout_samples=32, threads=1)
     parser.add_argument("--data", required=True, help="text to calibrate with")
     parser.add_argument("--heldout", required=True, help="text to judge on")
     parser.add_argument("--model", type=Path, help="a trained Mixtral of two experts a token")
-    parser.add_argument("--keep", type=float, default=0.5, help="share of the experts")
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--heldout-samples", type=int, default=32)
     parser.add_argument("--layers", type=int, default=5, help="of the synthetic Mixtral; 0: none")
     parser.add_argument("--experts", type=int, default=16, help="of the synthetic Mixtral")
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     methods(args.reap, args.hc_smoe)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+        head(*COLUMNS)
         if args.layers:
             make_synthetic(folder, args.layers, args.experts)
             compare("synthetic", folder, Path(temporary), args)

@@ -1,6 +1,6 @@
 """Measure C3PO on a compressed checkpoint: at test time, and as a router calibration.
 
-    python -m scripts.benchmark_pathways SMALL --text train.jsonl --heldout valid.jsonl [--moved moved ...]
+    python -m scripts.benchmarks.pathways SMALL --text train.jsonl --heldout valid.jsonl [--moved moved ...]
 
 An item is 64 tokens of text and the token that follows. The reference set is what SMALL answers right of `--text`; the
 items are of `--heldout`, right or wrong. Prints the log likelihood of the right answer on SMALL's own pathway, and what
@@ -8,8 +8,6 @@ each method adds to it with 1.96 paired standard errors, how many likeliest toke
 forwards. The oracle is told the answer. `--moved` checkpoints answer as they are.
 """
 
-import argparse
-import math
 import random
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +26,7 @@ from compressor.pathways.optimisers import oracle
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import build_reference, write_reference
 from compressor.progress import Silent
+from scripts.benchmarks.frame import head, options, row, with_error
 
 PROMPT = 64  # tokens
 METHODS: tuple[Optimizer, ...] = ("mode", "kernel", "ngd")
@@ -48,26 +47,22 @@ def text_items(model: OpenModel, source: str, count: int, seed: int) -> list[Ite
     return found
 
 
-def plain_answers(folder: str, items: Sequence[Item]) -> tuple[torch.Tensor, int]:
-    """Log likelihoods [n] of the answers on a checkpoint's own pathway, and how many it would write itself."""
-    found, right = oracle_answers(folder, items, PathwayOptions(), moved=False)
-    return found, right
+def answers(folder: str, items: Sequence[Item], told: bool) -> tuple[torch.Tensor, int]:
+    """Log likelihoods [n] of the answers on a checkpoint's own pathway, and how many it would write itself.
 
-
-def oracle_answers(
-    folder: str, items: Sequence[Item], options: PathwayOptions, moved: bool = True
-) -> tuple[torch.Tensor, int]:
-    """The same on the pathway that the right answer itself asks for."""
+    `told` asks on the pathway that the right answer itself asks for.
+    """
+    way = PathwayOptions()
     opened = open_model(locate(folder), "float32", "cpu")
     tokenizer = load_tokenizer(opened.source.folder)
-    model = PathwayModel(opened, min(options.layers, len(opened.architecture.layers)), options.tokens)
+    model = PathwayModel(opened, min(way.layers, len(opened.architecture.layers)), way.tokens)
     model.load()
     found, right = [], 0
     for item in items:
         plain = model.run(rows_of(item, tokenizer, opened.vocabulary, positions(opened.config)))
         logits = plain.logits
-        if moved:
-            shift = oracle(model, plain, 0, plain.pathway[-model.late :], options).detach()
+        if told:
+            shift = oracle(model, plain, 0, plain.pathway[-model.late :], way).detach()
             with torch.no_grad():
                 logits = model.again(plain, shift)
         found.append(likelihoods(logits, plain.rows)[0])
@@ -77,24 +72,20 @@ def oracle_answers(
 
 def main() -> None:
     """Ask, optimise, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, items=100, reference=300)
     parser.add_argument("model")
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--text", required=True, help="of which the reference set is made")
     parser.add_argument("--heldout", required=True)
     parser.add_argument("--moved", nargs="*", default=[])
-    parser.add_argument("--items", type=int, default=100)
-    parser.add_argument("--reference", type=int, default=300, help="items that the reference set is drawn from")
     args = parser.parse_args()
     opened = open_model(locate(args.model), "float32", "cpu")
     items = text_items(opened, args.heldout, args.items, 1)
-    before, right = plain_answers(args.model, items)
+    before, right = answers(args.model, items, told=False)
     print(f"{len(items)} items: {before.mean():.3f} nats, {right} right")
-    print("| method | gain in log p | right answers | plain forwards |\n|---|---|---|---|", flush=True)
+    head("method", "gain in log p", "right answers", "plain forwards")
 
-    def row(name: str, found: torch.Tensor, right: int, cost: str) -> None:
-        gain = found - before
-        error = 1.96 * float(gain.std()) / math.sqrt(len(gain))
-        print(f"| {name} | {gain.mean():+.3f} ± {error:.3f} | {right} | {cost} |", flush=True)
+    def told(name: str, found: torch.Tensor, right: int, cost: str) -> None:
+        row(name, with_error(found - before, "+.3f"), right, cost)
 
     with tempfile.TemporaryDirectory() as scratch:
         made, _ = build_reference(opened, text_items(opened, args.text, args.reference, 0), OWN, Silent())
@@ -102,14 +93,14 @@ def main() -> None:
         write_reference(made, Path(scratch) / "reference", overwrite=False)
         print(f"({len(made.items)} items in the reference set)", flush=True)
         for method in METHODS:
-            options = PathwayOptions(method)
-            answering = open_answering(args.model, Path(scratch) / "reference", options, device="cpu", dtype="float32")
-            answers = [answering.answer(item.prompt, [item.answer])[0] for item in items]
-            found = torch.tensor([answer.likelihood for answer in answers], dtype=torch.float64)
-            row(method, found, sum(answer.greedy for answer in answers), f"{answering.cost:.1f}")
-    row("oracle", *oracle_answers(args.model, items, PathwayOptions()), "-")
+            way = PathwayOptions(method)
+            answering = open_answering(args.model, Path(scratch) / "reference", way, device="cpu", dtype="float32")
+            found_answers = [answering.answer(item.prompt, [item.answer])[0] for item in items]
+            found = torch.tensor([answer.likelihood for answer in found_answers], dtype=torch.float64)
+            told(method, found, sum(answer.greedy for answer in found_answers), f"{answering.cost:.1f}")
+    told("oracle", *answers(args.model, items, told=True), "-")
     for folder in args.moved:
-        row(Path(folder).name, *plain_answers(folder, items), "1")
+        told(Path(folder).name, *answers(folder, items, told=False), "1")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,24 @@
 """Time of the streamed reverse pass over that of stock autograd with the whole model in memory, on the same batches.
 
-    python -m scripts.benchmark_reverse [--layers 8] [--hidden 512] [--experts 16] [--sequences 8] [--length 256]
+    python -m scripts.benchmarks.reverse [--layers 8] [--hidden 512] [--experts 16] [--sequences 8] [--length 256]
 
 A Mixtral of random weights is made in a temporary folder. Both ways give the gradients of every layer's parameters.
 Reading the layers is timed apart, and the ratio is printed with and without it; so is the peak of memory over the
 largest layer. Alternating runs, medians.
 """
 
-import argparse
 import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig
 
 from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import ReversePass, ReverseVisitor
-from scripts.benchmark_correction import layer_bytes, measured
+from scripts.benchmarks.frame import layer_bytes, measured, options, random_model, timed
 
 
 class Everything(ReverseVisitor):
@@ -45,6 +43,7 @@ def loss(output: Any) -> Tensor:
 
 
 def in_memory(stock: Any, batches: list[Tensor]) -> dict[str, float]:
+    """The norm of every layer parameter's gradient by stock autograd."""
     stock.zero_grad()
     for batch in batches:
         loss(stock(input_ids=batch, use_cache=False)).backward()  # type: ignore[no-untyped-call]
@@ -53,6 +52,7 @@ def in_memory(stock: Any, batches: list[Tensor]) -> dict[str, float]:
 
 
 def reading(model: OpenModel) -> None:
+    """Read every layer as the reverse pass does."""
     for unit in (*model.architecture.units, *model.architecture.units):  # once forward, once back
         model.partial.load(model.partial.keys_under(unit))
         for parameter in model.partial.model.get_submodule(unit).parameters():
@@ -61,35 +61,34 @@ def reading(model: OpenModel) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = {"layers": 8, "hidden": 512, "experts": 16, "sequences": 8, "length": 256, "runs": 3}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    asked = parser.parse_args()
+    """Print all ratios."""
+    given = options(__doc__, layers=8, hidden=512, experts=16, sequences=8, length=256, runs=3).parse_args()
     config = MixtralConfig(
-        vocab_size=1024, hidden_size=asked.hidden, intermediate_size=2 * asked.hidden,
-        num_hidden_layers=asked.layers, num_attention_heads=8, num_key_value_heads=4, head_dim=asked.hidden // 8,
-        num_local_experts=asked.experts, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=given.hidden,
+        intermediate_size=2 * given.hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=given.hidden // 8,
+        num_local_experts=given.experts,
+        num_experts_per_tok=2,
+    )
     with tempfile.TemporaryDirectory() as place:
-        torch.manual_seed(0)
-        stock = MixtralForCausalLM(config).eval()
+        stock = random_model(config)
         stock.save_pretrained(place)
-        model = open_model(locate(str(Path(place))), "float32", "cpu")
-        batches = list(torch.randint(0, 1024, (asked.sequences, asked.length)).split(1))
-        seen = Everything(model)
-        run = ReversePass(model, batches)
+        model = open_model(locate(place), "float32", "cpu")
+        batches = list(torch.randint(0, 1024, (given.sequences, given.length)).split(1))
+        seen, run = Everything(model), ReversePass(model, batches)
         expected = in_memory(stock, batches)
         _, peak, _ = measured(lambda: run.run(lambda batch, output: loss(output), seen))
         worst = max(abs(seen.norms[name] / value - 1) for name, value in expected.items() if value)
-        times = [
-            (
-                measured(lambda: in_memory(stock, batches))[0],
-                measured(lambda: run.run(lambda batch, output: loss(output), seen))[0],
-                measured(lambda: reading(model))[0],
-            )
-            for _ in range(asked.runs)
-        ]
+        ways = (
+            lambda: in_memory(stock, batches),
+            lambda: run.run(lambda batch, output: loss(output), seen),
+            lambda: reading(model),
+        )
+        times = [[timed(way)[0] for way in ways] for _ in range(given.runs)]
     memory, streamed, read = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"largest relative difference of a gradient's norm: {worst:.1e}")
     print(f"streamed over in memory: {streamed / memory:.2f}; reading excluded: {(streamed - read) / memory:.2f}")

@@ -1,7 +1,7 @@
 """Measure what several ranks on this machine bring; every figure is a ratio within one run.
 
-    python -m scripts.benchmark_ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--correct tune] [--steps N]
-    python -m scripts.benchmark_ranks --gigabytes 4.7 TEXT [--rounds 3] ...
+    python -m scripts.benchmarks.ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--steps N]
+    python -m scripts.benchmarks.ranks --gigabytes 4.7 TEXT [--rounds 3] ...
 
 Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the seconds of the pass
 that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds of
@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from scripts.benchmark import save_tokenizer, write_synthetic
+from scripts.benchmarks.frame import Sizes, options
 
 PHASES = ("plan", "correct")
 
@@ -66,7 +66,7 @@ def start(size: int, model: str, scratch: Path, name: str) -> list[subprocess.Po
     more = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / f"cache-{name}"), **place}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "scripts.benchmark_ranks", model, *sys.argv[1:], "--out", str(scratch / name)],
+            [sys.executable, "-m", "scripts.benchmarks.ranks", model, *sys.argv[1:], "--out", str(scratch / name)],
             env={**os.environ, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
@@ -119,16 +119,11 @@ def quicker(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Print a line for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"experts": 4, "samples": 64, "length": 256, "rounds": 1, "strategy": "reap", "correct": "tune"}
+    parser = options(__doc__, ranks=[1, 2], **sizes)
     parser.add_argument("given", nargs="+", metavar="MODEL TEXT")
     parser.add_argument("--gigabytes", type=float, help="of a synthetic checkpoint in the place of MODEL")
     parser.add_argument("--steps", type=int, help="of tuning a layer (default: as many as `compress` takes)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    for name, default in (("experts", 4), ("samples", 64), ("length", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=1, help="of all runs, of which the least seconds count")
-    parser.add_argument("--strategy", default="reap")
-    parser.add_argument("--correct", default="tune")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_intermixed_args()
     if given.out is not None:
@@ -141,9 +136,7 @@ def main() -> None:
         model = given.given[0]
         if given.gigabytes:
             folder = Path(scratch) / "model"
-            folder.mkdir()
-            write_synthetic(folder, given.gigabytes)
-            save_tokenizer(folder)
+            Sizes().write(folder, given.gigabytes)
             model = str(folder)
         runs, limits = dict[int, dict[str, Any]](), dict[int, dict[str, float]]()
         for _ in range(given.rounds):
