@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
@@ -19,13 +19,13 @@ from compressor.evaluation.evaluate import fits
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
-from compressor.records import read_as, read_object
+from compressor.records import read_object, value_as
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
 from compressor.workdir.workdir import check_space, check_target, making
 from exporters.onnx.moe import FALLBACKS, LayerRoute
-from exporters.onnx.quantise import SCHEMES
+from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS
 from exporters.onnx.verify import EXACT, HALF, STOCK, Graph, RoundingCost, Verification, compare, rounding_cost
 from exporters.onnx.weights import GRAPH, WEIGHTS, write_graph
@@ -64,6 +64,11 @@ class ExportOptions:
                 raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
         if self.opset not in OPSETS:
             raise CompressionError(f"--opset {self.opset} is not supported; give one from {OPSETS[0]} to {OPSETS[-1]}")
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How the experts' weights are rounded."""
+        return FORMATS[self.quantize]
 
 
 Options = ExportOptions  # under this name the registry finds an exporter's options
@@ -114,34 +119,26 @@ def export(
     check_carried(opened.source.folder)
     check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with making(out, options.overwrite) as content:
-        written = write_graph(
-            opened,
-            content,
-            progress,
-            FORMATS[options.quantize],
-            options.past,
-            options.tokens,
-            options.opset,
-            options.fallback,
-            options.external_bytes,
-        )
-        reference, original = written.reference, written.original
+        graph, routes, reference, original = write_graph(opened, content, options, progress)
         layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
-        graph = Graph(content / GRAPH, written.owners, opened.architecture.units if layered else ())
+        owners = {key: recipe.source for key, recipe in graph.recipes.items()}
+        asked = Graph(content / GRAPH, owners, opened.architecture.units if layered else ())
+        changes = [f"experts rounded to {options.scheme.describe()}"] if options.scheme is not None else []
+        if options.dtype == "fp16":
+            changes.insert(0, "weights rounded to float16")
+        label = f"{STOCK} with {' and '.join(changes)}" if changes else STOCK
         bounds = HALF if options.dtype == "fp16" else EXACT
-        answers = graph.answers(reference.cases, progress)
-        files = [path for path in (content / GRAPH, content / WEIGHTS) if path.exists()]
+        program = graph.program.graph
         summary = ExportSummary(
             folder=out,
             model=reference.model,
-            nbytes=sum(path.stat().st_size for path in files),
-            external=len(files) > 1,
-            verification=compare(answers, reference, bounds, _label(options), graph.how),
+            **_sizes(content),
+            verification=compare(asked.answers(reference.cases, progress), reference, bounds, label, asked.how),
             rounding=None if original is None else rounding_cost(original, reference),
-            nodes=written.nodes,
-            inputs=written.inputs,
-            outputs=written.outputs,
-            routes=written.routes,
+            nodes=sum(1 for _ in program.all_nodes()),
+            inputs=tuple(value.name for value in program.inputs),
+            outputs=tuple(value.name for value in program.outputs),
+            routes=routes,
         )
         _write_files(opened, content, options, summary)
     return summary
@@ -149,27 +146,15 @@ def export(
 
 def read_summary(out: Path) -> ExportSummary:
     """What `export` said of its work, from the record that it left."""
-    record, files = read_object(out / RECORD), [path for path in (out / GRAPH, out / WEIGHTS) if path.exists()]
-    return ExportSummary(
-        folder=out,
-        model=record["model"],
-        nbytes=sum(path.stat().st_size for path in files),
-        external=len(files) > 1,
-        nodes=record["nodes"],
-        inputs=tuple(record["inputs"]),
-        outputs=tuple(record["outputs"]),
-        routes=tuple(read_as(LayerRoute, route) for route in record["routes"]),
-        verification=read_as(Verification, record["verification"]),
-        rounding=None if record["rounding"] is None else read_as(RoundingCost, record["rounding"]),
-    )
+    record, kinds = read_object(out / RECORD), get_type_hints(ExportSummary)
+    recorded = {name: value_as(record[name], kinds[name], name) for name in RECORDED}
+    return ExportSummary(folder=out, **_sizes(out), **recorded)
 
 
-def _label(options: ExportOptions) -> str:
-    half = "weights rounded to float16" if options.dtype == "fp16" else ""
-    scheme = FORMATS[options.quantize]
-    experts = "" if scheme is None else f"experts rounded to {scheme.describe()}"
-    changed = " and ".join(filter(None, (half, experts)))
-    return f"{STOCK} with {changed}" if changed else STOCK
+def _sizes(folder: Path) -> dict[str, Any]:
+    """Bytes of the graph, and whether its weights lie in a file of their own."""
+    files = [path for path in (folder / GRAPH, folder / WEIGHTS) if path.exists()]
+    return {"nbytes": sum(path.stat().st_size for path in files), "external": len(files) > 1}
 
 
 def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
 from compressor.errors import CompressionError
@@ -187,11 +188,13 @@ def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in found.items()}
 
 
-def moe_node(experts: Any, kind: Activation, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
-    """The node of a module (weight, scales if rounded, and bias of each projection), and its tensors by attribute name.
+def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
+    """The node of a supported module (weight, scales if rounded, and bias of each projection), and its tensors by name.
 
     MoE, or QMoE of a module that `round_experts` has rounded.
     """
+    kind = activation(experts)
+    assert kind is not None
     first, second, *biases = parameter_names(experts)
     first_bias, second_bias = biases or (None, None)
     attributes = kind.attributes()
@@ -209,14 +212,17 @@ def moe_node(experts: Any, kind: Activation, scheme: Scheme | None = None) -> tu
 def round_experts(experts: Any, scheme: Scheme) -> None:
     """Replace a module's weights by the rounded ones, one expert at a time; the scales are kept with the module.
 
-    A module that no node can express is left as it is.
+    A module that no node can express is left as it is. Of weights that are absent, the scales are absent too.
     """
-    names = parameter_names(experts)[:2]
     if supported(experts) is not None:
         return
     kept = {}
-    for name in names:
+    for name in parameter_names(experts)[:2]:
         old = getattr(experts, name)
+        if isinstance(old, FakeTensor):
+            rows = old.transpose(1, 2) if experts.is_transposed else old  # [E, outputs, inputs]
+            kept[name] = rows.new_empty(*rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32)
+            continue
         new, scales = torch.empty_like(old), []  # new memory: a loaded tensor may lie in a file that is only read
         for expert, (weight, place) in enumerate(zip(old, new, strict=True)):
             rows, filled = (weight.T, place.T) if experts.is_transposed else (weight, place)  # [outputs, inputs]
@@ -230,19 +236,6 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
             scales.append(found)
         experts._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
         kept[name] = torch.stack(scales)
-    setattr(experts, SCALES, kept)
-
-
-def outline_experts(experts: Any, scheme: Scheme) -> None:
-    """What `round_experts` does to a module whose weights are absent: their scales are absent too."""
-    names = parameter_names(experts)[:2]
-    if supported(experts) is not None:
-        return
-    kept = {}
-    for name in names:
-        weight = getattr(experts, name)
-        rows = weight.transpose(1, 2) if experts.is_transposed else weight  # [E, outputs, inputs]
-        kept[name] = rows.new_empty(*rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32)
     setattr(experts, SCALES, kept)
 
 
@@ -296,13 +289,11 @@ def use_nodes(model: nn.Module, fallback: str = FALLBACKS[0], scheme: Scheme | N
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     routes = []
     for name, experts in experts_modules(model):
-        reason = supported(experts)
-        kind = None if reason else activation(experts)
-        if kind is None:
+        if reason := supported(experts):
             setattr(experts, ROUTE, fallback)
             routes.append(LayerRoute(name, fallback, reason))
             continue
-        node, tensors = moe_node(experts, kind, scheme)
+        node, tensors = moe_node(experts, scheme)
         for key in parameter_names(experts):
             experts._parameters.pop(key)
         for key, value in tensors.items():

@@ -110,31 +110,26 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Question, ...]:
 
     With `past` some come in chunks, with the cache of one handed to the next.
     """
-    config, found = model.config, []
-    longest = _longest(config)
+    config, found = model.config, list[Question]()
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+
+    def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:
+        mask = torch.ones_like(tokens) if mask is None else mask
+        found.append(Question(name, tokens, mask, chunks or (tokens.shape[1],)))
+
     for number, (rows, wanted) in enumerate(SHAPES):
         length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
-        drawn = random_tokens(config, rows, length, number)
-        found.append(Question(f"{PREFILL} {rows} x {length}", drawn, torch.ones_like(drawn), (length,)))
-    drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 11)
+        ask(f"{PREFILL} {rows} x {length}", random_tokens(config, rows, length, number))
     mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
-    found.append(Question("left padding", drawn, mask, (PADDED_LENGTH,)))
+    ask("left padding", random_tokens(config, len(PADDING), PADDED_LENGTH, 11), mask=mask)
     if past:
-        drawn = random_tokens(config, 2, sum(CHUNKS), 12)
-        found.append(Question("chunked prefill", drawn, torch.ones_like(drawn), CHUNKS))
+        ask("chunked prefill", random_tokens(config, 2, sum(CHUNKS), 12), CHUNKS)
         drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
-        found.append(Question("left padding, cached decode", drawn, mask, (PADDED_LENGTH - 4, 1, 1, 1, 1)))
-    count = max(0, min(tokens, longest - PROMPT)) if model.can_generate() else 0
-    if count:
+        ask("left padding, cached decode", drawn, (PADDED_LENGTH - 4, 1, 1, 1, 1), mask)
+    if model.can_generate() and (count := min(tokens, longest - PROMPT)) > 0:
         parts = (random_tokens(config, 1, PROMPT, PROMPT_SEED), random_tokens(config, 1, count - 1, TEXT_SEED))
-        drawn = torch.cat(parts, dim=1)
-        chunks = (PROMPT, *[1] * (count - 1)) if past else (PROMPT + count - 1,)
-        found.append(Question(CONTINUED, drawn, torch.ones_like(drawn), chunks))
+        ask(CONTINUED, torch.cat(parts, dim=1), (PROMPT, *[1] * (count - 1)) if past else ())
     return tuple(found)
-
-
-def _longest(config: Any) -> int:
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
 
 
 def nudge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

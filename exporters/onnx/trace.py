@@ -28,7 +28,7 @@ from compressor.model.architecture import experts_modules
 from compressor.model.experts import parameter_names
 from compressor.model.loading import PartialModel, set_tensor
 from compressor.progress import quiet_transformers
-from exporters.onnx.moe import outline_experts, round_experts
+from exporters.onnx.moe import round_experts
 from exporters.onnx.quantise import Scheme
 from exporters.onnx.reference import model_inputs
 
@@ -79,8 +79,8 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
     """
     absent = {key for key, value in partial.empty.items() if value.numel() > SMALL}
     experts = dict(experts_modules(partial.model))
-    pairs = {name: {f"{name}.{key}" for key in parameter_names(module)[:2]} for name, module in experts.items()}
-    for pair in pairs.values():
+    for name, module in experts.items():
+        pair = {f"{name}.{key}" for key in parameter_names(module)[:2]}
         absent |= pair if absent & pair else set()
     absent |= {key for key in partial.empty if partial.tied.get(key, key) in absent}
     partial.load(key for key in partial.empty if key not in absent)
@@ -92,9 +92,9 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
             with mode:
                 standing[source] = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=False)
         set_tensor(partial.model, key, standing[source])
-    for name, module in experts.items():
-        if scheme is not None:
-            (outline_experts if absent & pairs[name] else round_experts)(module, scheme)
+    if scheme is not None:
+        for module in experts.values():
+            round_experts(module, scheme)
     return partial.model, mode
 
 
@@ -196,19 +196,11 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
             "export it with --no-past"
         )
     tensors = tuple(CacheTensor(graph_name(path), _axes(path, value, two[path])) for path, value in one.items())
-    _fill(caches[0])
-    return TraceInputs({**samples[0], CACHE: caches[0]}, tensors)
-
-
-def _fill(cache: Any) -> None:
-    """Put zeros in the place of a cache's tensors without values."""
-
-    def zeros(value: Tensor) -> Tensor:
-        return torch.zeros(value.shape, dtype=value.dtype)
-
-    for layer in cache.layers:
+    for layer in caches[0].layers:
         for name, value in vars(layer).items():
-            setattr(layer, name, tree_map_only(FakeTensor, zeros, value))
+            filled = tree_map_only(FakeTensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), value)
+            setattr(layer, name, filled)
+    return TraceInputs({**samples[0], CACHE: caches[0]}, tensors)
 
 
 @contextlib.contextmanager
@@ -228,20 +220,19 @@ def _quiet() -> Iterator[None]:
 def _symbolic_minimum(model: Any) -> Iterator[None]:
     """Keep `min` and `max` of a length in the graph: a sparse attention's min(index_topk, length) would be decided by
     the example's length, and be wrong for every other one."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    stock = [module for module in modules if module.__name__.startswith(STOCK)]
+
+    def extremum(plain: Any, symbolic: Any, *values: Any, **options: Any) -> Any:
+        traced = len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values)
+        return symbolic(*values) if traced else plain(*values, **options)
+
+    own = {name for name in (type(module).__module__ for module in model.modules()) if name.startswith(STOCK)}
     with contextlib.ExitStack() as stack:
-        for module in stock:
+        for module in map(sys.modules.__getitem__, own):
             for name, symbolic in (("min", torch.sym_min), ("max", torch.sym_max)):
                 if not hasattr(module, name):
-                    setattr(module, name, partial(_extremum, getattr(builtins, name), symbolic))
+                    setattr(module, name, partial(extremum, getattr(builtins, name), symbolic))
                     stack.callback(delattr, module, name)
         yield
-
-
-def _extremum(plain: Any, symbolic: Any, *values: Any, **options: Any) -> Any:
-    traced = len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values)
-    return symbolic(*values) if traced else plain(*values, **options)
 
 
 def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:

@@ -8,17 +8,19 @@ cache is needed by that layer alone.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.generation.decoders import LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.progress import Progress
-from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference
+from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference, unit_of
 from exporters.onnx.trace import CACHE
 
 STOCK = "the stock model in float32"
@@ -43,10 +45,6 @@ class Tolerance:
     relative: float
     share: float = 0.0
     units: float = 8.0  # graphs that are right, of models that blow up roundings, came to 2 to 3
-
-    def ties(self, tokens: int) -> int:
-        """How many of so many tokens may lie beyond."""
-        return int(self.share * tokens + 0.5)
 
     def of(self, reference: Reference) -> float:
         """The bound for the logits of a model that answered so."""
@@ -93,7 +91,7 @@ def compare(
             found = next(answers)
             gaps = _gaps(found, case)
             beyond = ~(gaps <= bound)
-            if int(beyond.sum()) > tolerance.ties(len(gaps)) or bool(gaps.isinf().any()):
+            if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
                 raise CompressionError(
                     f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its logits differ from "
                     f"the stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}"
@@ -168,11 +166,6 @@ def runtime_reason(error: Exception) -> str:
     return reason_of(type(error)(f"{node[1]}: {plain}" if node else plain))
 
 
-def runtime_fault(error: Exception, shape: list[int], past: int) -> CompressionError:
-    """The fault of a run with tokens of this shape after others, told."""
-    return CompressionError(f"ONNX Runtime fails on {shape} tokens after {past}: {runtime_reason(error)}")
-
-
 def open_session(path: Path) -> Any:
     """A graph in ONNX Runtime on the CPU; raises `CompressionError` for one that it does not load."""
     import onnxruntime
@@ -207,19 +200,13 @@ def _used(node: Any) -> set[str]:
     return found - {""}
 
 
-def _levels(graph: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[int]:
+def _levels(graph: Any, uses: Sequence[set[str]], owners: Mapping[str, str], units: Sequence[str]) -> list[int]:
     """Of each node the part that it belongs to: no earlier than what it reads, and than the layer whose weights it has.
 
     0 comes before all layers, 1 is the first; behind the last, whoever reads another tensor is in a part of its own.
     """
-    numbers = {unit: number for number, unit in enumerate(units, start=1)}
-
-    def unit_of(name: str) -> int:
-        owner = owners.get(name, name)
-        return next((number for unit, number in numbers.items() if owner.startswith(f"{unit}.")), 0)
-
-    weights = {value.name: unit_of(value.name) for value in graph.initializer}
-    uses = [_used(node) for node in graph.node]
+    numbers = {None: 0} | {unit: number for number, unit in enumerate(units, start=1)}
+    weights = {value.name: numbers[unit_of(owners.get(value.name, value.name), units)] for value in graph.initializer}
     past = {value.name: 0 for value in graph.input}
     while True:
         levels, known = [], {**weights, **past}
@@ -241,10 +228,10 @@ def cut(model: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Par
     import onnx
 
     graph = model.graph
-    levels = _levels(graph, owners, units)
+    uses = [_used(node) for node in graph.node]
+    levels = _levels(graph, uses, owners, units)
     given = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
     weights = {value.name: value for value in graph.initializer}
-    uses = [_used(node) for node in graph.node]
     wanted = {value.name for value in graph.output}
     parts: list[Part] = []
     for level in reversed(range(max(levels) + 1)):
@@ -276,22 +263,16 @@ def cut(model: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Par
 
 @dataclass(slots=True)
 class Step:
-    """New tokens [B, S] with the mask [B, past + S], and the values that the graph has given for them so far."""
+    """A chunk of new tokens, and the values that the graph has been given and has made for them so far."""
 
-    tokens: Tensor
-    mask: Tensor
-    values: dict[str, Any] = field(default_factory=dict)
+    shape: list[int]  # of the tokens: [B, S]
+    past: int  # tokens before them
+    values: dict[str, Any]
 
     def forget(self, last: Mapping[str, int], number: int) -> None:
         """Drop what no part after this one reads, by the `last` part that reads each value; the logits stay."""
         needed = {LOGITS, *(name for name, part in last.items() if part > number)}
         self.values = {name: value for name, value in self.values.items() if name in needed}
-
-
-def steps_of(tokens: Tensor, mask: Tensor, chunks: Sequence[int]) -> tuple[Step, ...]:
-    """Tokens [B, S] with their mask, cut into chunks that follow one another."""
-    pieces, ends = tokens.split(list(chunks), dim=1), torch.tensor(chunks).cumsum(0).tolist()
-    return tuple(Step(piece, mask[:, :end]) for piece, end in zip(pieces, ends, strict=True))
 
 
 class Graph:
@@ -306,6 +287,10 @@ class Graph:
         self.inputs = {value.name: value.type.tensor_type for value in model.graph.input}
         whole = Part(None, tuple(self.inputs), tuple(value.name for value in model.graph.output))
         self.parts = cut(model, owners or {}, units) if units else [whole]
+        self.last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
+        for name in self.inputs.keys() & self.last.keys():
+            present = name.replace(CACHE, "present", 1)
+            self.last[present] = max(self.last.get(present, 0), self.last[name])
 
     @property
     def how(self) -> str:
@@ -317,35 +302,30 @@ class Graph:
         groups = [[case] for case in cases] if len(self.parts) == 1 else [list(cases)]
         progress.start("verifying", len(groups) * len(self.parts))
         for group in groups:
-            asked = [steps_of(case.tokens, case.mask, case.chunks) for case in group]
-            for number in self.answer(asked):
-                progress.advance(f"part {number} of {len(self.parts)}")
-            for steps in asked:
+            questions = [self._steps(case) for case in group]
+            for number, part in enumerate(self.parts):
+                session = self._load(part)
+                for steps in questions:
+                    for before, step in zip([None, *steps], steps, strict=False):
+                        self._pass(session, part, before, step)
+                        if before is not None:  # its values are needed by its successor, and by later parts
+                            before.forget(self.last, number)
+                    steps[-1].forget(self.last, number)
+                del session
+                progress.advance(f"part {number + 1} of {len(self.parts)}")
+            for steps in questions:
                 values = [torch.utils.dlpack.from_dlpack(step.values[LOGITS]).float() for step in steps]
                 yield torch.cat(values, dim=1)
 
-    def answer(self, questions: Sequence[Sequence[Step]]) -> Iterator[int]:
-        """Have every step's `logits` [B, S, V] in its values in the end; yields how many parts have been passed."""
-        last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
-        for name in self.inputs.keys() & last.keys():
-            present = name.replace(CACHE, "present", 1)
-            last[present] = max(last.get(present, 0), last[name])
-        for question in questions:
-            for step in question:
-                step.values |= self._given(step)
-        for number, part in enumerate(self.parts):
-            session = self._load(part)
-            for question in questions:
-                before: Step | None = None
-                for step in question:
-                    self._pass(session, part, before, step)
-                    if before is not None:  # its values are needed by its successor, and by later parts
-                        before.forget(last, number)
-                    before = step
-                if before is not None:
-                    before.forget(last, number)
-            del session
-            yield number + 1
+    def _steps(self, case: Case) -> list[Step]:
+        """A case cut into its chunks, each with its inputs beside the cache."""
+        steps = []
+        for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
+            mask, past = case.mask[:, :end], end - tokens.shape[1]
+            given = {TOKENS: tokens, MASK: mask, POSITIONS: (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]}
+            values = {name: ort_value(value) for name, value in given.items() if name in self.inputs}
+            steps.append(Step(list(tokens.shape), past, values))
+        return steps
 
     def _load(self, part: Part) -> Any:
         if part.model is None:
@@ -358,35 +338,28 @@ class Graph:
         finally:
             place.unlink(missing_ok=True)
 
-    def _given(self, step: Step) -> dict[str, Any]:
-        """The inputs of a step beside the cache."""
-        positions = (step.mask.cumsum(-1) - 1).clamp(min=0)[:, -step.tokens.shape[1] :]
-        found = {TOKENS: step.tokens, MASK: step.mask, POSITIONS: positions}
-        return {name: ort_value(value) for name, value in found.items() if name in self.inputs}
-
     def _pass(self, session: Any, part: Part, before: Step | None, step: Step) -> None:
-        caches = {name: self._cache(name, before, step) for name in part.inputs if name not in step.values}
-        fed = {name: step.values.get(name, caches.get(name)) for name in part.inputs}
+        """Run one part on one step, with the cache that the step before left, or an empty one.
+
+        Where the part comes before the one that uses a cache's values, they are zeros of its shape.
+        """
+        import onnx
+
+        fed = {}
+        for name in part.inputs:
+            present = name.replace(CACHE, "present", 1)
+            if name in step.values:
+                fed[name] = step.values[name]
+            elif before is not None and present in before.values:
+                fed[name] = before.values[present]
+            else:
+                entry, sizes = self.inputs[name], {"batch": step.shape[0], "past": step.past}
+                shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in entry.shape.dim]
+                empty = np.zeros(shape, onnx.helper.tensor_dtype_to_np_dtype(entry.elem_type))
+                fed[name] = ort_value(torch.from_numpy(empty))
         try:
             found = session.run_with_ort_values(list(part.outputs), fed)
         except Exception as error:
-            past = step.mask.shape[1] - step.tokens.shape[1]
-            raise runtime_fault(error, list(step.tokens.shape), past) from error
+            reason = runtime_reason(error)
+            raise CompressionError(f"ONNX Runtime fails on {step.shape} tokens after {step.past}: {reason}") from error
         step.values |= dict(zip(part.outputs, found, strict=True))
-
-    def _cache(self, name: str, before: Step | None, step: Step) -> Any:
-        """What the step before left, or nothing yet; zeros of that shape where the part comes before the one that uses
-        the values."""
-        present = name.replace(CACHE, "present", 1)
-        if before is not None and present in before.values:
-            return before.values[present]
-        past = step.mask.shape[1] - step.tokens.shape[1]
-        known = {"batch": step.tokens.shape[0], "past": past}
-        shape = [known[dim.dim_param] if dim.dim_param else dim.dim_value for dim in self.inputs[name].shape.dim]
-        return ort_value(torch.zeros(shape, dtype=_dtype(self.inputs[name].elem_type)))
-
-
-def _dtype(code: int) -> torch.dtype:
-    import onnx_ir
-
-    return {"FLOAT": torch.float32, "FLOAT16": torch.float16}.get(onnx_ir.DataType(code).name, torch.int64)

@@ -4,12 +4,9 @@ Every tensor has its place in the file of weights before the first is read, in t
 reading changes no byte of it.
 """
 
-import gc
 import os
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,10 +18,12 @@ from compressor.model.loading import PartialModel, parent_and_name
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.workdir.layer_files import put
-from exporters.onnx.moe import SCALES, LayerRoute, activation, moe_node, round_experts, use_nodes
-from exporters.onnx.quantise import Scheme
+from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.reference import Reference, observe, unit_of
 from exporters.onnx.trace import export_graph, recipe_of, trace_inputs, traced_model
+
+if TYPE_CHECKING:
+    from exporters.onnx import ExportOptions
 
 GRAPH, WEIGHTS = "model.onnx", "model.onnx.data"
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
@@ -92,64 +91,27 @@ class GraphFile:
             os.close(file)
 
 
-def put_all(
-    graph: GraphFile, partial: PartialModel, sources: Iterable[str], scheme: Scheme | None, nodes: Collection[str]
-) -> None:
-    """Put loaded tensors into the graph: as they are, or, of the experts modules in `nodes`, as their node wants them.
-
-    With a scheme the weights of experts must have been rounded.
-    """
-    wanted = list(sources)
-    for name, experts in experts_modules(partial.model):
-        own = [source for source in wanted if name in nodes and source.rpartition(".")[0] == name]
-        kind = activation(experts) if own else None
-        if kind is not None:
-            tensors = moe_node(experts, kind, scheme)[1]
-            for source in own:
-                graph.put(source, tensors.pop(source.rpartition(".")[2]))
-                wanted.remove(source)
-    for source in wanted:
-        graph.put(source, getattr(*parent_and_name(partial.model, source)))
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A graph on disk: its facts, and what it will be held to."""
-
-    nodes: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    routes: tuple[LayerRoute, ...]
-    owners: Mapping[str, str]  # of each large initialiser the model's tensor that it is made of
-    reference: Reference  # of the stock model, with its rounded weights where they are rounded
-    original: Reference | None  # before rounding, where weights are rounded
-
-
 def write_graph(
-    opened: OpenModel,
-    folder: Path,
-    progress: Progress,
-    scheme: Scheme | None = None,
-    past: bool = True,
-    tokens: int = 0,
-    opset: int = 20,
-    fallback: str = "batched_mm",
-    external_bytes: int = 0,
-) -> Written:
+    opened: OpenModel, folder: Path, options: "ExportOptions", progress: Progress
+) -> tuple[GraphFile, tuple[LayerRoute, ...], Reference, Reference | None]:
     """Trace the model, ask the stock one everything, and write each layer's weights while the questions pass it.
 
-    Two layers, the graph and the embedding are the most that is in memory.
+    Returns the graph, how each MoE layer is written, the answers of the stock model (with rounded weights where they
+    are rounded), and those before rounding if so. Two layers, the graph and the embedding are the most that is in
+    memory.
     """
+    scheme = options.scheme
     inner = opened.partial
-    if past and not inner.model.can_generate():
+    if options.past and not inner.model.can_generate():
         kind = type(inner.model).__name__
         raise CompressionError(f"{kind} does not generate text, so it has no cache; pass --no-past")
     progress.start("tracing", 2)
     empty = PartialModel(inner.checkpoint, inner.config, inner.dtype, inner.device)
     model, mode = traced_model(empty, scheme)
-    routes = use_nodes(model, fallback, scheme)
+    routes = use_nodes(model, options.fallback, scheme)
     progress.advance("experts")
-    graph = GraphFile(export_graph(model, trace_inputs(model, past, mode), opset), folder, external_bytes)
+    program = export_graph(model, trace_inputs(model, options.past, mode), options.opset)
+    graph = GraphFile(program, folder, options.external_bytes)
     progress.advance("graph")
     by_unit: dict[str | None, list[str]] = {}
     for source in graph.made:
@@ -157,34 +119,29 @@ def write_graph(
     nodes = {route.layer for route in routes if route.reason is None}
 
     def shown(partial: PartialModel, unit: str) -> None:
-        own = [experts for name, experts in experts_modules(partial.model) if name.startswith(f"{unit}.")]
-        for experts in own:
+        wanted = list(by_unit.get(unit, ()))
+        for name, experts in experts_modules(partial.model):
+            if not name.startswith(f"{unit}."):
+                continue
             if scheme is not None:
                 round_experts(experts, scheme)
-        put_all(graph, partial, by_unit.get(unit, ()), scheme, nodes)
-        for experts in own:
+            if name in nodes:
+                tensors = moe_node(experts, scheme)[1]
+                for source in [source for source in wanted if source.rpartition(".")[0] == name]:
+                    graph.put(source, tensors.pop(source.rpartition(".")[2]))
+                    wanted.remove(source)
             vars(experts).pop(SCALES, None)
+        for source in wanted:
+            graph.put(source, getattr(*parent_and_name(partial.model, source)))
         give_back()
 
     original = None if scheme is None else observe(opened, False, 0, progress)
-    reference = observe(opened, past, tokens, progress, shown)
+    reference = observe(opened, options.past, options.tokens, progress, shown)
     for source in by_unit.get(None, ()):  # what belongs to no layer, one tensor at a time
         inner.load([source])
-        put_all(graph, inner, [source], scheme, ())
+        graph.put(source, getattr(*parent_and_name(inner.model, source)))
         inner.release(source.rpartition(".")[0])
         give_back()
     inner.release("")
     graph.save()
-    program = graph.program.graph
-    written = Written(
-        nodes=sum(1 for _ in program.all_nodes()),
-        inputs=tuple(value.name for value in program.inputs),
-        outputs=tuple(value.name for value in program.outputs),
-        routes=routes,
-        owners={key: recipe.source for key, recipe in graph.recipes.items()},
-        reference=reference,
-        original=original,
-    )
-    gc.collect()
-    give_back()
-    return written
+    return graph, routes, reference, original

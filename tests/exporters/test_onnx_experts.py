@@ -47,9 +47,7 @@ def drawn(experts: Any, tokens: int, top_k: int, seed: int = 0) -> tuple[Tensor,
 
 def run_node(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, half: bool = False) -> Tensor:
     """The node alone in ONNX Runtime, its logits from `routing_logits`, its output times the sum of the weights."""
-    kind = activation(experts)
-    assert kind is not None
-    node, tensors = moe.moe_node(experts, kind)
+    node, tensors = moe.moe_node(experts)
     dtype, code = (np.float16, TensorProto.FLOAT16) if half else (np.float32, TensorProto.FLOAT)
     stored = [numpy_helper.from_array(value.detach().numpy().astype(dtype), name) for name, value in tensors.items()]
     feed = {"x": hidden, "logits": moe.routing_logits(index, weights, experts.num_experts)}
