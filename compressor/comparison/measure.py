@@ -86,20 +86,6 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
     return Contender(shown, strategy, options, tuple(correction(method) for method in methods))
 
 
-def _heldout(calibration: Calibration) -> Calibration:
-    """The held-out batches alone."""
-    batches = calibration.heldout_batches
-    return Calibration(batches, calibration.identity, heldout=frozenset(range(len(batches))))
-
-
-def _held_by_source(calibration: Calibration) -> list[EvaluationSet]:
-    """What is held out of each calibration source, by which corrections of whole models are kept or undone."""
-    found: list[list[torch.Tensor]] = [[] for _ in calibration.source_names]
-    for number in sorted(calibration.heldout):
-        found[calibration.source_of(number)].append(calibration.batches[number])
-    return [EvaluationSet(name, tuple(batches)) for name, batches in zip(calibration.source_names, found, strict=True)]
-
-
 def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
     """Mean over layers, by what their corrections recorded; None where no layer has an error."""
     known = [error for figures in corrections if (error := figures.get("heldout_error")) is not None]
@@ -123,7 +109,6 @@ class Substituted:
     name: str  # as the table calls it
     experts: int  # kept in each layer, on average
     variant: Substitutes
-    size: Size
     seconds: float  # that choosing took
 
 
@@ -156,7 +141,7 @@ def substituted_models(
                 numbers, _ = divide(model, constants, removed, guarded, calibration.heldout_batches, progress)
             variant = replacing(layers, constants, numbers, guarded)
             seconds = measured + time.perf_counter() - begin
-            yield Substituted(f"{CONSTANTS}, {budget}", count, variant, stored_substituted(model, variant), seconds)
+            yield Substituted(f"{CONSTANTS}, {budget}", count, variant, seconds)
 
 
 def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
@@ -185,26 +170,14 @@ class _Table:
         first, end = len(self.sets), len(self.evaluator.names)
         return figures.of(range(first, end) if source is None else (first + source,))
 
-    def row(
-        self,
-        figures: Figures,
-        name: str,
-        experts: int,
-        seconds: float,
-        peak: int,
-        stored: Size | None = None,
-        **more: Any,
-    ) -> Row:
+    def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
         """A row of a model's figures."""
-        shown = figures.of(range(len(self.sets)))
-        means = shown.means
+        means = figures.of(range(len(self.sets))).means
         if experts not in self.sizes:  # for which the smaller model is built
             self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
         cut, idle = self.sizes[experts]
         size = stored or cut
-        by_set = {entry.name: shown.of({number}).means["loss"] for number, entry in enumerate(self.sets)}
         return Row(
-            name=name,
             experts=experts,
             parameters=size.parameters,
             bytes=size.bytes,
@@ -212,9 +185,7 @@ class _Table:
             perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
             kl=max(0.0, means["kl"]),
             flips=means["flips"],
-            seconds=seconds,
-            peak_memory=peak,
-            loss_by_source=by_set,
+            loss_by_source={each.name: figures.of({number}).means["loss"] for number, each in enumerate(self.sets)},
             split=self.model.architecture.layers[0].parts,
             top_k=self.model.top_k,
             active=None if self.model.layout.quantized else size.parameters - idle,
@@ -249,35 +220,27 @@ class _Table:
     def _carried_out(
         self, planned: Planned, contender: Contender, correction: Correct, data: Calibration
     ) -> tuple[Row, Figures]:
-        plans = {layer.module: layer for layer in planned.plan.layers}
-        method = "" if correction.method == "none" else f" + {correction.method}"
+        plan, begin = planned.plan, time.perf_counter()
+        plans = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
-            planned.plan.experts,
-            lambda stats: plans[stats.layer.name],
-            correction=correction,
-            seed=self.seed,
-            measure=True,
+            plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
         )
-        begin = time.perf_counter()
+        if not correction.wanted:  # nothing is fitted, and errors are those of what is held out
+            held = data.heldout_batches
+            data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
+        method = f" + {correction.method}" if correction.wanted else ""
+        phase = f"{contender.name}{method}, {plan.experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as riding:
-            layers = compress_in_order(
-                self.model,
-                work,
-                data if correction.wanted else _heldout(data),
-                self.progress,
-                riding=riding,
-                phase=f"{contender.name}{method}, {planned.plan.experts}",
-            )
-        spent = time.perf_counter() - begin if correction.wanted else 0.0
+            layers = compress_in_order(self.model, work, data, self.progress, riding=riding, phase=phase)
         row = self.row(
             riding.figures[0],
-            contender.name,
-            planned.plan.experts,
-            planned.seconds + spent,
-            peak.anonymous,
-            strategy=planned.plan.strategy,
+            plan.experts,
+            name=contender.name,
+            strategy=plan.strategy,
             correction=correction.method,
             error=_layer_error(layer.figures["correction"] for layer in layers),
+            seconds=planned.seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+            peak_memory=peak.anonymous,
             source=planned.source,
             seed=contender.seed,
         )
@@ -291,24 +254,21 @@ class _Table:
                 visitor, phase = Substituting(self.model, [made.variant]), f"{made.name}, {made.experts}"
                 figures = self.evaluator.measure(self.model, visitor, 1, self.progress, phase)[0]
             else:
-                with (
-                    tempfile.TemporaryDirectory() as folder,
-                    self.evaluator.measuring(self.model.partial.model) as riding,
-                ):
+                measuring = self.evaluator.measuring(self.model.partial.model)
+                with tempfile.TemporaryDirectory() as folder, measuring as riding:
                     work = (correction, Path(folder), self.progress, self.seed)
                     layers = correct_constants(InOrder(self.model, calibration, made.variant, *work), riding)
                 figures, error = riding.figures[0], _layer_error(layers.values())
-        spent = time.perf_counter() - begin if correction.wanted else 0.0
         return self.row(
             figures,
-            made.name,
             made.experts,
-            made.seconds + spent,
-            peak.anonymous,
-            made.size,
+            stored_substituted(self.model, made.variant),
+            name=made.name,
             strategy=CONSTANTS,
             correction=correction.method,
             error=error,
+            seconds=made.seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+            peak_memory=peak.anonymous,
         )
 
 
@@ -328,22 +288,29 @@ def compare_models(
     Protected experts, by layer name, stay as they are in every plan, the random ones included. With `constants`, rows
     of whole experts for which constants stand follow, one for each of these corrections.
     """
-    held = _held_by_source(calibration) if any(each.wanted for one in contenders for each in one.corrections) else []
+    held = list[EvaluationSet]()  # of each calibration source, by which corrections of whole models are kept or undone
+    if any(each.wanted for one in contenders for each in one.corrections):
+        numbers = sorted(calibration.heldout)
+        for place, name in enumerate(calibration.source_names):
+            own = (calibration.batches[number] for number in numbers if calibration.source_of(number) == place)
+            held.append(EvaluationSet(name, tuple(own)))
     evaluator = Evaluator(original, [*sets, *held])
     table = _Table(original, evaluator, sets, progress, seed)
     with PeakMemory() as peak:
         figures = evaluator.keep(progress, "original")
-    before = original.architecture.experts
-    rows = [
-        table.row(figures, "original", before, 0.0, peak.anonymous, strategy="original", correction="none", error=0.0)
-    ]
+    unchanged: dict[str, Any] = {"strategy": "original", "correction": "none", "error": 0.0, "seconds": 0.0}
+    rows = [table.row(figures, original.architecture.experts, name="original", peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0
     for variant in variants:
-        made, spent = _planned(variant, contenders, calibration, progress, seed, per_source)
-        shared += spent
+        pairs = [(contender, count) for count in variant.counts for contender in contenders]
+        wishes = [Wish(contender.strategy, count, contender.options) for contender, count in pairs]
+        begin = time.perf_counter()
+        planner = variant.planner or Planner(variant.model, calibration, progress, seed)
+        made = replace(planner, model=variant.model).plans(wishes, variant.protected, per_source)
+        shared += time.perf_counter() - begin - sum(planned.seconds for planned in made)
         table = _Table(variant.model, evaluator, sets, progress, seed)
-        for contender, planned in made:
-            rows += table.evaluated(planned, contender, calibration)
+        for planned in made:
+            rows += table.evaluated(planned, pairs[planned.wish][0], calibration)
         if constants and variant.model is original:
             for found in substituted_models(original, variant.counts, calibration, progress, seed, variant.protected):
                 rows += [table.substituted(found, correction, calibration) for correction in constants]
@@ -357,21 +324,3 @@ def compare_models(
         versions=versions(),
         protected=listed(variants[0].protected) if len(variants) == 1 else {},
     )
-
-
-def _planned(
-    variant: Variant,
-    contenders: Sequence[Contender],
-    calibration: Calibration,
-    progress: Progress,
-    seed: int,
-    per_source: bool,
-) -> tuple[list[tuple[Contender, Planned]], float]:
-    """Each contender's plans of a variant, and the seconds of the pass that they share."""
-    pairs = [(contender, count) for count in variant.counts for contender in contenders]
-    wishes = [Wish(contender.strategy, count, contender.options) for contender, count in pairs]
-    begin = time.perf_counter()
-    planner = variant.planner or Planner(variant.model, calibration, progress, seed)
-    made = replace(planner, model=variant.model).plans(wishes, variant.protected, per_source)
-    shared = time.perf_counter() - begin - sum(planned.seconds for planned in made)
-    return [(pairs[planned.wish][0], planned) for planned in made], shared

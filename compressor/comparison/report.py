@@ -80,9 +80,9 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
     made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
     best = [comparison.rows[number] for number in best_rows(comparison)]
     rows: list[tuple[Words, ...]] = []
-    for entry in _shown(comparison, apart=True):
+    for entry in (Entry("original", (comparison.original,)), *ranked(comparison, apart=True)):
         cells = _cells(comparison, entry, apart=True)
-        is_best = any(entry.rows[0] is each for each in best)
+        is_best = any(entry.first is each for each in best)
         rows.append(tuple(map(Strong, cells.values()) if is_best else cells.values()))
     return (
         Heading(f"{comparison.model}: comparison", level=1),
@@ -98,21 +98,20 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
 
 def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
     """What a terminal shows: the original, then each expert count's models; means of random drops."""
-    entries, sources = _shown(comparison), tuple(comparison.evaluation)
-    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(entries)) if one.kept != other.kept}
+    entries = (Entry("original", (comparison.original,)), *ranked(comparison))
+    sources = tuple(comparison.evaluation)
+    ruled = {0} | {
+        number for number, (one, other) in enumerate(pairwise(entries)) if one.first.kept != other.first.kept
+    }
     cells = [_cells(comparison, entry) for entry in entries]
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
     tables = [
         Table(caption, tuple(cells[0]), tuple(tuple(row.values()) for row in cells), frozenset(), OPTIONAL, ruled)
     ]
     if len(sources) > 1:
-        losses = tuple((_name(entry), str(entry.experts), *_by_source(entry, sources)) for entry in entries)
+        losses = tuple((_name(entry), str(entry.first.experts), *_by_source(entry, sources)) for entry in entries)
         tables.append(Table("Loss by evaluation source", ("model", "experts", *sources), losses, ruled=ruled))
     return *tables, Text(data_line(comparison))
-
-
-def _shown(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
-    return (Entry("original", (comparison.original,)), *ranked(comparison, apart))
 
 
 def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[str, str]:
@@ -120,7 +119,7 @@ def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[st
 
     `apart` has columns for what a label joins otherwise, and for evaluation sources if there are several.
     """
-    rows, first = entry.rows, entry.rows[0]
+    rows, first = entry.rows, entry.first
     is_original, sources = first is comparison.original, tuple(comparison.evaluation)
     named = {"model": _name(entry)}
     if apart:
@@ -136,7 +135,7 @@ def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[st
     by_source = {f"loss on {name}": loss for name, loss in zip(sources, _by_source(entry, sources), strict=True)}
     return {
         **named,
-        "experts": str(entry.experts),
+        "experts": str(entry.first.experts),
         "parameters": human_count(fmean(row.parameters for row in rows)),
         **({"active": human_count(fmean(row.active or 0 for row in rows))} if with_active(comparison) else {}),
         "loss": f"{entry.loss:.4f}",
@@ -162,11 +161,22 @@ def _by_source(entry: Entry, sources: Sequence[str]) -> list[str]:
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
-    """The picture; its x axis falls from the original's expert count, so lines fan out to the right."""
-    lines, title = _lines(comparison), f"{comparison.model}: loss with fewer experts"
-    size = _size(["original", *map(_label, lines)])
-    drawing = Drawing(title, _alt(comparison), size, partial(_draw, comparison=comparison, lines=lines))
-    return Figure("comparison", title, CAPTION, (drawing,))
+    """The picture; its x axis falls from the original's expert count, so lines fan out to the right.
+
+    Lines are those of one label, sorted as they end on the right edge, from above.
+    """
+    title, original, shown = f"{comparison.model}: loss with fewer experts", comparison.original, ranked(comparison)
+    by_label: dict[str, list[Entry]] = {}
+    for entry in shown:
+        by_label.setdefault(entry.label, []).append(entry)
+    lines = sorted(by_label.values(), key=lambda line: -sort_key(line[-1].loss))
+    said = [
+        f"With {count:g} experts: {', '.join(f'{each.label} {each.loss - original.loss:+.4f}' for each in entries)}."
+        for count, entries in groupby(shown, lambda entry: entry.first.kept)
+    ]
+    alt = " ".join([f"Loss above the original's {original.loss:.4f}, the least first.", *said])
+    draw = partial(_draw, comparison=comparison, lines=lines, order=list(by_label))
+    return Figure("comparison", title, CAPTION, (Drawing(title, alt, _size(["original", *map(_label, lines)]), draw),))
 
 
 def _size(labels: Sequence[str]) -> tuple[float, float]:
@@ -175,48 +185,27 @@ def _size(labels: Sequence[str]) -> tuple[float, float]:
     return AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts))
 
 
-def _lines(comparison: Comparison) -> list[list[Entry]]:
-    """Entries of one label by falling expert count; the lines as they end on the picture's right edge, from above."""
-    lines: dict[str, list[Entry]] = {}
-    for entry in ranked(comparison):
-        lines.setdefault(entry.label, []).append(entry)
-    return sorted(lines.values(), key=lambda line: -sort_key(line[-1].loss))
-
-
 def _label(line: Sequence[Entry]) -> str:
     drops = max(len(entry.rows) for entry in line)
-    range_of = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if line[0].is_random else ""
+    range_of = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if line[0].first.is_random else ""
     return f"{line[0].label}{range_of}"
 
 
-def _alt(comparison: Comparison) -> str:
-    first = comparison.original.loss
-    said = [
-        f"With {count:g} experts: {', '.join(f'{entry.label} {entry.loss - first:+.4f}' for entry in entries)}."
-        for count, entries in groupby(ranked(comparison), lambda entry: entry.kept)
-    ]
-    return " ".join([f"Loss above the original's {first:.4f}, the least first.", *said])
-
-
-def _line(original: Row, line: Sequence[Entry], number: int, shade: str) -> Line:
+def _line(comparison: Comparison, line: Sequence[Entry], number: int) -> Line:
     """From the original, which is no choice of this line; random drops in a band from the least to the greatest."""
+    original, row = comparison.original, line[0].first
     increases = [[loss - original.loss for loss in entry.losses] for entry in line]
-    low, high = ([0.0, *map(limit, increases)] if line[0].is_random else [] for limit in (min, max))
+    low, high = ([0.0, *map(limit, increases)] if row.is_random else [] for limit in (min, max))
     means = [0.0, *(entry.loss - original.loss for entry in line)]
-    style = "dashed" if line[0].is_random else STYLES.get(line[0].rows[0].correction, "dashdot")
-    experts = [original.kept, *(entry.kept for entry in line)]
+    style = "dashed" if row.is_random else STYLES.get(row.correction, "dashdot")
+    shade = ROLES["muted"] if row.is_random else _colour(comparison, row)
+    experts = [original.kept, *(entry.first.kept for entry in line)]
     return Line(_label(line), experts, means, shade, style, low=low, high=high, **mark(number))
 
 
-def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence[Entry]]) -> None:
+def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence[Entry]], order: Sequence[str]) -> None:
     axes, first = canvas.add_subplot(), comparison.original
-    names = _names(comparison)
-    order = list(dict.fromkeys(entry.label for entry in ranked(comparison)))
-    made = []
-    for line in lines:
-        row = line[0].rows[0]
-        shade = ROLES["muted"] if row.is_random else colour(names.index(row.name))
-        made.append(_line(first, line, order.index(line[0].label), shade))
+    made = [_line(comparison, line, order.index(line[0].label)) for line in lines]
     zero = axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
     ends = [sort_key(line[-1].loss) for line in lines]
     listed = [(first.loss, "original", zero), *zip(ends, map(_label, lines), draw_lines(axes, made), strict=True)]
@@ -230,9 +219,9 @@ def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence
     axes.set_xlabel(f"experts kept in each MoE layer{parts} (the original has {first.experts})")
 
 
-def _names(comparison: Comparison) -> list[str]:
-    """Strategies in their order, each of which has a colour."""
-    return list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
+def _colour(comparison: Comparison, row: Row) -> str:
+    """That of a strategy, by its place among all."""
+    return colour(list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random)).index(row.name))
 
 
 def _scale_loss(axes: "Axes", comparison: Comparison) -> None:
@@ -264,12 +253,12 @@ def active_figure(comparison: Comparison) -> Figure:
 
 
 def _draw_active(canvas: "FigureBase", comparison: Comparison, lines: Mapping[str, Sequence[Row]]) -> None:
-    axes, original, made, names = canvas.add_subplot(), comparison.original, list[Line](), _names(comparison)
+    axes, original, made = canvas.add_subplot(), comparison.original, list[Line]()
     for number, (name, rows) in enumerate(lines.items()):
         points = sorted(rows, key=lambda row: -(row.active or 0))
         style = STYLES.get(points[0].correction, "dashdot")
         active, losses = [row.active or 0 for row in points], [row.loss - original.loss for row in points]
-        shade = colour(names.index(points[0].name))
+        shade = _colour(comparison, points[0])
         made.append(Line(name, active, losses, shade, style, low=[], high=[], **mark(number)))
     handles = draw_lines(axes, made)
     legend_beside(canvas, handles, [line.label for line in made])

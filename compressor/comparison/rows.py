@@ -106,19 +106,9 @@ class Entry:
     rows: tuple[Row, ...]
 
     @property
-    def experts(self) -> int:
-        """Per MoE layer, the same in all rows."""
-        return self.rows[0].experts
-
-    @property
-    def kept(self) -> float:
-        """Experts of the source's size that stay in each layer."""
-        return self.rows[0].kept
-
-    @property
-    def is_random(self) -> bool:
-        """Whether experts were dropped at random."""
-        return self.rows[0].is_random
+    def first(self) -> Row:
+        """One of the rows, which are alike but in their seeds and what was measured."""
+        return self.rows[0]
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -152,7 +142,9 @@ def entries(rows: Iterable[Row], apart: bool = False) -> tuple[Entry, ...]:
 
 def ranked(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
     """All entries but the original: many experts first, and the least loss first among equally many."""
-    return tuple(sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.kept, sort_key(entry.loss))))
+    return tuple(
+        sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.first.kept, sort_key(entry.loss)))
+    )
 
 
 def best_rows(comparison: Comparison) -> frozenset[int]:
@@ -171,22 +163,16 @@ def with_active(comparison: Comparison) -> bool:
     return any(row.top_k is not None for row in rows) and all(row.active is not None for row in rows)
 
 
-def _with_tokens(name: str, tokens: Any) -> str:
-    return f"{name} ({tokens:,} tokens)" if isinstance(tokens, int) else name
-
-
-def _calibration_data(calibration: Mapping[str, Any]) -> str:
-    if not calibration:
-        return "no data"
-    plain = without_folders(calibration)
-    parts = plain.get("sources") or [plain]
-    return joined([_with_tokens(part["source"], part.get("tokens")) for part in parts])
-
-
 def data_line(comparison: Comparison) -> str:
     """What was calibrated with and evaluated on, and the seed, as a sentence."""
-    evaluated = [_with_tokens(name, tokens) for name, tokens in comparison.evaluation.items()] or ["no data"]
+    calibrated = without_folders(comparison.calibration) if comparison.calibration else {}
+    sources = calibrated.get("sources") or ([calibrated] if calibrated else [])
+
+    def listed(tokens: Iterable[tuple[str, Any]]) -> str:
+        return joined([f"{name} ({n:,} tokens)" if isinstance(n, int) else name for name, n in tokens]) or "no data"
+
     return (
-        f"Calibrated with {_calibration_data(comparison.calibration)} in {comparison.calibration_seconds:.1f} s, "
-        f"evaluated on {joined(evaluated)}, seed {comparison.seed}."
+        f"Calibrated with {listed((part['source'], part.get('tokens')) for part in sources)} in "
+        f"{comparison.calibration_seconds:.1f} s, evaluated on {listed(comparison.evaluation.items())}, "
+        f"seed {comparison.seed}."
     )

@@ -100,10 +100,10 @@ def test_entries_share_out_all_rows_and_join_random_drops_alone(made: Comparison
     found = entries(made.rows[1:])
     assert sorted(map(id, made.rows[1:])) == sorted(id(each) for entry in found for each in entry.rows)
     for entry in found:
-        assert {(label(each), each.experts) for each in entry.rows} == {(entry.label, entry.experts)}
+        assert {(label(each), each.experts) for each in entry.rows} == {(entry.label, entry.first.experts)}
         assert len(entry.rows) == 1 or all(each.strategy == "random" for each in entry.rows)
         assert entry.loss == pytest.approx(sum(each.loss for each in entry.rows) / len(entry.rows))
-    assert len({(entry.label, entry.experts) for entry in found}) == len(found)
+    assert len({(entry.label, entry.first.experts) for entry in found}) == len(found)
 
 
 def test_equal_names_are_joined_for_random_drops_alone() -> None:
