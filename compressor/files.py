@@ -1,4 +1,7 @@
-"""Files and folders that are there complete or not at all, and where the tool keeps its own."""
+"""Files and folders that are there complete or not at all, made by one run at a time, and where the tool keeps its own.
+
+A run holds a hidden folder beside its output until it ends or is killed.
+"""
 
 import ctypes
 import errno
@@ -6,17 +9,23 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from compressor.errors import CompressionError
-from compressor.locking import REPLACED, alone
 from compressor.replaceable import json_object
 
 AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
+LOCK = "lock"
+REPLACED = "replaced"  # where an older output lies between the two renames that put a new one in its place
+_held: set[tuple[Path, int]] = set()  # by this process, with the thread
 
 
 @contextmanager
@@ -76,9 +85,91 @@ def replace_folder(made: Path, target: Path, old: Path) -> None:
 
 
 def _exchanged(one: Path, two: Path) -> bool:
-    """Let two folders change places; whether the system can do that."""
+    """Let two folders change places; return False where the system cannot do that."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return rename is not None and rename(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(two), EXCHANGE) == 0
+
+
+def work_folder(out: Path) -> Path:
+    """The hidden sibling in which `out` is made."""
+    place = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
+    return place.parent / f".{place.name}.moe-compressor"
+
+
+def refuse_linked_folder(folder: Path) -> None:
+    """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
+    inside = (os.path.join(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1]))
+    for path in (str(folder), *(() if folder.is_symlink() else inside)):
+        if os.path.islink(path):
+            raise CompressionError(f"{path} is a link, and nothing is written through one; remove it and run again")
+
+
+def check_parent(out: Path, what: str = "output folder") -> None:
+    """Refuse an output beside which nothing can be written."""
+    parent = Path(os.path.abspath(out)).parent
+    if not parent.is_dir():
+        raise CompressionError(f"{parent} is not a folder; create it or name another {what}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CompressionError(f"{parent} cannot be written to; change its permissions or name another {what}")
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[Path]:
+    """The hidden folder beside `out`, held by this run alone, which may ask for it again while it does.
+
+    What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
+    away comes back. Raises `CompressionError` while another run holds it; a kill lets go of it. On a file system
+    without locks nothing is refused.
+    """
+    folder = work_folder(out)
+    if (mine := (folder, threading.get_ident())) in _held:
+        yield folder
+        return
+    lock = _locked(folder, out)
+    _held.add(mine)
+    try:
+        if (folder / REPLACED).exists() and not os.path.lexists(out):
+            (folder / REPLACED).replace(out)
+        yield folder
+    finally:
+        _held.discard(mine)
+        with suppress(OSError):
+            if os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+        lock.release()
+
+
+def _locked(folder: Path, out: Path) -> FileLock:
+    """The held lock of the folder, which is made if it is not there; not held on a file system without locks."""
+    check_parent(out)
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
+    while not lock.is_locked:
+        refuse_linked_folder(folder)
+        folder.mkdir(exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            if (folder / LOCK).exists():  # otherwise the run that held it has just ended, and removed it
+                raise CompressionError(f"another run is writing {out}; wait for it or stop it") from error
+        except FileNotFoundError:
+            continue  # the folder, too
+        except OSError as error:
+            if isinstance(error, PermissionError) or not (folder / LOCK).exists():
+                raise
+            break
+    return lock
+
+
+def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:
+    """Remove all that lies in a folder but what has one of the names to `keep`."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> None:
@@ -86,13 +177,7 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
 
     The first name tells a folder that may be replaced: of reports of the same sort, and nothing else.
     """
-    parent = Path(os.path.abspath(folder)).parent
-    if not parent.is_dir():
-        raise CompressionError(f"{parent} is not a folder; create it or name another folder for the reports")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CompressionError(
-            f"{parent} cannot be written to; change its permissions or name another folder for the reports"
-        )
+    check_parent(folder, "folder for the reports")
     if not (folder.exists() or folder.is_symlink()):
         return
     if not overwrite:
@@ -116,22 +201,27 @@ def _is_report(path: Path) -> bool:
     return str(content.get("format", "")).startswith("moe-compressor-") or any(name in content for name in REPORTED)
 
 
-@contextmanager
-def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> Iterator[Path]:
-    """Where to write the reports: what lies there at the end becomes `folder`, or nothing when anything fails.
+def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> AbstractContextManager[Path]:
+    """Where to write reports of these names: a `new_folder`."""
+    return new_folder(folder, partial(check_folder, folder, names, overwrite))
 
-    With `overwrite` earlier reports are replaced once the new ones are complete, and stay when anything fails.
+
+@contextmanager
+def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """A folder to fill, which becomes `out`, or nothing when anything fails; what was there stays until then.
+
+    `check` refuses an `out` that is not to be written: at once, and again in the end, as filling may take a while.
     """
-    check_folder(folder, names, overwrite)
-    target = Path(os.path.abspath(folder))
-    with full_disk_told(target.parent), alone(folder) as work:
-        made, old = work / "reports", work / REPLACED
+    check()
+    target = Path(os.path.abspath(out))
+    with full_disk_told(target.parent), alone(out) as work:
+        made, old = work / "output", work / REPLACED
         try:
             for leftover in (made, old):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             made.mkdir()
             yield made
-            check_folder(folder, names, overwrite)  # drawing takes a while, and a rename would replace an empty folder
+            check()
             replace_folder(made, target, old)
         finally:
             for leftover in (made, old):

@@ -2,8 +2,12 @@
 
 compression.json holds none of them, so that equal runs write equal bytes. The record is found again by the SHA-256 of
 that file; only its owner can read it, and without it nothing is lost but what a report says of the run.
+
+So is what was asked for, before an output is put in place: a command that is stopped at any moment after that finds it
+when it is repeated, and does nothing. Where nothing can be kept, the output merely exists already.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -18,6 +22,7 @@ from typing import Any
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import default_folder, file_digest, write_whole
 from compressor.records import read_as
+from compressor.replaceable import WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +125,44 @@ def read_cached(path: Path) -> dict[str, Any] | None:
         logger.debug("%s is ignored: %s", path, error)
         return None
     return content if isinstance(content, dict) else None
+
+
+def request_key(*facts: Any) -> str:
+    """SHA-256 of all that decides an output and whether it is accepted."""
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def note_request(folder: Path, key: str) -> None:
+    """Keep that the finished `folder`, which is about to be renamed into place, is what `key` asks for."""
+    write_cached(_request(folder, key), {"weights": _weights(folder)})
+
+
+def answers(out: Path, key: str) -> bool:
+    """Whether `out` was made for this request, on this machine, and its weights have not been touched since."""
+    if out.is_symlink() or not out.is_dir() or (kept := read_cached(_request(out, key))) is None:
+        return False
+    return bool(kept.get("weights")) and kept["weights"] == _weights(out)
+
+
+def tell_in_place(out: Path) -> None:
+    """Say that there is nothing to do."""
+    logger.warning("%s is in place already and is what this command asks for, so nothing was written", out)
+
+
+def stamp(folder: Path) -> list[list[Any]]:
+    """Path, size and time of change of each file, which a rename keeps; none where they cannot be read."""
+    try:
+        found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    except OSError:
+        return []
+    return [[path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns] for path, entry in found]
+
+
+def _request(folder: Path, key: str) -> Path:
+    return cache_folder("requests") / f"{digest_of(folder)}-{key}.json"
+
+
+def _weights(folder: Path) -> list[list[Any]]:
+    """The stamp of the weight files, which alone must be as they were; of all files where none is known as weights."""
+    entries = stamp(folder)
+    return [entry for entry in entries if WEIGHTS.fullmatch(entry[0])] or entries

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from compressor.errors import without_tokens
@@ -96,6 +96,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'reep', ['reap'] -> "did you mean 'reap'? "; nothing where no known name is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def known_names(name: str, known: Collection[str]) -> str:
+    """'reep', ['reap', 'ream'] -> "did you mean 'reap'? known are reap, ream"."""
+    return f"{did_you_mean(name, known)}known are {', '.join(known) or 'none'}"
 
 
 def counted(count: int, thing: str) -> str:

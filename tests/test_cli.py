@@ -19,7 +19,7 @@ import transformers
 
 import compressor
 from compressor.cli import main as cli
-from compressor.locking import work_folder
+from compressor.files import work_folder
 from compressor.pipeline import run as running
 from compressor.run_record import read_record
 from compressor.steps.prune import deciding

@@ -15,7 +15,7 @@ from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.checkpoint.source import locate
 from compressor.data import batches as calibration
 from compressor.data.batches import Calibration
-from compressor.locking import work_folder
+from compressor.files import work_folder
 from compressor.model.opened import open_model
 from compressor.pipeline import task
 from compressor.recipe.steps_plan import Plan

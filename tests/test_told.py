@@ -18,7 +18,7 @@ from compressor.checkpoint.reader import read_header
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, faults_told
-from compressor.locking import work_folder
+from compressor.files import work_folder
 from compressor.records import MOST_DEPTH, bounded
 from compressor.workdir.workdir import JOURNAL
 from tests import small

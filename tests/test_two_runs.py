@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressor.locking import alone, work_folder
+from compressor.files import alone, work_folder
 from tests import small
 from tests.command_line import Run, captured, names, refused
 from tests.compressor.test_locking import another_run

@@ -9,8 +9,8 @@ from compressor.pipeline.making import decide
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, earlier_plan, run
 from compressor.pipeline.run_context import open_run
-from compressor.pipeline.task import first_plan, prepare, read_texts
-from compressor.progress import Progress, Silent
+from compressor.pipeline.task import first_state, prepare
+from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.step import Step, TextOptions
 from compressor.recipe.steps_plan import Plan
@@ -160,11 +160,7 @@ def _planning(recipe: Recipe, opened: Any, progress: Progress | None, per_source
     task = prepare(recipe, model, model, earlier_plan(model))
     if per_source:
         refuse_per_source(task.steps, recipe.calibration.data or ())
-    texts = read_texts(task)
-    made = first_plan(task, texts[0])
-    listener, first = progress or Silent(), len(made.steps) - len(task.steps)
-    state = State(model, model, model, task.steps, made, listener, opened.clock, texts, number=first, first=first)
-    return state
+    return first_state(task, opened)
 
 
 def change(

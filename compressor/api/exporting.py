@@ -8,12 +8,11 @@ from typing import Any
 
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
-from compressor.files import full_disk_told, replace_folder
-from compressor.locking import REPLACED, alone, clear
-from compressor.pipeline.repeating import answers, note_request, request_key, stamp, tell_in_place
+from compressor.files import REPLACED, alone, clear, full_disk_told, replace_folder
 from compressor.progress import Progress
-from compressor.recipe.registry import Exporter, exporter_names, exporter_options, load_exporter
-from compressor.run_record import PACKAGES, versions
+from compressor.recipe.plugins import EXPORTERS, names
+from compressor.recipe.registry import Exporter, exporter_options, load_exporter
+from compressor.run_record import PACKAGES, answers, note_request, request_key, stamp, tell_in_place, versions
 from compressor.words import did_you_mean
 from compressor.workdir.workdir import check_target
 
@@ -24,7 +23,7 @@ def find_exporter(name: str) -> Exporter:
     """The installed exporter of that name, its packages too; raises `CompressionError` for what is none."""
     if name == WRITER:
         raise CompressionError(f"--format {WRITER} is what compress writes and export reads; name another format")
-    if name not in (known := exporter_names()):
+    if name not in (known := names(EXPORTERS)):
         hint = did_you_mean(name, known)
         raise CompressionError(f"--format {name!r} is not known; {hint}installed are {', '.join(known)}")
     module: Exporter = load_exporter(name)

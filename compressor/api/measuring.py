@@ -15,10 +15,9 @@ from compressor.data.batches import EvaluationSet, TextSpec, evaluation_sets, lo
 from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import item_options, items_of, resolve_tasks
-from compressor.files import check_folder
+from compressor.files import alone, check_folder
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
-from compressor.locking import alone
 from compressor.model.inspection import Inspection, inspect_model
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer, trusted_reference

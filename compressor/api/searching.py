@@ -25,14 +25,22 @@ from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict, gate_content, gate_from_content
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.repeating import answers, note_request, request_key
 from compressor.pipeline.run_context import find_model
 from compressor.pipeline.task import content_of, of_stage
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
-from compressor.run_record import COMPRESSION, cache_folder, read_cached, versions, write_cached
+from compressor.run_record import (
+    COMPRESSION,
+    answers,
+    cache_folder,
+    note_request,
+    read_cached,
+    request_key,
+    versions,
+    write_cached,
+)
 
 logger = logging.getLogger(__name__)
 

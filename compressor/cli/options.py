@@ -206,7 +206,8 @@ class StrategyOptions:
     def given(self, strategy: str) -> dict[str, Any]:
         """The options that were given; the strategy refuses what it does not have."""
         from compressor.grouping.choose import METHODS
-        from compressor.recipe.registry import option_fields, read_option
+        from compressor.recipe.plugins import read_option
+        from compressor.recipe.registry import option_fields
 
         if all(getattr(self, name) in (None, False) for name in self.__slots__):
             return {}

@@ -25,8 +25,7 @@ from compressor.comoe.layer import comoe_layers, inject_config, model_contrast, 
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.items import Item, item_lines, positions
-from compressor.files import check_folder, whole_folder
-from compressor.locking import alone, clear
+from compressor.files import alone, check_folder, clear, whole_folder
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 from compressor.replaceable import json_object

@@ -26,8 +26,9 @@ from compressor.model.constant_experts import is_replaced
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plugins import read_option
 from compressor.recipe.recipe import make_step
-from compressor.recipe.registry import Strategy, load_strategy, read_option
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_data
 from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers, spare

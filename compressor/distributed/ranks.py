@@ -1,22 +1,20 @@
 """The processes of one run: this one's rank, its share of the work, and how all of them join and end.
 
 A launcher such as `torchrun` starts all processes with the same command line. Rank 0 decides, prints and writes;
-batches of text are assigned by their sizes. Importing this module loads no torch, and a single process never loads
-`compressor.distributed.collectives`.
+batches of text are assigned by their sizes. Importing this module loads no torch.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
-from compressor.locking import alone, work_folder
+from compressor.files import alone, work_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +25,22 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside 
 
 class LostRankError(BaseException):
     """Another rank has ended. Not an `Exception`: as after a kill, finished work is left for the next run."""
+
+
+@contextmanager
+def _connected() -> Iterator[Any]:
+    """Yield torch.distributed; a broken connection is a `LostRankError`."""
+    import torch.distributed as dist
+
+    try:
+        yield dist
+    except RuntimeError as error:
+        raise LostRankError from error
+
+
+def _on_cpu(tensors: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
+    """Copies that share no storage with others, of which all would be sent."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,46 +85,48 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until all ranks have come this far."""
-        if not self.is_alone:
-            _collectives().barrier()
+        self.all_gather(None)
 
-    def broadcast(self, make: Callable[[], Any]) -> Any:
-        """Return what rank 0 makes, as JSON; the others do not make it."""
+    def broadcast(self, make: Callable[[], Any], owner: int = 0) -> Any:
+        """Return what one rank makes; the others do not make it."""
         if self.is_alone:
             return make()
-        value = make() if self.is_first else None
-        content = _collectives().broadcast(json.dumps(value).encode() if self.is_first else None)
-        return value if self.is_first else json.loads(content)
+        value = [make() if self.rank == owner else None]
+        with _connected() as dist:
+            dist.broadcast_object_list(value, owner)
+        return value[0]
 
     def broadcast_tensors(self, make: "Callable[[], Mapping[str, Tensor]]", owner: int = 0) -> "Mapping[str, Tensor]":
-        """Return the tensors that one rank makes; the others get copies on the CPU."""
-        if self.is_alone:
-            return make()
-        tensors = make() if self.rank == owner else None
-        content = _collectives().broadcast(None if tensors is None else _collectives().packed(tensors), owner)
-        return _collectives().unpacked(content) if tensors is None else tensors
+        """Return the tensors that one rank makes, copied to the CPU if there are several ranks."""
+        return make() if self.is_alone else self.broadcast(lambda: _on_cpu(make()), owner)
 
     def copy_from(self, owner: int, tensors: "Sequence[Tensor]") -> None:
-        """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values."""
+        """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values, all at once."""
         if not self.is_alone:
-            _collectives().copy_from(owner, tensors)
+            with _connected() as dist:
+                for work in [dist.broadcast(each.detach(), owner, async_op=True) for each in tensors if each.numel()]:
+                    work.wait()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value as JSON, by rank."""
-        if self.is_alone:
-            return [value]
-        return [json.loads(content) for content in _collectives().all_gather(json.dumps(value).encode())]
+        """Return every rank's value, by rank."""
+        values = [value] * self.size
+        if not self.is_alone:
+            with _connected() as dist:
+                dist.all_gather_object(values, value)
+        return values
 
     def all_gather_tensors(self, tensors: "Mapping[str, Tensor]") -> "list[Mapping[str, Tensor]]":
-        """Return every rank's tensors by rank, copied to the CPU."""
-        if self.is_alone:
-            return [tensors]
-        collectives = _collectives()
-        return [collectives.unpacked(content) for content in collectives.all_gather(collectives.packed(tensors))]
+        """Return every rank's tensors by rank, copied to the CPU if there are several."""
+        return [tensors] if self.is_alone else self.all_gather(_on_cpu(tensors))
 
     def all_reduce(self, value: "Tensor") -> "Tensor":
         """Return the sum over all ranks in the tensor's own dtype, float64 for statistics; equal bits at all ranks."""
-        return value if self.is_alone else _collectives().all_reduce(value)
+        if self.is_alone:
+            return value
+        total = value.detach().clone().contiguous()
+        with _connected() as dist:
+            dist.all_reduce(total)
+        return total
 
     def assert_same_on_all(self, value: Any, what: str) -> None:
         """Refuse ranks whose JSON values for `what` differ."""
@@ -124,12 +140,6 @@ class Ranks:
         made = [make()] if self.is_first else []
         self.barrier()
         return made[0] if made else make()
-
-
-def _collectives() -> Any:
-    from compressor.distributed import collectives
-
-    return collectives
 
 
 def owners(sizes: Sequence[int], count: int) -> list[int]:
@@ -215,7 +225,13 @@ def process_group() -> Iterator[Ranks]:
             ) from error
         raise SystemExit(2) from error
     except BaseException as error:
-        if _first_fails_too(ranks, store):
+        try:
+            store.set(f"failed/{ranks.rank}", "1")
+            for _ in range(0 if ranks.is_first else ALIKE):
+                if store.check(["failed/0"]):  # rank 0 says why
+                    raise SystemExit(2) from error
+                time.sleep(0.1)
+        except RuntimeError:  # the store has ended with rank 0
             raise SystemExit(2) from error
         raise
     finally:
@@ -253,28 +269,10 @@ def _joined(ranks: Ranks) -> Any:
     return store
 
 
-def _first_fails_too(ranks: Ranks, store: Any) -> bool:
-    """Note that this rank fails; return True if rank 0 fails as well, and this one need not say why."""
-    try:
-        store.set(f"failed/{ranks.rank}", "1")
-        for _ in range(0 if ranks.is_first else ALIKE):
-            if store.check(["failed/0"]):
-                return True
-            time.sleep(0.1)
-    except RuntimeError:  # the store has ended with rank 0
-        return True
-    return False
-
-
 @contextmanager
 def held(out: Path) -> Iterator[Path]:
     """Yield the hidden folder beside `out`, on storage that all ranks see; rank 0 holds its lock."""
-    if here().is_first:
-        with alone(out) as folder:
-            here().barrier()
-            yield folder
-            here().barrier()
-        return
-    here().barrier()  # the lock is held now
-    yield work_folder(out)
-    here().barrier()
+    with alone(out) if here().is_first else nullcontext(work_folder(out)) as folder:
+        here().barrier()  # the lock is held now
+        yield folder
+        here().barrier()

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
-from compressor.files import full_disk_told
+from compressor.files import alone, check_parent, full_disk_told
 from compressor.gguf_files.blocks import PLANS, Blocks, cut
 from compressor.gguf_files.header import (
     ARRAY,
@@ -29,7 +29,6 @@ from compressor.gguf_files.header import (
     part_names,
     read_header,
 )
-from compressor.locking import alone, check_parent
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import versions

@@ -6,7 +6,6 @@ Terminal summary, `--json`, report and model card are made of it.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from compressor.checkpoint.reader import Size
@@ -25,8 +24,6 @@ from compressor.serving.advice import Advice
 from compressor.words import human_bytes, human_count, share
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
-
-
 SizeRow = tuple[str, int, int, str, str]  # what got smaller, before and after exactly, and both for people
 
 
@@ -60,7 +57,7 @@ class Outcome:
     peak_memory: int  # bytes of anonymous memory at the highest; 0: not known
     left_out: tuple[str, ...] = ()  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...] = ()  # config fields that announced them
-    servers: Advice | None = field(default=None, repr=False)  # None with constants, which vLLM alone serves
+    servers: Advice | None = field(default=None, repr=False)
     acceptance: Acceptance = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
@@ -156,38 +153,12 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
     ).encode()
 
 
-def outcome_of(
-    out: str,
-    model: OpenModel,
-    plan: Plan,
-    after: Size,
-    seconds: Mapping[str, float] = MappingProxyType({}),
-    peak_memory: int = 0,
-    left_out: Sequence[str] = (),
-    zeroed: Sequence[str] = (),
-    acceptance: Acceptance | None = None,
-    record: Mapping[str, Any] | None = None,
-) -> Outcome:
-    """The outcome of a run on `model`; `record` is that of an earlier run, from whose source sizes count."""
-    stage = plan.stage
-    layers, experts = model.architecture.layers, stage.experts or model.architecture.experts
-    before = Size.of(model.checkpoint.tensors.values())
-    if record is not None:
-        before = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
-    return Outcome(
-        out=out,
-        plan=plan,
-        experts_before=stage.layers[0].experts if stage.layers else layers[0].experts,
-        experts_after=experts,
-        before=before,
-        after=after,
-        seconds=dict(seconds),
-        peak_memory=peak_memory,
-        left_out=tuple(left_out),
-        zeroed_fields=tuple(zeroed),
-        servers=None if stage.constants is not None else advice_on(served_model(model), layers, experts),
-        acceptance=acceptance or {},
-    )
+def servers_of(model: OpenModel, stage: CompressionPlan) -> Advice | None:
+    """Which servers run what a stage makes of a model; None with constants, which vLLM alone serves."""
+    if stage.constants is not None:
+        return None
+    layers = model.architecture.layers
+    return advice_on(served_model(model), layers, stage.experts or model.architecture.experts)
 
 
 def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome:

@@ -14,20 +14,19 @@ from pathlib import Path
 from compressor.checkpoint.reader import Size
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.locking import alone, clear, work_folder
+from compressor.files import alone, clear, work_folder
 from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
 from compressor.pipeline.making import Stage, make_all
-from compressor.pipeline.outcome import Outcome, outcome_of, record_of
-from compressor.pipeline.repeating import answers, note_request, request_key, tell_in_place
+from compressor.pipeline.outcome import Outcome, read_outcome, record_of, servers_of
 from compressor.pipeline.run_context import find_model, open_run
-from compressor.pipeline.task import Task, filled, first_plan, prepare, read_texts
-from compressor.progress import Progress, Silent
+from compressor.pipeline.task import Task, filled, first_state, prepare
+from compressor.progress import Progress
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_yaml
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
-from compressor.run_record import COMPRESSION, RunRecord, record_run
+from compressor.run_record import COMPRESSION, RunRecord, answers, note_request, record_run, request_key, tell_in_place
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.state import Observer, State
 from compressor.surgery.job import left_out_of, output_size
@@ -66,7 +65,9 @@ def run(
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, deterministic) as opened:
         model, clock = opened.model, opened.clock
         with clock.phase("open"):
-            base = model if recipe.base is None else _base(recipe, model, progress)
+            base = model
+            if recipe.base is not None:
+                base = open_alike(find_model(recipe.base, recipe.base_revision, progress), model)
             before = earlier_plan(model) if plan is None else None
             task = prepare(recipe, model, base, before, plan)
             if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
@@ -86,23 +87,13 @@ def run(
                 return found
             here().broadcast(lambda: _check_place(task, terms))
             work.resume(key)
-            with clock.phase("read text"):
-                texts = read_texts(task)
-            made = first_plan(task, texts[0])
-            first = len(made.steps) - len(task.steps)
-            listener = progress or Silent()
-            state = State(model, base, model, task.steps, made, listener, clock, texts, work, observer, first=first)
+            state = first_state(task, opened, work, observer)
             stage = make_all(state)
             here().barrier()
             outcome = _finish(task, state, stage, terms, opened.peak, place)
             here().broadcast(lambda: publish(work, terms.overwrite))
             _record(state, outcome, terms, terms.out)
     return outcome
-
-
-def _base(recipe: Recipe, model: OpenModel, progress: Progress | None) -> OpenModel:
-    assert recipe.base is not None
-    return open_alike(find_model(recipe.base, recipe.base_revision, progress), model)
 
 
 def earlier_plan(model: OpenModel) -> Plan | None:
@@ -151,35 +142,32 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
 
     if not here().broadcast(answered):
         return None
-    path = terms.out / COMPRESSION
-    record = read_object(path)
-    plan = Plan.from_dict(record["plan"], str(path))
-    after = Size(record["parameters"]["after"], record["bytes"]["after"])
     tell_in_place(terms.out)
-    return outcome_of(
-        str(terms.out),
-        task.model,
-        plan,
-        after,
-        peak_memory=peak.anonymous,
-        left_out=record["left_out"],
-        zeroed=record["zeroed_fields"],
-        record=record,
-    )
+    outcome = read_outcome(terms.out)
+    servers = servers_of(task.model, outcome.stage)  # figures of this run, which did nothing, in place of that one's
+    return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
 
 def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str | None) -> Outcome:
     """Assemble the output, verify it and have it accepted."""
     work, model = state.work, task.model
     assert work is not None
-    outcome = outcome_of(
-        str(terms.out),
-        model,
-        state.plan,
-        Size.of(stage.job.outputs),
-        left_out=left_out_of(stage.source, stage.plan),
-        zeroed=stage.job.zeroed,
-        record=read_object(model.source.folder / COMPRESSION) if task.before is not None else None,
+    whole, before = state.plan.stage, Size.of(model.checkpoint.tensors.values())
+    if task.before is not None:  # sizes count from the source of the first run
+        record = read_object(model.source.folder / COMPRESSION)
+        before = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
+    outcome = Outcome(
+        out=str(terms.out),
+        plan=state.plan,
+        experts_before=(whole.layers or model.architecture.layers)[0].experts,
+        experts_after=whole.experts or model.architecture.experts,
+        before=before,
+        after=Size.of(stage.job.outputs),
+        seconds={},
+        peak_memory=0,
+        left_out=tuple(left_out_of(stage.source, stage.plan)),
+        zeroed_fields=tuple(stage.job.zeroed),
+        servers=servers_of(model, whole),
     )
     label = model.source.label if task.before is None else task.before.source.label
 

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.files import file_digest
 from compressor.model.opened import OpenModel
+from compressor.pipeline.run_context import Run
 from compressor.recipe.plan import Source, check_source
-from compressor.recipe.recipe import Recipe, make_step, text_options
+from compressor.recipe.recipe import Recipe, recipe_of_plan
 from compressor.recipe.step import Needs, Step, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
-from compressor.steps.state import OWN, Texts, part_name
+from compressor.steps.state import OWN, Observer, State, Texts, part_name
+from compressor.workdir.workdir import Workdir
 
 LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
@@ -48,24 +51,21 @@ class Task:
     def key(self) -> str:
         """SHA-256 of everything that decides the output, the content of texts included."""
         content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
+        own = [step.calibration for step in self.steps if step.calibration is not None]
+        texts = [self.recipe.calibration, *own]
         facts = [
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
             None if self.base is self.model else self.base.checkpoint.stamp(),
             content,
             [[step.name, step.to_dict()] for step in self.steps],
-            [content_of(source) for source in self._sources()],
+            [content_of(entry.source) for options in texts for entry in sources_of(options)],
             None if self.plan is None else self.plan.to_dict(),
             str(self.model.partial.device),
             str(self.model.partial.dtype),
             versions(),
         ]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-    def _sources(self) -> Iterator[str]:
-        for options in (self.recipe.calibration, *(step.calibration for step in self.steps)):
-            if options is not None:
-                yield from (entry.source for entry in sources_of(options))
 
 
 def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
@@ -167,31 +167,37 @@ def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[
     return found, seen
 
 
+def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:
+    """The state before the first step, once texts are read."""
+    with run.clock.phase("read text"):
+        texts = read_texts(task)
+    plan = first_plan(task, texts[0])
+    first = len(plan.steps) - len(task.steps)
+    own = run.progress, run.clock, texts, work, observer
+    return State(task.model, task.base, task.model, task.steps, plan, *own, number=first, first=first)
+
+
 def read_texts(task: Task) -> Texts:
     """The run's text with a part for each step that wants one, and the texts of steps that have one of their own.
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
-    tokenizer = None
-    shared = [number for number, step in enumerate(task.steps) if step.calibration is None]
-    own = dict[int, Text]()
-    identity = None if task.plan is None else task.plan.calibration
+    tokenizer = cache(partial(load_tokenizer, task.model.source.folder))
 
     def read(options: TextOptions, parts: Mapping[int, str], repeated: Mapping[str, Any] | None) -> Text | None:
-        nonlocal tokenizer
         needs = {name: task.needs[number] for number, name in parts.items()}
-        wanted = any(need.text or need.part is not None for need in needs.values())
-        if not wanted:
+        if not any(need.text or need.part is not None for need in needs.values()):
             return None
-        tokenizer = tokenizer or load_tokenizer(task.model.source.folder)
         if repeated is not None:
-            made = repeat_text(repeated, tokenizer, task.model.vocabulary)
+            made = repeat_text(repeated, tokenizer(), task.model.vocabulary)
         else:
-            made = read_text(_spec(options, needs, task.recipe.seed), tokenizer, task.model.vocabulary)
+            made = read_text(_spec(options, needs, task.recipe.seed), tokenizer(), task.model.vocabulary)
         here().assert_same_on_all(made.identity["sha256"], "calibration text")
         return made
 
-    text = read(task.recipe.calibration, {number: part_name(number) for number in shared}, identity)
+    shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
+    known = None if task.plan is None else task.plan.calibration
+    text, own = read(task.recipe.calibration, shared, known), dict[int, Text]()
     for number, step in enumerate(task.steps):
         if step.calibration is not None:
             known = None if task.plan is None else task.plan.steps[number].text
@@ -261,17 +267,6 @@ def filled(task: Task, plan: Plan, label: str) -> Recipe:
 
     Experts that were protected because data showed them stay as they were asked for.
     """
-    recipe, source = task.recipe, plan.source
-    steps = [make_step(entry.name, entry.options) for entry in plan.steps]
-    return Recipe(
-        model=label,
-        revision=source.revision,
-        base=None if plan.base is None else plan.base.label,
-        base_revision=None if plan.base is None else plan.base.revision,
-        calibration=text_options(plan.calibration) if plan.calibration is not None else TextOptions(),
-        seed=plan.seed,
-        dtype=plan.dtype,
-        steps=tuple(steps),
-        gate=recipe.gate,
-        output=recipe.output,
-    )
+    own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}
+    base = {} if plan.base is None else {"base": plan.base.label}
+    return recipe_of_plan(plan).model_copy(update={**own, **base})

@@ -3,8 +3,7 @@
 Plans check themselves on creation, before any weight is read.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -62,12 +61,7 @@ class Group:
     @property
     def untouched(self) -> bool:
         """Whether the merged expert is bit for bit one member."""
-        return (
-            len(self.members) == 1
-            and self.coefficients == (1.0,)
-            and self.router_coefficients == (1.0,)
-            and self.scale == 1.0
-        )
+        return self.coefficients == self.router_coefficients == (1.0,) and self.scale == 1.0
 
     @property
     def aligned(self) -> bool:
@@ -93,54 +87,47 @@ class LayerPlan:
     constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
 
     def __post_init__(self) -> None:
-        if fault := self._fault_of_members() or self._fault_of_constants():
-            raise CompressionError(f"{self.module}: {fault}")
-        if self.constants:
-            return  # the router stays as it is
-        from compressor.model.architecture import check_count
-
-        check_count(self, len(self.groups), self.module)
-        if self.routing_groups > 1 and (fault := self._fault_of_routing_groups()):
+        if fault := next(self._faults(), ""):
             raise CompressionError(f"{self.module}: {fault}")
 
-    def _fault_of_members(self) -> str:
+    def _faults(self) -> Iterator[str]:
+        """What is wrong, with the remedy."""
         seen = set[int]()
         for group in self.groups:
             if not group.members:
-                return "a group has no members; remove it"
+                yield "a group has no members; remove it"
             for expert in group.members:
                 if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.experts:
-                    return f"expert {expert!r} does not exist; experts are numbered 0 to {self.experts - 1}"
+                    yield f"expert {expert!r} does not exist; experts are numbered 0 to {self.experts - 1}"
                 if expert in seen:
-                    return f"expert {expert} is in two groups; an expert may be in one at most"
+                    yield f"expert {expert} is in two groups; an expert may be in one at most"
                 seen.add(expert)
-        return ""
+        if self.constants:  # the router stays as it is
+            if self.constants != self.dropped:
+                gone = list(self.dropped)
+                yield f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
+            if not self.is_drop:
+                remedy = "give every expert that is kept an untouched group of its own"
+                yield f"constants stand beside merged experts; {remedy}"
+            if len(self.groups) < self.top_k:
+                yield f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
+            return
+        from compressor.model.architecture import check_count
 
-    def _fault_of_constants(self) -> str:
-        if not self.constants:
-            return ""
-        if self.constants != self.dropped:
-            gone = list(self.dropped)
-            return f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
-        if not self.is_drop:
-            return "constants stand beside merged experts; give every expert that is kept an untouched group of its own"
-        if len(self.groups) < self.top_k:
-            return f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
-        return ""
-
-    def _fault_of_routing_groups(self) -> str:
+        check_count(self, len(self.groups), self.module)
+        if self.routing_groups == 1:
+            return
         size, homes = self.experts // self.routing_groups, list[int]()
         for group in self.groups:
             inside = {expert // size for expert in group.members}
             if len(inside) > 1:
-                return f"group {list(group.members)} mixes experts of different routing groups; keep it within one"
+                yield f"group {list(group.members)} mixes experts of different routing groups; keep it within one"
             homes.extend(inside)
-        found = Counter(homes)
-        counts = [found[home] for home in range(self.routing_groups)]
+        counts = [homes.count(home) for home in range(self.routing_groups)]
         if len(set(counts)) > 1:
-            return f"its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
-        in_order = homes == sorted(homes)
-        return "" if in_order else "its groups are not in the order of the routing groups; order them by their members"
+            yield f"its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
+        if homes != sorted(homes):
+            yield "its groups are not in the order of the routing groups; order them by their members"
 
     @classmethod
     def keep(cls, layer: "MoeLayer", experts: Sequence[int], **details: Any) -> Self:
@@ -157,7 +144,7 @@ class LayerPlan:
     @property
     def dropped(self) -> tuple[int, ...]:
         """Experts in no group."""
-        grouped = {expert for group in self.groups for expert in group.members}
+        grouped = self.slots()
         return tuple(expert for expert in range(self.experts) if expert not in grouped)
 
     @property
@@ -227,44 +214,64 @@ class CompressionPlan:
     top_k: int | None = None  # experts that a token visits in the output, where they are fewer than before
 
     def __post_init__(self) -> None:
+        if fault := next(self._faults(), ""):
+            raise CompressionError(fault)
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong, in one sentence with the remedy."""
         if self.correction is not None and self.calibration is None:
-            raise CompressionError("a correction needs calibration data; restore calibration or write null for both")
+            yield "a correction needs calibration data; restore calibration or write null for both"
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
-            raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
+            yield "calibration should name its source; restore it, or write null if no data was read"
         asked = {"method": None, "dtype": "auto", **(self.correction or {"method": "none"})}
         for name in ("method", "dtype"):
             if not isinstance(asked[name], str):
-                raise CompressionError(f"the correction's {name} should be text, it is {asked[name]!r}; restore it")
+                yield f"the correction's {name} should be text, it is {asked[name]!r}; restore it"
         if self.split is not None:
             check_split(self.split)
         if self.mtp not in (None, "keep", "drop"):
-            raise CompressionError(f"mtp is {self.mtp!r}; write keep or drop, or take it out")
-        names = Counter(layer.module for layer in self.layers)
+            yield f"mtp is {self.mtp!r}; write keep or drop, or take it out"
+        known = dict[str, LayerPlan]()
         for layer in self.layers:
-            if names[layer.module] > 1:
-                raise CompressionError(f"{layer.module} appears twice in the plan; keep one entry for each layer")
+            if layer.module in known:
+                yield f"{layer.module} appears twice in the plan; keep one entry for each layer"
+            known[layer.module] = layer
             if self.constants is None and len(layer.groups) != self.experts:
-                raise CompressionError(
-                    f"{layer.module}: {len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
-                    "every layer; make them equal"
-                )
-        if fault := _fault_of_constants(self):
-            raise CompressionError(fault)
-        known = {layer.module: layer for layer in self.layers}
+                what = f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer"
+                yield f"{layer.module}: {what}; make them equal"
+        yield from self._faults_of_constants()
         for module, experts in self.protected.items():
             if (owner := known.get(module)) is None:
-                raise CompressionError(f"protected names {module}, which the plan does not have; restore it")
+                yield f"protected names {module}, which the plan does not have; restore it"
+                continue
             for expert in experts:
                 if not 0 <= expert < owner.experts:
-                    raise CompressionError(
-                        f"{module}: protected expert {expert} does not exist; experts are numbered 0 to "
-                        f"{owner.experts - 1}"
-                    )
+                    most = owner.experts - 1
+                    yield f"{module}: protected expert {expert} does not exist; experts are numbered 0 to {most}"
             if changed := touched(owner, experts):
-                raise CompressionError(
-                    f"{module}: expert {changed[0]} is protected, but is not kept as it is; give it an untouched group "
-                    "of its own, or take it out of 'protected'"
-                )
+                remedy = "give it an untouched group of its own, or take it out of 'protected'"
+                yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {remedy}"
+
+    def _faults_of_constants(self) -> Iterator[str]:
+        if self.constants is None:
+            for layer in self.layers:
+                if layer.constants:
+                    yield f"{layer.module} has constants, but the plan is not of that format; restore 'constants'"
+            return
+        if self.constants.get("format") != "mone":
+            yield f"the plan's constants are of format {self.constants.get('format')!r}; known is 'mone'"
+        if self.calibration is None:
+            yield "constants are measured on calibration data; restore calibration or plan again"
+        if self.split is not None:
+            yield "a plan with constants can have no split; take it out"
+        kept, said = sum(len(layer.groups) for layer in self.layers), self.constants.get("experts_total")
+        if kept != said or (self.layers and kept // len(self.layers) != self.experts):
+            told = f"{said!r} in all and {self.experts} in each"
+            yield f"its layers keep {kept} experts, but the plan says {told}; make them equal"
+        for layer in self.layers:
+            if layer.dropped and not layer.constants:
+                remedy = "name them in 'constants'"
+                yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
 
     @property
     def is_drop(self) -> bool:
@@ -275,25 +282,6 @@ class CompressionPlan:
     def stored_as_is(self) -> bool:
         """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
-
-
-def _fault_of_constants(plan: CompressionPlan) -> str:
-    """What is wrong with the constants of a plan, in one sentence with the remedy; empty if nothing is."""
-    if plan.constants is None:
-        found = next((layer.module for layer in plan.layers if layer.constants), None)
-        return f"{found} has constants, but the plan is not of that format; restore 'constants'" if found else ""
-    if plan.constants.get("format") != "mone":
-        return f"the plan's constants are of format {plan.constants.get('format')!r}; known is 'mone'"
-    if plan.calibration is None:
-        return "constants are measured on calibration data; restore calibration or plan again"
-    if plan.split is not None:
-        return "a plan with constants can have no split; take it out"
-    kept, said = sum(len(layer.groups) for layer in plan.layers), plan.constants.get("experts_total")
-    if kept != said or (plan.layers and kept // len(plan.layers) != plan.experts):
-        told = f"{said!r} in all and {plan.experts} in each"
-        return f"its layers keep {kept} experts, but the plan says {told}; make them equal"
-    bare = next((layer.module for layer in plan.layers if layer.dropped and not layer.constants), None)
-    return f"{bare} drops experts without constants, which this format cannot; name them in 'constants'" if bare else ""
 
 
 def check_split(split: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
@@ -12,7 +13,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
-from compressor.words import did_you_mean
+from compressor.words import known_names
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +37,13 @@ def _scanned(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
     return entry_points(group=group)
 
 
-def _installed(group: str) -> EntryPoints:
-    """What all installed packages offer in a group; it is read again when a folder of packages has changed."""
-    return _scanned(group, tuple((folder, _changed(folder)) for folder in sys.path))
-
-
 def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
-    """Entry points by name and by what they stand for: two packages may offer one name."""
+    """Entry points by name and by what they stand for: two packages may offer one name.
+
+    They are read again when a folder of packages has changed.
+    """
     found: dict[str, dict[str, EntryPoint]] = {}
-    for entry in _installed(group):
+    for entry in _scanned(group, tuple((folder, _changed(folder)) for folder in sys.path)):
         found.setdefault(entry.name, {})[entry.value] = entry
     return found
 
@@ -56,18 +55,16 @@ def names(group: str) -> list[str]:
 
 def packages() -> list[str]:
     """Top-level packages of all installed plugins, the built-in ones included."""
-    entries = [entry for group in KINDS for entry in _installed(group)]
-    return sorted({entry.module.partition(".")[0] for entry in entries})
+    offered = [value for group in KINDS for entries in _entries(group).values() for value in entries]
+    return sorted({re.split(r"[.:]", value)[0] for value in offered})
 
 
-def load(group: str, name: str) -> Any:
+def load(group: str, name: str, place: str = "") -> Any:
     """What stands behind a name; raises `CompressionError` for one that is unknown, offered twice or broken."""
     offered, what = _entries(group), KINDS[group]
     if name not in offered:
-        raise CompressionError(
-            f"there is no {what} {name!r}; {did_you_mean(name, offered)}known are "
-            f"{', '.join(sorted(offered)) or 'none (is the package installed?)'}"
-        )
+        where, more = f" at {place}" if place else "", "" if offered else " (is the package installed?)"
+        raise CompressionError(f"there is no {what} {name!r}{where}; {known_names(name, sorted(offered))}{more}")
     value, *others = offered[name]
     if others:
         raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")

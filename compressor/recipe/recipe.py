@@ -8,25 +8,26 @@ import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
-from compressor.recipe.plugins import STEPS, load, names, working
+from compressor.recipe.plugins import STEPS, load, working
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
-from compressor.words import did_you_mean
+from compressor.words import known_names
 
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000
 MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class GateOptions(Options):
@@ -73,14 +74,7 @@ class Recipe(Options):
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
         """A recipe from plain values; raises `CompressionError` naming the place of what is wrong."""
-        for name in content:
-            if name not in cls.model_fields:
-                hint, known = did_you_mean(str(name), cls.model_fields), ", ".join(cls.model_fields)
-                raise CompressionError(f"{where} has no field {reprlib.repr(name)}; {hint}known are {known}")
-        try:
-            return cls(**content)
-        except ValidationError as error:
-            raise CompressionError(f"{where}: {fault_of(error, cls)}") from error
+        return _made(cls, content, f"{where} has no field", where)
 
     def with_steps(self, steps: Sequence[Step]) -> "Recipe":
         """The same with other steps."""
@@ -89,11 +83,7 @@ class Recipe(Options):
 
 def step_class(name: str, place: str = "") -> type[Step]:
     """The class of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
-    if name not in (known := names(STEPS)):
-        where = f" at {place}" if place else ""
-        hint = did_you_mean(name, known)
-        raise CompressionError(f"there is no step {name!r}{where}; {hint}known are {', '.join(known)}")
-    found = load(STEPS, name)
+    found = load(STEPS, name, place)
     if not (isinstance(found, type) and issubclass(found, Step)) or getattr(found, "name", None) != name:
         raise CompressionError(f"step {name!r} is no plugin: its entry point should be a Step whose `name` is {name!r}")
     return found
@@ -106,16 +96,27 @@ def working_steps() -> Iterator[type[Step]]:
 
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
     """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
-    found = step_class(name, place)
-    for option in options:
-        if option not in found.model_fields:
-            known = ", ".join(found.model_fields) or "none"
-            hint, where = did_you_mean(str(option), found.model_fields), f" at {place}" if place else ""
-            raise CompressionError(f"step {name} has no option {option!r}{where}; {hint}known are {known}")
+    where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
+    return _made(step_class(name, place), options, f"step {name} has no option", where, at)
+
+
+def _made(kind: type[Model], content: Mapping[str, Any], unknown: str, where: str, at: str = "") -> Model:
+    """A model of these values; what is wrong is told in one sentence with its place, and the nearest known name."""
+    for name in content:
+        if name not in kind.model_fields:
+            raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
     try:
-        return found(**options)
+        return kind(**content)
     except ValidationError as error:
-        raise CompressionError(f"{f'{place}: ' if place else ''}{name}: {fault_of(error, found)}") from error
+        first = error.errors(include_url=False)[0]
+        message, cause = first["msg"].removeprefix("Value error, "), first.get("ctx", {}).get("error")
+        inner = ("function-", "tuple", "constrained")
+        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
+        if first["type"] == "extra_forbidden":
+            message = f"{place} is not known"
+        elif first["type"] != "value_error":
+            message = f"{place} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"
+        raise CompressionError(f"{where}: {cause if isinstance(cause, CompressionError) else message}") from error
 
 
 def _step(entry: Any, number: int) -> Step:
@@ -129,22 +130,6 @@ def _step(entry: Any, number: int) -> Step:
             return make_step(name, options or {}, place)
     shown = reprlib.repr(entry)
     raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
-
-
-def fault_of(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong with a value, in one sentence with its place and, of an unknown name, the nearest known one."""
-    first = error.errors(include_url=False)[0]
-    inner = ("function-", "tuple", "constrained")
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
-    if isinstance(cause := first.get("ctx", {}).get("error"), CompressionError):
-        return str(cause)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return message
-    if first["type"] == "extra_forbidden":
-        return f"{place} is not known"
-    message = message[0].lower() + message[1:]
-    return f"{place} is {reprlib.repr(first['input'])}; {message}"
 
 
 def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
@@ -166,10 +151,6 @@ def read_recipe(path: Path) -> Recipe:
     Raises `CompressionError` for a file that is too large or no YAML mapping, and for a field, step or option that is
     not known, with its place.
     """
-    return Recipe.of(_found_again(path, _read_yaml(path)), str(path))
-
-
-def _read_yaml(path: Path) -> dict[Any, Any]:
     if not path.is_file():
         raise CompressionError(f"{path} is not a file; name a recipe.yaml")
     if path.stat().st_size > MOST_BYTES:
@@ -182,7 +163,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         raise CompressionError(f"{path} is not valid YAML ({reason_of(error, 200)}); mend it") from error
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a mapping of fields, such as 'experts: 4'")
-    return content
+    return Recipe.of(_found_again(path, content), str(path))
 
 
 def _refuse_mazes(path: Path, text: str) -> None:

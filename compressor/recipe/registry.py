@@ -11,28 +11,10 @@ from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe import plugins
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.plugins import EXPORTERS, STRATEGIES, defaults, make_options, names, read_option, working
+from compressor.recipe.plugins import EXPORTERS, STRATEGIES, defaults, make_options, working
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
 
-__all__ = [
-    "EXPORTERS",
-    "STRATEGIES",
-    "Exporter",
-    "Strategy",
-    "exporter_names",
-    "exporter_options",
-    "load_exporter",
-    "load_strategy",
-    "names",
-    "option_fields",
-    "read_option",
-    "strategy_of",
-    "working_strategies",
-]
-
 CORRECTIONS = ("none", "ridge", "tune")
-
-
 Likeness = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> a label, and how alike experts are [E, E]
 
 
@@ -179,11 +161,6 @@ def load_exporter(name: str) -> Any:
         )
     plugins.optional(module, "require_packages", what)
     return module
-
-
-def exporter_names() -> list[str]:
-    """Names of the exporters that are installed."""
-    return names(EXPORTERS)
 
 
 def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:

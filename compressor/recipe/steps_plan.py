@@ -9,14 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.files import replacing
-from compressor.locking import alone
+from compressor.files import alone, replacing
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Group, LayerPlan, Source
 from compressor.records import read_as, read_json, readable_json, value_as
 from compressor.replaceable import json_object
@@ -87,7 +86,39 @@ class Plan:
         chosen = own.get(PRUNE) or own.get(CONSTANTS)
         if chosen is None or chosen.plan is None:
             return None
-        return stage_plan(self, own, chosen)
+        decided, options, where = chosen.plan, chosen.options, f"the plan of {chosen.name}"
+        if unknown := sorted(set(decided) - DECISIONS):
+            known = ", ".join(sorted(DECISIONS))
+            raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {known}")
+        if missing := sorted({"experts", "layers"} - set(decided)):
+            raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
+        refuse_crowds(decided["layers"])
+        refit, split = own.get(CORRECT), own.get(SPLIT)
+        constants = correction = None
+        if chosen.name == CONSTANTS:
+            named = {name: decided[name] for name in ("format", "budget", "experts_total")}
+            constants = {**named, "dtype": self.dtype, **(decided.get("figures") or {})}
+        if refit is not None:
+            refitted = {name: value for name, value in refit.options.items() if name != "calibration"}
+            correction = {**refitted, "dtype": self.dtype}
+        protected = value_as(decided.get("protected", {}), Mapping[str, tuple[int, ...]], "protected")
+        return CompressionPlan(
+            source=self.source,
+            experts=value_as(decided["experts"], int, "experts"),
+            strategy=str(options.get("strategy", chosen.name)),
+            options=dict(options.get("options") or {}),
+            calibration=self.calibration,
+            layers=tuple(layer_from_dict(entry) for entry in decided["layers"]),
+            seed=self.seed,
+            versions=self.versions,
+            sequential=bool(options.get("sequential")),
+            correction=correction,
+            protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
+            mtp=decided.get("mtp"),
+            constants=constants,
+            split=None if split is None or split.plan is None else dict(split.plan),
+            top_k=decided.get("top_k"),
+        )
 
     @cached_property
     def stage(self) -> CompressionPlan:
@@ -97,10 +128,7 @@ class Plan:
             split = next((dict(step.plan) for step in self.steps if step.name == SPLIT and step.plan), None)
             experts = 0 if split is None else int(split["experts"]) * int(split["parts"])
             return CompressionPlan(self.source, experts, KEPT_WHOLE, {}, self.calibration, (), split=split)
-        whole = found[0]
-        for after in found[1:]:
-            whole = _composed(whole, after)
-        return whole
+        return reduce(_composed, found)
 
     def of(self, name: str) -> tuple[PlannedStep, ...]:
         """All steps of a name, in order."""
@@ -167,44 +195,6 @@ class Plan:
         if not isinstance(content, dict):
             raise CompressionError(f"{path} should hold a JSON object; plan again")
         return cls.from_dict(content, str(path))
-
-
-def stage_plan(plan: Plan, own: Mapping[str, PlannedStep], chosen: PlannedStep) -> CompressionPlan:
-    """The experts' disposition in a stage, of its steps by name; `chosen` is the one that decides who stays."""
-    decided, options = chosen.plan or {}, chosen.options
-    where = f"the plan of {chosen.name}"
-    if unknown := sorted(set(decided) - DECISIONS):
-        known = ", ".join(sorted(DECISIONS))
-        raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {known}")
-    if missing := sorted({"experts", "layers"} - set(decided)):
-        raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
-    refuse_crowds(decided["layers"])
-    refit, split = own.get(CORRECT), own.get(SPLIT)
-    constants = correction = None
-    if chosen.name == CONSTANTS:
-        named = ("format", "budget", "experts_total")
-        constants = {name: decided[name] for name in named} | {"dtype": plan.dtype} | dict(decided.get("figures") or {})
-    if refit is not None:
-        refitted = {name: value for name, value in refit.options.items() if name != "calibration"}
-        correction = {**refitted, "dtype": plan.dtype}
-    protected = value_as(decided.get("protected", {}), Mapping[str, tuple[int, ...]], "protected")
-    return CompressionPlan(
-        source=plan.source,
-        experts=value_as(decided["experts"], int, "experts"),
-        strategy=str(options.get("strategy", chosen.name)),
-        options=dict(options.get("options") or {}),
-        calibration=plan.calibration,
-        layers=tuple(layer_from_dict(entry) for entry in decided["layers"]),
-        seed=plan.seed,
-        versions=plan.versions,
-        sequential=bool(options.get("sequential")),
-        correction=correction,
-        protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
-        mtp=decided.get("mtp"),
-        constants=constants,
-        split=None if split is None or split.plan is None else dict(split.plan),
-        top_k=decided.get("top_k"),
-    )
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:

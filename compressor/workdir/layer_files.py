@@ -165,7 +165,7 @@ def _copy_some(source: int, begin: int, target: int, offset: int, size: int, pat
     return os.pwrite(target, chunk, offset)
 
 
-def shards(sizes: Sequence[int], most: int, small: float = math.inf) -> list[list[int]]:
+def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:
     """Numbers of what goes into one file: in order, up to `most` bytes; what is larger than `small` stays alone."""
     found, filled = list[list[int]](), 0
     for number, nbytes in enumerate(sizes):

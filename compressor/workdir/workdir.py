@@ -9,21 +9,33 @@
 """
 
 import json
+import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorInfo, read_header
+from compressor.distributed import ranks
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.files import full_disk_told, replace_folder, write_whole
-from compressor.locking import LOCK, REPLACED, alone, check_parent, clear, refuse_linked_folder, work_folder
+from compressor.files import (
+    LOCK,
+    REPLACED,
+    alone,
+    check_parent,
+    clear,
+    full_disk_told,
+    refuse_linked_folder,
+    replace_folder,
+    work_folder,
+    write_whole,
+)
 from compressor.records import read_object
 from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import (
@@ -53,20 +65,17 @@ class Workdir:
     def resume(self, key: str) -> None:
         """Go on with the work of a run of this key; that of any other run is cleared away."""
         self.key = key
-        content = here().broadcast(lambda: self._read(key))
-        self.steps = {int(number): entry for number, entry in content["steps"]}
-        self.written = list(content["written"])
-        self._save()
 
-    def _read(self, key: str) -> dict[str, Any]:
-        try:
-            content = read_object(self.folder / JOURNAL)
-            if content.get("key") == key:
-                return {"steps": content["steps"], "written": content["written"]}
-        except (OSError, KeyError, CompressionError):
-            pass  # no journal, or a broken one: begin anew
-        clear(self.folder)
-        return {"steps": [], "written": []}
+        def journal() -> tuple[dict[int, Any], list[str]]:
+            with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
+                content = read_object(self.folder / JOURNAL)
+                if content.get("key") == key:
+                    return {int(number): entry for number, entry in content["steps"]}, content["written"]
+            clear(self.folder)
+            return {}, []
+
+        self.steps, self.written = here().broadcast(journal)
+        self._save()
 
     def record(self, number: int, entry: Mapping[str, Any]) -> None:
         """Note what step `number` decided, and in the end what came of it."""
@@ -118,44 +127,32 @@ def held(out: Path) -> Iterator[Workdir]:
     A fault leaves nothing of it, a kill what a run of the same key goes on with. Raises `CompressionError` while
     another run holds it.
     """
-    if not here().is_first:
-        here().broadcast(lambda: None)  # it is held now
-        yield Workdir(out, work_folder(out))
-        here().barrier()
-        return
-    with full_disk_told(Path(os.path.abspath(out)).parent), alone(out) as folder:
-        here().broadcast(lambda: None)
+    with full_disk_told(Path(os.path.abspath(out)).parent), ranks.held(out) as folder:
         try:
             yield Workdir(out, folder)
-            here().barrier()
         except Exception:
-            clear(folder)
+            if here().is_first:
+                clear(folder)
             raise
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint."""
+    """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint.
+
+    What a run killed while publishing left is finished: a replaced output is put back, or a work folder dropped.
+    """
     out = Path(os.path.abspath(out))
     check_parent(out)
-    refuse_linked_folder(work_folder(out))
-    _tidy(out)
+    refuse_linked_folder(folder := work_folder(out))
+    if (folder / REPLACED).exists() or ((folder / JOURNAL).exists() and not (folder / "output").exists()):
+        with suppress(CompressionError), alone(out):  # unless another run holds it; this puts a replaced output back
+            if out.exists() and (folder / REPLACED).exists():
+                clear(folder)  # killed after the last rename
     if not (out.exists() or out.is_symlink()):
         return
     if not overwrite:
         raise CompressionError(f"{out} exists already; name another folder or pass --overwrite")
     refuse_replacing(out)
-
-
-def _tidy(out: Path) -> None:
-    """Finish what a run killed while publishing left: put a replaced output back, or drop a finished work folder."""
-    folder = work_folder(out)
-    if (folder / REPLACED).exists() or ((folder / JOURNAL).exists() and not (folder / "output").exists()):
-        try:
-            with alone(out):  # which puts a replaced output back
-                if out.exists() and (folder / REPLACED).exists():
-                    clear(folder)  # killed after the last rename
-        except CompressionError:
-            pass  # another run holds it
 
 
 def check_space(out: Path, nbytes: int) -> None:
@@ -231,7 +228,9 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     found = [*dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values())]
-    parts = [part for name in found for part in _cut([*read_header(stage / name).values()], max_shard_bytes)]
+    layers = [[*read_header(stage / name).values()] for name in found]
+    most = max_shard_bytes or math.inf  # of a part of a layer; one tensor may be larger
+    parts = [[layer[n] for n in part] for layer in layers for part in shards([info.nbytes for info in layer], most)]
     groups = shards([sum(info.nbytes for info in part) for part in parts], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
     whole = Counter(part[0].file for part in parts)
     places = dict[str, str]()
@@ -241,34 +240,21 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
             infos = [info for part in group for info in parts[part]]
             places |= {info.name: shard for info in infos}
             if len(group) == 1 and whole[infos[0].file] == 1:
-                _link(stage / infos[0].file, output / shard)
+                try:
+                    os.link(stage / infos[0].file, output / shard)
+                except OSError:  # a file system without second names
+                    shutil.copyfile(stage / infos[0].file, output / shard)
             else:
                 sources = dict.fromkeys(info.file for info in infos)
                 steps = dict.fromkeys(step for file in sources for step in made_by(stage / file) or ())
                 writer.write(output / shard, [_output(info) for info in infos], _changed(stage, infos, {}), [*steps])
     if len(groups) > 1:
         write_file(output / INDEX_NAME, index_json(places, [_output(info) for part in parts for info in part]))
-    others = [path for path in stage.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
-    for path in others:
-        if path.name != INDEX_NAME:
+    for path in stage.rglob("*"):
+        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             write_file(output / path.relative_to(stage), path.read_bytes())
     for name, content in files.items():
         write_file(output / name, content)
-
-
-def _cut(infos: list[TensorInfo], most: int | None) -> list[list[TensorInfo]]:
-    """A layer's tensors in files of at most `most` bytes, or of one tensor that is larger; one file without a limit."""
-    if most is None:
-        return [infos]
-    return [[infos[number] for number in part] for part in shards([info.nbytes for info in infos], most)]
-
-
-def _link(path: Path, target: Path) -> None:
-    """Give a file a second name; a copy where the file system cannot."""
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copyfile(path, target)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -292,18 +278,3 @@ def publish(work: Workdir, overwrite: bool) -> None:
     finally:
         os.close(directory)
     clear(work.folder, {LOCK})
-
-
-@contextmanager
-def making(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` in the end; a fault or a kill leaves nothing of it."""
-    with full_disk_told(Path(os.path.abspath(out)).parent), alone(out) as folder:
-        work = Workdir(out, folder)
-        clear(folder)
-        work.output.mkdir()
-        try:
-            yield work.output
-            publish(work, overwrite)
-        except BaseException:
-            clear(folder)
-            raise

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,6 +17,7 @@ from typing import Any, get_type_hints
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import fits
+from compressor.files import new_folder
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
@@ -23,7 +25,7 @@ from compressor.records import read_object, value_as
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
-from compressor.workdir.workdir import check_space, check_target, making
+from compressor.workdir.workdir import check_space, check_target
 from exporters.onnx.moe import FALLBACKS, LayerRoute
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS
@@ -118,7 +120,7 @@ def export(
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
     check_carried(opened.source.folder)
     check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
-    with making(out, options.overwrite) as content:
+    with new_folder(out, partial(check_target, out, options.overwrite)) as content:
         graph, routes, reference, original = write_graph(opened, content, options, progress)
         layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
         owners = {key: recipe.source for key, recipe in graph.recipes.items()}

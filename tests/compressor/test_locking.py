@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compressor.errors import CompressionError
-from compressor.locking import LOCK, REPLACED, alone, clear, work_folder
+from compressor.files import LOCK, REPLACED, alone, clear, work_folder
 
 FORK = multiprocessing.get_context("fork")
 BUSY = r"^another run is writing .*out; wait for it or stop it$"

@@ -12,7 +12,7 @@ import typer
 from compressor.cli.options import Computing, Model, Out, Publishing, Running, TextFlags
 from compressor.cli.terminal import progress_bars
 from compressor.errors import CompressionError
-from compressor.locking import alone
+from compressor.files import alone
 from compressor.publishing.hub import AGAIN
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def export(
     from compressor.api.exporting import export_checkpoint, find_exporter
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
-    from compressor.recipe.registry import exporter_options, read_option
+    from compressor.recipe.plugins import read_option
+    from compressor.recipe.registry import exporter_options
 
     flags: dict[str, Any] = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": False if no_past else None}
     flags["stream"] = stream

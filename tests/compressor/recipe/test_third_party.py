@@ -12,8 +12,8 @@ import torch
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from compressor.recipe import registry
-from compressor.recipe.plugins import helps, packages
-from compressor.recipe.registry import load_strategy, names, option_fields
+from compressor.recipe.plugins import helps, names, packages
+from compressor.recipe.registry import load_strategy, option_fields
 from compressor.steps.prune.planning import Planner, Wish
 from tests import small
 from tests.command_line import Run
@@ -267,7 +267,7 @@ def test_an_exporter_is_checked_and_gets_its_options(tmp_path: Path, monkeypatch
         "def export(checkpoint, output, options, progress): ...\n"
     )
     install(tmp_path / "good", monkeypatch, "npz", source, group=registry.EXPORTERS)
-    assert {"npz", "onnx"} <= set(registry.exporter_names())
+    assert {"npz", "onnx"} <= set(names(registry.EXPORTERS))
     assert callable(registry.load_exporter("npz").export)
     assert registry.exporter_options("npz", {"level": 5}).level == 5
     assert helps(registry.exporter_options("npz")) == {"level": "how small"}

@@ -26,8 +26,8 @@ from compressor.attribution.report import NAMES as ATTRIBUTION
 from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
 from compressor.comparison.report import NAMES as COMPARISON
 from compressor.errors import CompressionError
+from compressor.files import work_folder
 from compressor.gates.report import NAMES as GATE
-from compressor.locking import work_folder
 from compressor.report.page import FIGURES, MADE_BY
 from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
 from compressor.workdir import workdir
