@@ -43,8 +43,13 @@ class Distributions:
 
     def rows(self, chosen: slice) -> "Distributions":
         """Those of some sequences of the batch."""
-        hidden = None if self.hidden is None else self.hidden[chosen]
-        return Distributions(self.tokens[chosen], self.logs[chosen], self.others[chosen], hidden)
+        return Distributions(**{name: value[chosen] for name, value in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        every = {"tokens": self.tokens, "logs": self.logs, "others": self.others, "hidden": self.hidden}
+        return {name: value for name, value in every.items() if value is not None}
 
 
 def check_base(smaller: OpenModel, base: OpenModel) -> None:
@@ -80,10 +85,13 @@ def read_base(
     facts = [[] if keep is None else _facts(model, batch, name in hidden) for name, _, batch in jobs]
     files = [None if keep is None else keep / f"{name}-{number:07d}.safetensors" for name, number, _ in jobs]
     found = [_kept(*each) for each in zip(files, facts, strict=True)]
+    inputs: dict[int, tuple[Path, list[Any]]] = {}  # by the evaluator's batch: where what enters the head is kept
     if evaluator is not None and keep is not None:
         for number in evaluator.missing():
-            if told_of(path := _input_file(keep, number)) == _input_facts(evaluator, number):
-                evaluator.inputs[number] = kept_tensors(path)["input"]
+            told = _facts(evaluator.base, evaluator.batches[number], True)
+            inputs[number] = keep / f"held-out-{number:07d}.safetensors", told
+            if told_of(inputs[number][0]) == told:
+                evaluator.inputs[number] = kept_tensors(inputs[number][0])["input"]
     wanted = [place for place, answers in enumerate(found) if answers is None]
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
@@ -98,15 +106,17 @@ def read_base(
             own = None if here().is_alone else range(len(batches))
             Pass(model, batches, progress, "ask the base", to_end=True, own=own).run(*visitors)
         for number, place in enumerate(wanted):  # each leaves the disk where it lay once it is kept
-            found[place] = _keep(files[place], facts[place], asking.found.pop(number))
-        if evaluator is not None and keep is not None:
-            for number in asked:
-                path = _input_file(keep, number)
-                keep_tensors(path, {"input": evaluator.inputs[number]}, _input_facts(evaluator, number))
+            made, file = asking.found.pop(number), files[place]
+            if file is not None:
+                keep_tensors(file, made.tensors, facts[place])
+            found[place] = made if file is None else _kept(file, facts[place])
+        for number in asked:
+            if evaluator is not None and number in inputs:
+                keep_tensors(inputs[number][0], {"input": evaluator.inputs[number]}, inputs[number][1])
     answers: dict[str, list[Distributions]] = {name: [] for name in texts}
-    for (name, *_), made in zip(jobs, found, strict=True):
-        assert made is not None
-        answers[name].append(made)
+    for (name, *_), answer in zip(jobs, found, strict=True):
+        assert answer is not None
+        answers[name].append(answer)
     return answers
 
 
@@ -158,31 +168,11 @@ def _facts(model: OpenModel, batch: Tensor, hidden: bool) -> list[Any]:
     return [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
 
 
-def _keep(path: Path | None, facts: list[Any], made: Distributions) -> Distributions:
-    """Write answers, and have them lie there, mapped; without a path they stay where they are."""
-    if path is None:
-        return made
-    states = {} if made.hidden is None else {"hidden": made.hidden}
-    keep_tensors(path, {"tokens": made.tokens, "logs": made.logs, "others": made.others, **states}, facts)
-    read = _kept(path, facts)
-    assert read is not None
-    return read
-
-
 def _kept(path: Path | None, facts: list[Any]) -> Distributions | None:
     """What an earlier run has kept; None if it is missing, cut short or of another question."""
     if path is None or told_of(path) != facts:
         return None
-    found = kept_tensors(path)
-    return Distributions(found["tokens"], found["logs"], found["others"], found.get("hidden"))
-
-
-def _input_file(keep: Path, number: int) -> Path:
-    return keep / f"held-out-{number:07d}.safetensors"
-
-
-def _input_facts(evaluator: Evaluator, number: int) -> list[Any]:
-    return _facts(evaluator.base, evaluator.batches[number], True)
+    return Distributions(**kept_tensors(path))
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:

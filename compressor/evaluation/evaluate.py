@@ -118,11 +118,12 @@ def run_tasks(
     Checkpoint(source.folder)  # whose errors name the file that is wrong
     found: dict[str, ItemScores] = {}
     with quiet_lm_eval():
-        from compressor.evaluation.model import AnswerWatch
+        from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
 
+        load = answerer.load if answerer is not None else streamed_model if streamed else loaded_model
         progress.start(f"{'Opening' if streamed else 'Loading'} {source.label}", 1)
         loading = faults_told(f"{source.label} could not be loaded by lm-eval", *REMEDIES)
-        with loading, _opened(source, options, answerer, streamed) as model:
+        with loading, load(source, options) as model:
             progress.advance("")
             for together in [tuple(tasks)] if streamed else [(task,) for task in tasks]:
                 names = ", ".join(task.name for task in together)
@@ -136,16 +137,6 @@ def run_tasks(
                 for task in together:
                     keep(found[task.name])
     return found
-
-
-def _opened(
-    source: ModelSource, options: EvaluationOptions, answerer: Answerer | None, streamed: bool
-) -> AbstractContextManager[Any]:
-    from compressor.evaluation.model import loaded_model, streamed_model
-
-    if answerer is not None:
-        return answerer.load(source, options)
-    return streamed_model(source, options) if streamed else loaded_model(source.folder, options)
 
 
 def _samples(

@@ -7,7 +7,7 @@ the model does after its head is done to both.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -167,11 +167,9 @@ class Evaluator:
         self._held += value.nbytes
         self.inputs[number] = place.copy_(value.detach())
 
-    @contextmanager
-    def keeping(self, first: int = 0) -> Iterator["Riding"]:
+    def keeping(self, first: int = 0) -> AbstractContextManager["Riding"]:
         """Keep the base's answers from a pass over it in which the visitor's batches have numbers from `first` on."""
-        with self._riding(self.base.partial.model, [(None, number) for number in self.missing()], first) as riding:
-            yield riding
+        return self._riding(self.base.partial.model, [(None, number) for number in self.missing()], first)
 
     @contextmanager
     def measuring(self, model: nn.Module) -> Iterator["Riding"]:
@@ -334,12 +332,11 @@ class Riding(LayerVisitor):
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
         shown = here().all_gather([[variant, number, found] for (variant, number), found in self._seen.items()])
-        seen: Mapping[tuple[int | None, int], list[list[float]]] = {
-            (variant, number): found for each in shown for variant, number, found in each
-        }
-        numbers = sorted({variant for variant, _ in seen if variant is not None})
-        variants: list[int | None] = [*numbers] or [None]
-        self.figures = [self._figures({n: found for (v, n), found in seen.items() if v == one}) for one in variants]
+        seen: dict[int | None, dict[int, list[list[float]]]] = {}
+        for variant, number, found in (entry for each in shown for entry in each):
+            seen.setdefault(variant, {})[number] = found
+        variants: list[int | None] = [*sorted(variant for variant in seen if variant is not None)] or [None]
+        self.figures = [self._figures(seen.get(variant, {})) for variant in variants]
 
     def _figures(self, seen: Mapping[int, list[list[float]]]) -> Figures:
         batches, domains = self.evaluator.batches, self.evaluator.domains

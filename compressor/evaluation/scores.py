@@ -62,15 +62,23 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
     # of a task that reads its answers in several ways, the results of the first
     rows = {part: [row for row in samples[part] if row["filter"] == samples[part][0]["filter"]] for part in task.parts}
     metric, kind = choose_metric(task, rows)
-    found = [
-        (f"{part}/{row['doc_id']}" if task.grouped else str(row["doc_id"]), part, *_value(task, part, metric, row))
-        for part in task.parts
-        for row in rows[part]
-    ]
+    first = next(iter(task.parts.values()))
+    negated = kind == "score" and not first.higher_is_better().get(metric, True)
+    found = []
+    for part in task.parts:
+        for row in rows[part]:
+            value, weight = map(float, row[metric] if isinstance(row[metric], tuple) else (row[metric], 1))
+            number = row["doc_id"]
+            if not math.isfinite(value):
+                raise CompressionError(
+                    f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
+                )
+            name = f"{part}/{number}" if task.grouped else str(number)
+            found.append((name, part, -value if negated else value, weight))
     ids, parts, values, weights = zip(*found, strict=True)
     return ItemScores(
         task=task.name,
-        metric=f"negated {metric}" if kind == "score" and _negated(task, metric) else PER_BYTE.get(metric, metric),
+        metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
         version=task.version,
         kind=kind,
         ids=ids,
@@ -105,23 +113,6 @@ def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
     return "likelihood" if aggregation == "perplexity" else "score"
 
 
-def _negated(task: EvaluationTask, metric: str) -> bool:
-    """Whether less is better, so that the sign is turned."""
-    return not next(iter(task.parts.values())).higher_is_better().get(metric, True)
-
-
-def _value(task: EvaluationTask, part: str, metric: str, row: Mapping[str, Any]) -> tuple[float, float]:
-    """An item's value, greater is better, and its weight: words, bytes, or one."""
-    value, weight = map(float, row[metric] if isinstance(row[metric], tuple) else (row[metric], 1))
-    if _kind(task.parts[part], metric, row) == "score" and _negated(task, metric):
-        value = -value
-    if not math.isfinite(value):
-        raise CompressionError(
-            f"task {part!r} gives item {row['doc_id']} a {metric} of {value}; check the model, or name another task"
-        )
-    return value, weight
-
-
 def identity(source: ModelSource) -> dict[str, Any]:
     """What a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder."""
     if source.revision is not None:
@@ -140,11 +131,6 @@ def judged_identity(source: ModelSource) -> dict[str, Any]:
     if source.revision is None:
         found["digests"] = {str(entry[0]): file_digest(source.folder / entry[0]) for entry in found["weights"]}
     return found
-
-
-def content_identity(judged: Mapping[str, Any]) -> dict[str, Any]:
-    """The same by content alone, so that a model which is made again is known for the one that was judged."""
-    return {name: value for name, value in judged.items() if name != "weights"}
 
 
 @dataclass(frozen=True, slots=True)

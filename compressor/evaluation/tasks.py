@@ -8,7 +8,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, is_dataclass
 from difflib import get_close_matches
@@ -151,24 +151,20 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     with quiet_lm_eval(), as_file(files("compressor.demo") / "tasks") as demo:
         manager = _manager(options, demo)
         loaded = [made for name in options.tasks for made in _load(manager, name, options)]
-    owners: dict[str, str] = {}
-    tasks: list[tuple[str, dict[str, Any], Any]] = []
-    for made in loaded:
-        grouped = hasattr(made, "get_all_tasks")
-        name = str(made.name if grouped else made.task_name)
-        parts = {str(part.task_name): part for part in (made.get_all_tasks() if grouped else [made])}
-        for part in parts:
-            if part in owners:  # no item may count twice
-                raise CompressionError(
-                    f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
-                )
-            owners[part] = name
-        tasks.append((name, parts, made))
-    with quiet_lm_eval():
-        return tuple(
-            EvaluationTask(name, _version(name, parts, options), parts, hasattr(made, "get_all_tasks"), made)
-            for name, parts, made in tasks
-        )
+        owners: dict[str, str] = {}
+        found = []
+        for made in loaded:
+            grouped = hasattr(made, "get_all_tasks")
+            name = str(made.name if grouped else made.task_name)
+            parts = {str(part.task_name): part for part in (made.get_all_tasks() if grouped else [made])}
+            for part in parts:
+                if part in owners:  # no item may count twice
+                    raise CompressionError(
+                        f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
+                    )
+                owners[part] = name
+            found.append(EvaluationTask(name, _version(name, parts, options), parts, grouped, made))
+    return tuple(found)
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
@@ -265,21 +261,17 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in (sorted(value, key=str) if isinstance(value, set) else value)]
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
-    if callable(value):
-        return _source(value)
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _source(function: Callable[..., Any]) -> list[Any]:
-    inner = getattr(function, "func", function)  # of functools.partial
-    bound = _plain([getattr(function, "args", ()), getattr(function, "keywords", {})])
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    if not callable(value):
+        return value if isinstance(value, str | int | float | bool | None) else str(value)
+    inner = getattr(value, "func", value)  # of functools.partial
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
     try:
-        file = inspect.getsourcefile(inner if hasattr(inner, "__qualname__") else type(inner))
+        file = inspect.getsourcefile(named)
         content = Path(file).read_bytes() if file else b""
     except (OSError, TypeError):
         content = b""
-    return [name, hashlib.sha256(content).hexdigest(), bound]
+    bound = _plain([getattr(value, "args", ()), getattr(value, "keywords", {})])
+    return [named.__qualname__, hashlib.sha256(content).hexdigest(), bound]
 
 
 def item_options(

@@ -10,7 +10,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import Answerer, Evaluation, evaluate, plan_evaluation
-from compressor.evaluation.scores import ItemScores, ResultStore, content_identity, identity, judged_identity
+from compressor.evaluation.scores import ItemScores, ResultStore, identity, judged_identity
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
@@ -56,9 +56,8 @@ def run_gate(
     """
     judged_files = here().broadcast(lambda: judged_identity(compressed))
     original = plan_base(base, tasks, wanted)
-    smaller = plan_evaluation(
-        compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content_identity(judged_files)
-    )
+    content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
+    smaller = plan_evaluation(compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content)
     begin = time.perf_counter()
     before, reused = evaluate(original, progress)
     between = time.perf_counter()

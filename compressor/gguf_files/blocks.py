@@ -47,7 +47,15 @@ def find_blocks(model: Gguf) -> Blocks:
     if first.text("general.type") not in ("", "model"):
         raise CompressionError(f"{where} is of the type {first.text('general.type')!r}; name the GGUF file of a model")
     experts = first.number(f"{arch}.expert_count")
-    homes = _homes(model, where)
+    homes = dict[str, int]()
+    for name in model.tensors:
+        if found := EXPERTS.fullmatch(name) or ROUTER.fullmatch(name):
+            homes[name] = int(found[1])
+        elif STRANGE.search(name) and not WHOLE.fullmatch(name):
+            raise CompressionError(
+                f"{where}: the tensor {name} speaks of experts in a way that is not known, so it is not cut; compress "
+                "the checkpoint that the file was made of and convert the result"
+            )
     if experts < 1 or not homes:
         raise CompressionError(f"{where} ({arch or 'no architecture'}) has no routed experts; name a model that has")
     numbers = sorted(set(homes.values()))
@@ -70,20 +78,6 @@ def find_blocks(model: Gguf) -> Blocks:
     for number in numbers:
         digest.update(f"blk.{number}".encode() + model.read(GATE.format(number)))
     return Blocks(arch, layers, heads, homes, FINGERPRINT + digest.hexdigest())
-
-
-def _homes(model: Gguf, where: str) -> dict[str, int]:
-    """Each tensor that is cut, with its block."""
-    homes = dict[str, int]()
-    for name in model.tensors:
-        if found := EXPERTS.fullmatch(name) or ROUTER.fullmatch(name):
-            homes[name] = int(found[1])
-        elif STRANGE.search(name) and not WHOLE.fullmatch(name):
-            raise CompressionError(
-                f"{where}: the tensor {name} speaks of experts in a way that is not known, so it is not cut; compress "
-                "the checkpoint that the file was made of and convert the result"
-            )
-    return homes
 
 
 def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import file_digest
 from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
 from compressor.gguf_files.header import Gguf
-from compressor.gguf_files.scores import ENERGY, SCORES, Imatrix, dequantised, weight_scores
+from compressor.gguf_files.scores import ENERGY, SCORES, Imatrix, column_norms, dequantised
 from compressor.grouping.choose import keep_best, kept_share
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model, resolve_count
@@ -99,7 +100,8 @@ def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int]
         "are kept; convert the model without it (--no-mtp) if you do not decode speculatively",
         layer.name,
     )
-    return keep_best(LayerStatistics(layer), weight_scores(model, layer), keep, protected, decided_by=HEAD)
+    norms = torch.from_numpy(column_norms(model, layer).sum(1))
+    return keep_best(LayerStatistics(layer), norms, keep, protected, decided_by=HEAD)
 
 
 def check_llama_cpp(model: Gguf, blocks: Blocks, keep: int) -> None:
@@ -155,24 +157,18 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
         if (made := by_number.get(layer.index)) is None:
             layers.append(head_plan(model, layer, stage.experts))
             continue
-        layers.append(_fitted(made, layer))
+        for fact in ("experts", "top_k"):
+            if getattr(made, fact) != getattr(layer, fact):
+                raise CompressionError(
+                    f"{made.module}: the plan says {fact} {getattr(made, fact)}, {layer.name} has "
+                    f"{getattr(layer, fact)}; apply it to the GGUF file of the same model"
+                )
+        details = {name: getattr(made, name) for name in ("upstream", "decided_by", "figures")}
+        layers.append(LayerPlan.keep(layer, [group.members[0] for group in made.groups], **details))
         if named := stage.protected.get(made.module):
             protected[layer.name] = named
     fitted = decisions(replace(stage, layers=tuple(layers), protected=protected))
     return replace(plan, steps=(replace(plan.of(PRUNE)[-1], plan=fitted, stage=0),))
-
-
-def _fitted(made: LayerPlan, layer: MoeLayer) -> LayerPlan:
-    """One layer's plan with the rules of the GGUF file, by which it checks itself."""
-    for fact in ("experts", "top_k"):
-        if getattr(made, fact) != getattr(layer, fact):
-            raise CompressionError(
-                f"{made.module}: the plan says {fact} {getattr(made, fact)}, {layer.name} has {getattr(layer, fact)}; "
-                "apply it to the GGUF file of the same model"
-            )
-    kept = [group.members[0] for group in made.groups]
-    details = {name: getattr(made, name) for name in ("upstream", "decided_by", "figures")}
-    return LayerPlan.keep(layer, kept, **details)
 
 
 def refuse_more_than_drop(plan: Plan) -> None:

@@ -135,11 +135,6 @@ def energy_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tenso
     return torch.from_numpy((squares * column_norms(model, layer)).sum(1))
 
 
-def weight_scores(model: Gguf, layer: MoeLayer) -> torch.Tensor:
-    """Squared norm of each expert's down projection: [E]. Only for heads, on which an imatrix has nothing."""
-    return torch.from_numpy(column_norms(model, layer).sum(1))
-
-
 SCORES: dict[str, Callable[[Gguf, MoeLayer, Imatrix], torch.Tensor]] = {ENERGY: energy_scores, COUNTS: visit_scores}
 
 

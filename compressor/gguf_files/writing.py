@@ -55,29 +55,6 @@ class GgufSummary:
     plan: Plan = field(repr=False)
 
 
-def carry_out(
-    model: Gguf, blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress, note: str = ""
-) -> GgufSummary:
-    """Write the model with the experts that the plan keeps; the plan must be one for this model's blocks."""
-    start, stage = time.monotonic(), plan.stage
-    chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in stage.layers}
-    kept = {name: chosen[number] for name, number in blocks.homes.items()}
-    paths = write_gguf(model, kept, new_values(model, blocks, plan), out, overwrite, progress)
-    tensors = model.tensors.values()
-    return GgufSummary(
-        tuple(map(str, paths)),
-        blocks.arch,
-        stage.strategy,
-        blocks.experts,
-        stage.experts,
-        Size.of(tensors),
-        Size.of(cut(tensor, blocks, stage.experts) for tensor in tensors),
-        time.monotonic() - start,
-        note,
-        plan,
-    )
-
-
 def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
     """The metadata that changes: the number of experts, the label that repeats it, and the plans, the last one last."""
     values, experts, key = model.first.values, plan.stage.experts, f"{blocks.arch}.expert_count"
@@ -112,15 +89,18 @@ def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
     return paths
 
 
-def write_gguf(
-    model: Gguf, kept: Kept, added: Mapping[str, Value], out: Path, overwrite: bool, progress: Progress
-) -> list[Path]:
-    """Write the model with the experts that stay, into as many files as it has; all of them or none.
+def carry_out(
+    model: Gguf, blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress, note: str = ""
+) -> GgufSummary:
+    """Write the model with the experts that the plan keeps, into as many files as it has; all of them or none.
 
-    `added` are values of the metadata, in place of those of the same keys. The first file, without which the others
-    cannot be loaded, is put in place last.
+    The plan must be one for this model's blocks. The first file, without which the others cannot be loaded, is put in
+    place last.
     """
-    paths = check_output(out, model, overwrite)
+    start, stage = time.monotonic(), plan.stage
+    chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in stage.layers}
+    kept = {name: chosen[number] for name, number in blocks.homes.items()}
+    added, paths = new_values(model, blocks, plan), check_output(out, model, overwrite)
     with full_disk_told(out.parent), alone(out) as work:
         fresh = [work / path.name for path in paths]
         placed = list[Path]()
@@ -140,7 +120,19 @@ def write_gguf(
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
             raise
-    return paths
+    tensors = model.tensors.values()
+    return GgufSummary(
+        out=tuple(map(str, paths)),
+        architecture=blocks.arch,
+        strategy=stage.strategy,
+        experts_before=blocks.experts,
+        experts_after=stage.experts,
+        before=Size.of(tensors),
+        after=Size.of(cut(tensor, blocks, stage.experts) for tensor in tensors),
+        seconds=time.monotonic() - start,
+        note=note,
+        plan=plan,
+    )
 
 
 def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, progress: Progress) -> None:

@@ -45,21 +45,16 @@ class Activation:
     beta: float = 0.0
     limit: float | None = None
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether the first projection makes gate and up values."""
-        return self.kind == "swiglu"
-
     def attributes(self) -> dict[str, Any]:
         """The node's attributes for this activation."""
         found: dict[str, Any] = {"activation_type": self.kind}
-        if self.is_gated:  # rows g0, u0, g1, u1, ...
+        if self.kind == "swiglu":  # rows g0, u0, g1, u1, ...
             found |= {"swiglu_fusion": 1, "activation_alpha": self.alpha, "activation_beta": self.beta}
         return found if self.limit is None else {**found, "swiglu_limit": self.limit}
 
     def apply(self, inner: Tensor) -> Tensor:
         """What the formula says, [T, 2I] as concatenated gate and up (or [T, I]) -> [T, I]."""
-        if not self.is_gated:
+        if self.kind != "swiglu":
             return UNGATED[self.kind](inner)
         gate, up = inner.chunk(2, dim=-1)
         if self.limit is not None:

@@ -287,15 +287,11 @@ class Graph:
         self.inputs = {value.name: value.type.tensor_type for value in model.graph.input}
         whole = Part(None, tuple(self.inputs), tuple(value.name for value in model.graph.output))
         self.parts = cut(model, owners or {}, units) if units else [whole]
+        self.how = WHOLE if len(self.parts) == 1 else LAYERS  # as a record names it
         self.last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
         for name in self.inputs.keys() & self.last.keys():
             present = name.replace(CACHE, "present", 1)
             self.last[present] = max(self.last.get(present, 0), self.last[name])
-
-    @property
-    def how(self) -> str:
-        """How a record names the way in which the graph is asked."""
-        return WHOLE if len(self.parts) == 1 else LAYERS
 
     def answers(self, cases: Sequence[Case], progress: Progress) -> Iterator[Tensor]:
         """The logits [B, S, V] of each case: of a whole graph one after the other, of parts all in the end."""

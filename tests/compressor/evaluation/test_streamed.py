@@ -15,11 +15,10 @@ from compressor import memory
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation import evaluate as evaluating
-from compressor.evaluation import streamed
+from compressor.evaluation import model as streamed
 from compressor.evaluation.evaluate import plan_evaluation, run_tasks, streams, weight_bytes
-from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
+from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, scores, streamed_model
 from compressor.evaluation.scores import ResultStore
-from compressor.evaluation.streamed import batches_of, inputs_of, scores
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small
@@ -52,9 +51,10 @@ def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
 @pytest.mark.parametrize("family", STREAMED)
 def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.save(tmp_path / "model", family)
-    with loaded_model(folder, options()) as stock:
+    source = locate(str(folder))
+    with loaded_model(source, options()) as stock:
         choices, texts = answered(stock)
-    source, spilled = locate(str(folder)), note_spills(monkeypatch)
+    spilled = note_spills(monkeypatch)
     for settings in ({}, {"batch_size": 3}):
         with streamed_model(source, options(**settings)) as model:
             found = answered(model)

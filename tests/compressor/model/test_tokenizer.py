@@ -36,9 +36,10 @@ def compress(folder: Path, text: Path) -> Any:
 
 
 def lm_eval(folder: Path, text: Path) -> Any:
+    from compressor.checkpoint.source import locate
     from compressor.evaluation.model import loaded_model
 
-    with loaded_model(folder, EvaluationOptions(tasks=("demo-skills",))) as model:
+    with loaded_model(locate(str(folder)), EvaluationOptions(tasks=("demo-skills",))) as model:
         return model
 
 

@@ -64,7 +64,7 @@ def routed(
 
 
 def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> None:
-    with loaded_model(place / "model", options(batch_size=1)) as stock:
+    with loaded_model(locate(str(place / "model")), options(batch_size=1)) as stock:
         stock.watch(AnswerWatch("model", "sums", Silent()))
         expected = stock.loglikelihood(asked(ASKED))
     found, spent = routed(place, UNMOVED)
