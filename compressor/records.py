@@ -21,6 +21,7 @@ MOST_BYTES = 2**25  # of a report: twice a plan of 100 layers with 1,000 experts
 MOST_BYTES_OF_PARTS = 2**27  # of a checkpoint's file, such as an index of millions of tensors
 
 Record = TypeVar("Record")
+_hints = lru_cache(get_type_hints)
 
 
 def read_json(path: Path, remedy: str, unreadable: str | None = None, most: int = MOST_BYTES) -> Any:
@@ -105,11 +106,6 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
     return kind(**found)
 
 
-@lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
 def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
     """A JSON value as the type that its field has; `where` names it in a `CompressionError`."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -125,7 +121,13 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
             raise _odd(value, f"one of {', '.join(inner)}", where)
         return value
     if origin is tuple:
-        return _tuple(value, inner, where, closed)
+        if not isinstance(value, list):
+            raise _odd(value, "a list", where)
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) != len(value):
+            raise _odd(value, f"a list of {len(kinds)}", where)
+        pairs = enumerate(zip(value, kinds, strict=True))
+        return tuple(value_as(entry, kind, f"{where}[{n}]", closed) for n, (entry, kind) in pairs)
     if origin is Mapping:
         if not isinstance(value, dict):
             raise _odd(value, "an object", where)
@@ -138,17 +140,6 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
     if type(value) is not hint or (hint is int and value.bit_length() > MOST_BITS):
         raise _odd(value, NAMES[hint], where)
     return value
-
-
-def _tuple(value: Any, kinds: tuple[Any, ...], where: str, closed: bool) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _odd(value, "a list", where)
-    if kinds[-1] is Ellipsis:
-        kinds = kinds[:1] * len(value)
-    if len(kinds) != len(value):
-        raise _odd(value, f"a list of {len(kinds)}", where)
-    pairs = enumerate(zip(value, kinds, strict=True))
-    return tuple(value_as(entry, kind, f"{where}[{n}]", closed) for n, (entry, kind) in pairs)
 
 
 def _odd(value: Any, wanted: str, where: str) -> CompressionError:

@@ -79,19 +79,23 @@ def _strays(folder: Path) -> list[str]:
     """What was neither written by this tool nor is, by its name, part of a checkpoint."""
     records, found = _records(folder), list[str]()
     carried = [name for record in records if isinstance(names := record.get("files"), list) for name in names]
+    subfolders = {TEMPLATES, *entry_points(group="moe_compressor.exporters").names}  # that compress makes
     for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            if _is_export(path):
-                found += [f"{path.name}/{name}" for name in (_strays(path) if _records(path) else ())]
-            elif not _is_of_hub(path) and not (records and all(map(_is_report, path.iterdir()))):
-                found.append(path.name)
-        elif not (_is_of_checkpoint(path.name) or path.name in carried or (records and _is_report(path))):
-            found.append(path.name)
+        name = path.name
+        if path.is_dir() and not path.is_symlink() and name in subfolders:
+            found += [f"{name}/{stray}" for stray in (_strays(path) if _records(path) else ())]
+        elif path.is_dir():
+            of_hub = name == ".cache" and not path.is_symlink() and os.listdir(path) == ["huggingface"]  # its client's
+            if not of_hub and not (records and all(map(_is_report, path.iterdir()))):
+                found.append(name)
+        elif not (
+            WEIGHTS.fullmatch(name)
+            or BESIDE.fullmatch(name)
+            or name in (*RECORDS, *carried)
+            or (records and _is_report(path))
+        ):
+            found.append(name)
     return found
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return bool(WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)) or name in RECORDS
 
 
 def _is_report(path: Path) -> bool:
@@ -100,14 +104,3 @@ def _is_report(path: Path) -> bool:
         return False
     written = str(json_object(path).get("format", "")).startswith(f"{TOOL}-")
     return bool(REPORTS.fullmatch(path.name)) or written or is_page(path, MADE_BY)
-
-
-def _is_of_hub(folder: Path) -> bool:
-    """Whether a folder is what the Hub's client keeps beside the files that it has downloaded."""
-    return folder.name == ".cache" and not folder.is_symlink() and os.listdir(folder) == ["huggingface"]
-
-
-def _is_export(folder: Path) -> bool:
-    """Whether a subfolder is one that compress makes: chat templates, or an exporter's."""
-    exporters = entry_points(group="moe_compressor.exporters").names
-    return not folder.is_symlink() and (folder.name == TEMPLATES or folder.name in exporters)

@@ -5,7 +5,6 @@ import math
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from compressor.errors import without_tokens
 
@@ -44,15 +43,14 @@ def label(name: str) -> str:
 
 def without_paths(command: str) -> str:
     """Command lines in which paths are names: './data/a.txt' and '/home/me/a.txt' become 'a.txt'."""
-    return "\n".join(map(_without_paths, command.replace("\\\n", " ").splitlines()))
-
-
-def _without_paths(line: str) -> str:
-    try:
-        words = shlex.split(line)
-    except ValueError:  # a quotation without an end
-        words = line.split()
-    return shlex.join(PATH.sub("", one_line(word, None)) for word in words)
+    lines = list[str]()
+    for line in command.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line)
+        except ValueError:  # a quotation without an end
+            words = line.split()
+        lines.append(shlex.join(PATH.sub("", one_line(word, None)) for word in words))
+    return "\n".join(lines)
 
 
 def ranges(numbers: Iterable[int], dash: str = "-", comma: str = ",", none: str = "-") -> str:
@@ -73,10 +71,11 @@ def span(numbers: Iterable[int]) -> str:
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of each run: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
-    ordered = sorted(numbers)
-    starts = [*ordered[:1], *(after for before, after in pairwise(ordered) if after != before + 1)]
-    ends = [*(before for before, after in pairwise(ordered) if after != before + 1), *ordered[-1:]]
-    return list(zip(starts, ends, strict=True))
+    found = list[tuple[int, int]]()
+    for number in sorted(numbers):
+        start = found.pop()[0] if found and found[-1][1] == number - 1 else number
+        found.append((start, number))
+    return found
 
 
 def distinct(names: Iterable[str]) -> list[str]:

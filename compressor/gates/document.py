@@ -13,7 +13,7 @@ from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Str
 from compressor.drawing.marks import Dots, draw_dots
 from compressor.drawing.picture import Drawing
 from compressor.gates.statistics import POWER
-from compressor.gates.verdict import GateResult, RoutedBy, TaskGate, Verdict
+from compressor.gates.verdict import GateResult, TaskGate, Verdict
 from compressor.words import counted, one_line
 
 if TYPE_CHECKING:
@@ -78,19 +78,15 @@ def verdict_line(result: GateResult) -> str:
             f"Inconclusive: {sure}, it cannot be said whether more than {most} was lost on {tasks or 'any task'}."
         ),
     }
-    routed = "" if result.routing is None else f" {_routing_line(result.routing)}"
-    return sentences[result.verdict] + routed
-
-
-def _routing_line(routing: RoutedBy) -> str:
-    """What the compressed model was routed by and what that cost, as a sentence."""
+    if (routing := result.routing) is None:
+        return sentences[result.verdict]
     options = routing.options
     near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
     left = f"; left as they are, being too long: {counted(routing.left_plain, 'item')}" if routing.left_plain else ""
     return (
-        f"The compressed model answered on pathways optimised by {routing.method} ({options.get('optimizer')}, {near} "
-        f"of the reference set {routing.reference[:DIGITS]}), which cost {routing.cost:.3g} plain forwards of the same "
-        f"items{left}."
+        f"{sentences[result.verdict]} The compressed model answered on pathways optimised by {routing.method} "
+        f"({options.get('optimizer')}, {near} of the reference set {routing.reference[:DIGITS]}), which cost "
+        f"{routing.cost:.3g} plain forwards of the same items{left}."
     )
 
 
@@ -187,7 +183,7 @@ def gate_brief(result: GateResult) -> tuple[Block, ...]:
 
 def verdict_block(result: GateResult) -> Text:
     """The verdict as a sentence."""
-    return Text(Strong(_toned(result.verdict, verdict_line(result))))
+    return Text(Strong(Toned(verdict_line(result), *SIGNS[result.verdict])))
 
 
 def task_table(result: GateResult) -> Table:
@@ -197,7 +193,7 @@ def task_table(result: GateResult) -> Table:
         f"{100 * result.confidence:g}%"
     )
     rows = tuple(
-        tuple(_toned(task.verdict, said) if name == "verdict" else said for name, said in cells(task).items())
+        tuple(Toned(said, *SIGNS[task.verdict]) if name == "verdict" else said for name, said in cells(task).items())
         for task in result.tasks
     )
     return Table(caption, tuple(COLUMNS), rows, TEXTS, OPTIONAL)
@@ -223,10 +219,6 @@ def tested_blocks(result: GateResult) -> tuple[Block, ...]:
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
     }
     return Text(method(result)), Facts(tuple((name, said) for name, said in facts.items() if said))
-
-
-def _toned(verdict: Verdict, text: str) -> Toned:
-    return Toned(text, *SIGNS[verdict])
 
 
 def _commit(identity: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.files import file_digest, whole_folder
 from compressor.gates.document import advice, cells, change, gate_blocks, level, margin, verdict_line
-from compressor.gates.verdict import EXIT_STATUS, GateResult, RoutedBy, TaskGate, gate_content, gate_from_content
+from compressor.gates.verdict import EXIT_STATUS, GateResult, TaskGate, gate_content, gate_from_content
 from compressor.records import read_json
 from compressor.words import readable
 
@@ -45,7 +45,7 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
 
 def junit(result: GateResult) -> bytes:
     """JUnit XML for CI servers: each task is a test case; failed ones are failures, inconclusive ones are skipped."""
-    verdicts = [task.verdict for task in result.tasks]
+    verdicts, routing = [task.verdict for task in result.tasks], result.routing
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -55,7 +55,10 @@ def junit(result: GateResult) -> bytes:
     }
     root = Xml.Element("testsuites", {"name": SUITE, **counts})
     suite = _add(root, "testsuite", {"name": f"{SUITE}: {result.base}, {result.compressed}", **counts})
-    properties = _add(suite, "properties", {})
+    properties, routed = _add(suite, "properties", {}), dict[str, object]()
+    if routing is not None:
+        routed = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
+        routed |= {"left-plain": routing.left_plain, **_given("option.", routing.options)}
     facts = {
         "verdict": result.verdict,
         "exit-status": EXIT_STATUS[result.verdict],
@@ -65,7 +68,7 @@ def junit(result: GateResult) -> bytes:
         "confidence": result.confidence,
         "reused-base": str(result.reused_base).lower(),
         **_given("option.", result.options),
-        **_routing(result.routing),
+        **_given("routing.", routed),
         **_given("version.", result.versions),
         **_given("seconds.", result.seconds),
     }
@@ -81,13 +84,6 @@ def junit(result: GateResult) -> bytes:
 
 def _given(prefix: str, entries: Mapping[str, object]) -> dict[str, object]:
     return {f"{prefix}{name}": value for name, value in entries.items() if value is not None}
-
-
-def _routing(routing: RoutedBy | None) -> dict[str, object]:
-    if routing is None:
-        return {}
-    facts = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
-    return _given("routing.", {**facts, "left-plain": routing.left_plain, **_given("option.", routing.options)})
 
 
 def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
@@ -193,26 +189,25 @@ def append_summary(result: GateResult, path: Path) -> None:
 
 def card_metrics(result: GateResult) -> list[EvalResult]:
     """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
-    return [
-        EvalResult(
+    found, sure = list[EvalResult](), f"with confidence {100 * result.confidence:g}%"
+    routed = f", routed by {result.routing.method}" if result.routing is not None else ""
+    for task in result.tasks:
+        if not math.isfinite(task.compressed):
+            continue
+        drop, most = change(task.drop, task.kind), change(task.upper, task.kind)
+        beside = f"base {level(task.base)}, drop {drop}, at most {most} {sure}{routed}"
+        result_of_task = EvalResult(
             task_type="text-generation",
             dataset_name=task.task,
             dataset_type=task.task,
             dataset_args={"version": task.version, "items": task.items},
             metric_type=task.metric,
-            metric_name=f"{task.metric} ({_beside(result, task)})",
+            metric_name=f"{task.metric} ({beside})",
             metric_value=float(f"{task.compressed:.6g}"),
             verified=False,
         )
-        for task in result.tasks
-        if math.isfinite(task.compressed)
-    ]
-
-
-def _beside(result: GateResult, task: TaskGate) -> str:
-    most = f"at most {change(task.upper, task.kind)} with confidence {100 * result.confidence:g}%"
-    routed = f", routed by {result.routing.method}" if result.routing is not None else ""
-    return f"base {level(task.base)}, drop {change(task.drop, task.kind)}, {most}{routed}"
+        found.append(result_of_task)
+    return found
 
 
 def model_index(result: GateResult) -> list[dict[str, Any]]:

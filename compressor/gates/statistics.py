@@ -3,27 +3,24 @@
 Both models answer the same items, so the items' differences are tested, not two means (Miller, "Adding Error Bars to
 Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper confidence bound of the drop is under
 the margin; fail the same on the other side; anything else is inconclusive. Of several tests of one drop the most
-careful one counts. Shapes: n items, G clusters, m tasks; `...` stands for repetitions, as in a simulation.
+careful one counts, and p-values are corrected for the number of tasks. Shapes: n items or other independent units, G
+clusters, m tasks; `...` stands for repetitions, as in a simulation.
 
-Tests of the mean difference of paired scores, or of a ratio of sums, and the correction for testing several.
-
-n items or other independent units, m tests; `...` stands for repetitions, as in a simulation. Student's t holds its
-level where items differ in many small ways. Two things break it, and each has its own remedy here, of which the more
-careful counts: few of the items differ (`rule_of_three`), or a few of them very much (`student` with `skew`). What is
-left: with differences as skewed as an exponential distribution and lengths as uneven as 1 to 20, 62 documents pass
+Scores and likelihoods: Student's t holds its level where items differ in many small ways. Two things break it, and each
+has its own remedy: few of the items differ (`rule_of_three`), or a few of them very much (`student` with `skew`). What
+is left: with differences as skewed as an exponential distribution and lengths as uneven as 1 to 20, 62 documents pass
 falsely in 6.4 % of samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
 
-Exact tests of the drop between two models whose answers to the same n items are right or wrong.
-
-Only items that flip speak: `lost` of them the compressed model gets wrong and the base right, `gained` the other way
-round. Under a true drop d = P(lost) - P(gained) one probability stays unknown, and the maximum of the likelihood under
-that constraint, in closed form by Tango (Statistics in Medicine 17, 1998), is put in its place. Tango then takes the
-score statistic for normal. That is too liberal where flips are few: 272 items without a flip would pass a margin of
-0.01 at confidence 0.95, though a true drop of 0.01 shows none in 6.5 % of such samples. So the tail is summed here
-from the trinomial distribution itself, at the same estimate: an estimated p-value in the sense of Lloyd ("Exact
-P-values for discrete models obtained by estimation and maximization", Australian & New Zealand Journal of Statistics
-50, 2008). Enumerated over 20 to 2,000 items, flips of 0.5 % to 40 %, margins of 0 to 0.1 and confidences of 0.9, 0.95
-and 0.99, its rate of false verdicts never exceeds 1 - confidence; without a flip it is the binomial test.
+Answers that are right or wrong: only items that flip speak, of which the compressed model gets `lost` wrong and the
+base right, and `gained` the other way round. Under a true drop d = P(lost) - P(gained) one probability stays unknown,
+and the maximum of the likelihood under that constraint, in closed form by Tango (Statistics in Medicine 17, 1998), is
+put in its place. Tango then takes the score statistic for normal. That is too liberal where flips are few: 272 items
+without a flip would pass a margin of 0.01 at confidence 0.95, though a true drop of 0.01 shows none in 6.5 % of such
+samples. So the tail is summed here from the trinomial distribution itself, at the same estimate: an estimated p-value
+in the sense of Lloyd ("Exact P-values for discrete models obtained by estimation and maximization", Australian & New
+Zealand Journal of Statistics 50, 2008). Enumerated over 20 to 2,000 items, flips of 0.5 % to 40 %, margins of 0 to 0.1
+and confidences of 0.9, 0.95 and 0.99, its rate of false verdicts never exceeds 1 - confidence; without a flip it is the
+binomial test.
 """
 
 import math
@@ -41,6 +38,10 @@ from compressor.errors import CompressionError
 from compressor.evaluation.scores import ItemScores
 from compressor.gates.verdict import TaskGate, Verdict
 
+TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
+SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
+POWER = 0.8  # the probability with which a sample shows the smallest detectable drop
+FEW = 30  # scores that differ, under which what none of them showed counts as well
 FAR = 1e6  # standard errors, beyond which a distance says no more
 
 Array = NDArray[np.float64]
@@ -154,10 +155,6 @@ def holm(p_values: Array) -> Array:
     return adjusted
 
 
-TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
-SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
-
-
 def constrained_gain(lost: int, gained: int, items: int, drop: float) -> float:
     """The likeliest P(gained) if P(lost) - P(gained) were `drop`, in [max(0, -drop), (1 - drop) / 2] (Tango 1998)."""
     linear = (2 * items - lost + gained) * drop - lost - gained
@@ -202,10 +199,6 @@ def lower_bound(lost: int, gained: int, items: int, alpha: float) -> float:
 def mcnemar(lost: int, gained: int) -> float:
     """Exact two-sided p of flips as uneven as these if either direction were as likely; 1 without a flip."""
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
-
-
-POWER = 0.8  # the probability with which a sample shows the smallest detectable drop
-FEW = 30  # scores that differ, under which what none of them showed counts as well
 
 
 @dataclass(frozen=True, slots=True, eq=False)

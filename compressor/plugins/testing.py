@@ -24,7 +24,7 @@ from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover
 from compressor.recipe.plan import LayerPlan, touched
-from compressor.recipe.registry import Strategy, strategy_of
+from compressor.recipe.registry import strategy_of
 from compressor.statistics.statistics import ALL, RECONSTRUCTION, Collector, LayerStatistics, smaller_routers
 
 
@@ -100,9 +100,25 @@ def check_strategy(module: Any, settings: Mapping[str, Any] | None = None, name:
         stats = replace(full, values={name: value for name, value in full.values.items() if name in strategy.needs})
         before = _contents(full)
         for keep, protected in product((4, 6, 8), (frozenset[int](), frozenset({1, 7}))):
-            _check_plan(strategy, stats, keep, protected)
+            plans = list[LayerPlan]()
+            for seed in range(2):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    plans.append(strategy.plan_layer(stats, keep, protected))
+            if plans[0] != plans[1]:
+                remedy = "draw from a torch.Generator with stats.seed"
+                raise CompressionError(f"strategy {strategy.name!r} plans the same layer in two ways; {remedy}")
+            if changed := touched(plans[0], protected):
+                raise CompressionError(
+                    f"strategy {strategy.name!r} does not keep protected expert {changed[0]} as it is"
+                )
         if strategy.likeness is not None and tokens:
-            _check_likeness(strategy, full)
+            values = {name: value for name, value in full.values.items() if name in strategy.likeness_needs}
+            label, table = strategy.likeness(replace(full, values=values), strategy.options)
+            experts = full.layer.experts
+            if not isinstance(label, str) or table.shape != (experts, experts) or not bool(table.isfinite().all()):
+                wanted = f"a label and a matrix [{experts}, {experts}]"
+                raise CompressionError(f"strategy {strategy.name!r}: likeness should return {wanted}")
         if any(not torch.equal(one, other) for one, other in zip(before, _contents(full), strict=True)):
             raise CompressionError(f"strategy {strategy.name!r} changed the layer; it is only to be read")
 
@@ -111,28 +127,3 @@ def _contents(stats: LayerStatistics) -> list[Tensor]:
     values = [stats.values[name] for name in sorted(stats.values)]
     tensors = [value for value in values if isinstance(value, Tensor)]
     return [tensor.clone() for tensor in (*tensors, *stats.weights.block.state_dict().values())]
-
-
-def _check_plan(strategy: Strategy, stats: LayerStatistics, keep: int, protected: frozenset[int]) -> None:
-    made: list[LayerPlan] = []
-    for seed in range(2):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            made.append(strategy.plan_layer(stats, keep, protected))
-    if made[0] != made[1]:
-        raise CompressionError(
-            f"strategy {strategy.name!r} plans the same layer in two ways; draw from a torch.Generator with stats.seed"
-        )
-    if changed := touched(made[0], protected):
-        raise CompressionError(f"strategy {strategy.name!r} does not keep protected expert {changed[0]} as it is")
-
-
-def _check_likeness(strategy: Strategy, stats: LayerStatistics) -> None:
-    assert strategy.likeness is not None
-    values = {name: value for name, value in stats.values.items() if name in strategy.likeness_needs}
-    label, table = strategy.likeness(replace(stats, values=values), strategy.options)
-    experts = stats.layer.experts
-    if not isinstance(label, str) or table.shape != (experts, experts) or not bool(table.isfinite().all()):
-        raise CompressionError(
-            f"strategy {strategy.name!r}: likeness should return a label and a matrix [{experts}, {experts}]"
-        )

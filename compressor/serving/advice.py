@@ -79,6 +79,10 @@ def _even_groups(model: Served) -> bool:
     return model.experts % model.groups == 0 and model.experts // model.groups >= 2
 
 
+def _families(names: str) -> Condition:
+    return names, lambda model: model.family in names.split(", ")
+
+
 def _width_multiple(of: int) -> Condition:
     return f"I is a multiple of {of}", lambda model: model.width % of == 0
 
@@ -93,31 +97,13 @@ UNTIED: Condition = "the head is not tied to the embeddings", lambda model: not 
 DIVISIBLE: Condition = "E is a multiple of the size of expert parallelism", lambda model: not model.uneven
 FP8_KERNEL: Condition = "FP8 (TRT-LLM kernel)", lambda model: model.quantization == "fp8"
 
-VLLM_TIES = (
-    "afmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "jamba",
-    "minimax_m2",
-    "nemotron_h",
-    "olmoe",
-    "qwen3_next",
+VLLM_TIES = _families(
+    "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, olmoe, qwen3_next"
 )
-LLAMA_HEADS = (
-    "deepseek_v4",
-    "dots1",
-    "exaone_moe",
-    "gpt_oss",
-    "kimi_linear",
-    "mellum",
-    "minimax_m2",
-    "olmoe",
-    "phimoe",
-    "qwen2_moe",
+LLAMA_HEADS = _families(
+    "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, phimoe, qwen2_moe"
 )
-TENSOR_PARALLEL = ("cohere2_moe", "exaone_moe", "laguna", "lfm2_moe", "minimax_m2", "qwen2_moe", "qwen3_moe")
+TENSOR_PARALLEL = _families("cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe")
 
 _vllm, _sglang = partial(Rule, "vLLM", VLLM), partial(Rule, "SGLang", SGLANG)
 _flashinfer, _llama = partial(Rule, "FlashInfer", FLASHINFER), partial(Rule, "llama.cpp", LLAMA)
@@ -129,8 +115,7 @@ def _tensor_parallel(server: Callable[..., Rule], source: str) -> Rule:
         "fails",
         "experts",
         "takes no tensor parallelism over more GPUs than the {experts} experts",
-        ", ".join(TENSOR_PARALLEL),
-        lambda model: model.family in TENSOR_PARALLEL,
+        *TENSOR_PARALLEL,
         "E is at least the size of tensor parallelism",
         lambda model: model.experts >= max(SIZES),
     )
@@ -165,8 +150,7 @@ RULES = (
         "fails",
         "experts",
         "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
-        "deepseek_v4",
-        lambda model: model.family == "deepseek_v4",
+        *_families("deepseek_v4"),
         "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
         lambda model: model.experts in TO_512 | MULTIPLES,
     ),
@@ -221,8 +205,7 @@ RULES = (
         "wrong",
         "head",
         "does not know that the head is tied to the embeddings and answers uniformly, in silence",
-        ", ".join(VLLM_TIES),
-        lambda model: model.family in VLLM_TIES,
+        *VLLM_TIES,
         *UNTIED,
         "run",
     ),
@@ -338,15 +321,12 @@ RULES = (
         "fails",
         "head",
         "wants a head of its own, where this model ties it to the embeddings",
-        ", ".join(LLAMA_HEADS),
-        lambda model: model.family in LLAMA_HEADS,
+        *LLAMA_HEADS,
         *UNTIED,
         "run",
     ),
 )
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
-
-
 PAGE = "docs/how-to/serving.md"
 
 
@@ -382,29 +362,23 @@ def broken(model: Served) -> tuple[Rule, ...]:
     return tuple(rule for rule in RULES if rule.concerns(model) and not rule.holds(model))
 
 
-def nearest_count(model: Served, counts: Iterable[int]) -> int | None:
-    """The nearest of `counts` that breaks no rule on numbers of experts, the larger of two; None if there is none."""
-
-    def kept(count: int) -> bool:
-        return all(rule.about != "experts" for rule in broken(replace(model, experts=count)))
-
-    return min(filter(kept, counts), key=lambda count: (abs(count - model.experts), -count), default=None)
-
-
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     """What servers make of a model; `counts` are the other numbers of experts that it could have."""
-    found = broken(model)
-    servers = {rule.server for rule in found}
-    return Advice(
-        model.experts,
-        model.top_k,
-        model.width,
-        full_speed=tuple(server for server in SERVERS if server not in servers),
-        breaches=tuple(
-            Breach(rule.server, rule.effect, said(rule, model), rule.needs, rule.version, rule.source) for rule in found
-        ),
-        nearest=nearest_count(model, (model.experts, *counts)),
+    breaches = tuple(
+        Breach(rule.server, rule.effect, said(rule, model), rule.needs, rule.version, rule.source)
+        for rule in broken(model)
     )
+    servers = {breach.server for breach in breaches}
+    full_speed = tuple(server for server in SERVERS if server not in servers)
+
+    def suits(count: int) -> bool:
+        return all(rule.about != "experts" for rule in broken(replace(model, experts=count)))
+
+    def nearness(count: int) -> tuple[int, int]:  # the larger of two
+        return abs(count - model.experts), -count
+
+    nearest = min(filter(suits, (model.experts, *counts)), key=nearness, default=None)
+    return Advice(model.experts, model.top_k, model.width, full_speed, breaches, nearest)
 
 
 def warnings(advice: Advice, before: Sequence[Rule] = ()) -> list[str]:

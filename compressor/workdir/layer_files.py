@@ -83,7 +83,13 @@ class LayerWriter:
         fresh = path.with_name(f"{path.name}.new")
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            _reserve(file, len(header) + sum(sizes.values()))
+            nbytes = len(header) + sum(sizes.values())
+            try:
+                os.posix_fallocate(file, 0, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                os.ftruncate(file, nbytes)
             os.pwrite(file, header, 0)
             _write_tensors(file, made, sizes, places)
         except BaseException:
@@ -102,15 +108,6 @@ def _settle(file: int, fresh: Path, path: Path, done: Callable[[], None]) -> Non
         os.close(file)
     fresh.replace(path)
     done()
-
-
-def _reserve(file: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(file, nbytes)
 
 
 def _write_tensors(file: int, made: Made, sizes: Mapping[str, int], places: Mapping[str, int]) -> None:
