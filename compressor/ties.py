@@ -32,21 +32,17 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     limits = torch.as_tensor(noise, dtype=torch.float64).cpu().expand_as(exact)
     known = exact.isfinite()
     numbers = exact[known].masked_fill(exact[known].abs() <= limits[known], 0)
-    found = exact.clone()
-    found[known] = _parted(numbers, float(limits.min()))
-    return found.to(values.device)
-
-
-def _parted(numbers: Tensor, noise: float) -> Tensor:
-    """Each of the finite numbers [n] as the least of those from which rounding alone parts it, on a binary grid."""
     ordered, order = numbers.sort()
-    ends = torch.searchsorted(ordered, ordered + (ROUNDING * ordered.abs()).clamp(min=noise), right=True).tolist()
-    starts, place = list[int](), 0
+    reach = (ROUNDING * ordered.abs()).clamp(min=float(limits.min()))
+    ends = torch.searchsorted(ordered, ordered + reach, right=True).tolist()
+    starts, place = list[int](), 0  # of those from which rounding alone parts the ones that follow
     while place < len(ends):
         starts.append(place)
         place = ends[place]
     of = torch.searchsorted(torch.tensor(starts), torch.arange(len(ends)), right=True) - 1
-    return torch.empty_like(numbers).index_copy_(0, order, _on_grid(ordered[starts])[of])
+    found = exact.clone()
+    found[known] = numbers.index_copy(0, order, _on_grid(ordered[starts])[of])
+    return found.to(values.device)
 
 
 def _on_grid(numbers: Tensor) -> Tensor:
@@ -59,11 +55,8 @@ def _on_grid(numbers: Tensor) -> Tensor:
 
 def least(values: Iterable[float], noise: float = 0.0) -> int:
     """Position of the least value, the first of equal ones; NaN is never less."""
-    return int(
-        rounded(
-            torch.tensor([*values], dtype=torch.float64).nan_to_num(torch.inf, torch.inf, -torch.inf), noise
-        ).argmin()
-    )
+    numbers = torch.tensor([*values], dtype=torch.float64).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    return int(rounded(numbers, noise).argmin())
 
 
 def exceeds(value: float, bound: float) -> bool:

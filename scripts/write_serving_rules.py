@@ -25,7 +25,7 @@ def table() -> str:
         seen = {"read": "", "run": "; seen when run", "reported": "; reported, not seen"}[rule.evidence]
         example = said(rule, EXAMPLE)
         rows.append(
-            f"| {rule.server} | {rule.whom} | {rule.needs} | {example} | {rule.effect} | "
+            f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | {rule.effect} | "
             f"{source}, {rule.version}{seen} |"
         )
     return "\n".join(rows)

@@ -68,7 +68,7 @@ def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, wor
     decide(state, numbers)
     steps = [state.step_at(number) for number in numbers]
     folder = work.stage(numbers[0])
-    if not work.is_written(folder):
+    if folder.name not in work.written:
         for number, step in zip(numbers, steps, strict=True):
             if type(step).refit is Step.refit:
                 continue
@@ -110,7 +110,7 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
     if job is None:
         cut = state.cut() if state.step_of("correct") is not None else None
         job = make_job(state.model, plan, cut, _change(state, steps or ()))
-    if not work.is_written(folder):
+    if folder.name not in work.written:
         labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps or (), strict=False)]
         state.progress.start("write", len(job.units))
         with state.clock.phase("write"):

@@ -190,18 +190,18 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     known = (record.calibration or {}).get("sources")
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
     places = {Path(text).name: text for text in texts if is_file(text)}
+
+    def in_place(source: str) -> str:
+        name, sign, weight = source.rpartition("=")
+        return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
+
     found = dict(content)
     for field, place in (("model", record.source), ("base", record.base)):
         if place is not None and os.path.isdir(place) and content.get(field) == Path(place).name:
             found[field] = place
     if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
-        found["calibration"] = {**text, "data": [_in_place(str(source), places) for source in text["data"]]}
+        found["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
     return found
-
-
-def _in_place(source: str, places: Mapping[str, str]) -> str:
-    name, sign, weight = source.rpartition("=")
-    return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
 
 
 def refuse_missing(path: Path, recipe: Recipe) -> None:

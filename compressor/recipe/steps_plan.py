@@ -285,25 +285,24 @@ def decisions(made: CompressionPlan) -> dict[str, Any]:
 def _composed(first: CompressionPlan, second: CompressionPlan) -> CompressionPlan:
     """What two stages do one after the other, in terms of the first one's experts."""
     before = {layer.module: layer for layer in first.layers}
-    layers = tuple(
-        _composed_layer(before[layer.module], layer) if layer.module in before else layer for layer in second.layers
-    )
-    return replace(second, layers=layers, protected=first.protected, split=first.split)
 
-
-def _composed_layer(first: LayerPlan, second: LayerPlan) -> LayerPlan:
-    def group(after: Group) -> Group:
+    def group(layer: LayerPlan, after: Group) -> Group:
         shares = zip(after.members, after.coefficients, after.router_coefficients, strict=True)
-        parts = [(first.groups[slot], share, routed) for slot, share, routed in shares]
+        parts = [(layer.groups[slot], share, routed) for slot, share, routed in shares]
         members = [member for own, _, _ in parts for member in own.members]
         mixed = [share * c for own, share, _ in parts for c in own.coefficients]
         routed = [share * c for own, _, share in parts for c in own.router_coefficients]
         scale = after.scale * (parts[0][0].scale if len(parts) == 1 else 1.0)
         return Group(tuple(members), tuple(mixed), tuple(routed), scale)
 
-    groups = tuple(sorted(map(group, second.groups), key=lambda each: min(each.members)))
-    later = {name: getattr(second, name) for name in ("upstream", "decided_by", "figures")}
-    return replace(first, groups=groups, constants=(), **later)
+    layers = list[LayerPlan]()
+    for layer in second.layers:
+        if (own := before.get(layer.module)) is not None:
+            groups = sorted((group(own, after) for after in layer.groups), key=lambda each: min(each.members))
+            later = {name: getattr(layer, name) for name in ("upstream", "decided_by", "figures")}
+            layer = replace(own, groups=tuple(groups), constants=(), **later)
+        layers.append(layer)
+    return replace(second, layers=tuple(layers), protected=first.protected, split=first.split)
 
 
 def source_files(output: Path, sources: Sequence[str]) -> list[Path]:

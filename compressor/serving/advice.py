@@ -8,7 +8,7 @@ topk_group the routing groups and how many of them a token may use.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from compressor.words import joined
 
@@ -47,7 +47,11 @@ class Served:
         return tuple(size for size in SIZES if size <= self.experts and self.experts % size)
 
 
-Condition = tuple[str, Callable[[Served], bool]]  # in words, and as code
+class Condition(NamedTuple):
+    """One on a model, in words and as code."""
+
+    words: str
+    holds: Callable[[Served], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,8 @@ class Rule:
     effect: Effect
     about: About
     says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
-    whom: str
-    concerns: Callable[[Served], bool]
-    needs: str
-    holds: Callable[[Served], bool]
+    whom: Condition
+    needs: Condition
     evidence: Evidence = "read"
 
 
@@ -80,22 +82,21 @@ def _even_groups(model: Served) -> bool:
 
 
 def _families(names: str) -> Condition:
-    return names, lambda model: model.family in names.split(", ")
+    return Condition(names, lambda model: model.family in names.split(", "))
 
 
 def _width_multiple(of: int) -> Condition:
-    return f"I is a multiple of {of}", lambda model: model.width % of == 0
+    return Condition(f"I is a multiple of {of}", lambda model: model.width % of == 0)
 
 
-ALL: Condition = "all", lambda model: True
-GROUPED: Condition = "routing groups", lambda model: model.groups > 1
-BIASED_GROUPS: Condition = (
-    "routing groups with a selection bias",
-    lambda model: model.groups > 1 and model.selection_bias,
+ALL = Condition("all", lambda model: True)
+GROUPED = Condition("routing groups", lambda model: model.groups > 1)
+BIASED_GROUPS = Condition(
+    "routing groups with a selection bias", lambda model: model.groups > 1 and model.selection_bias
 )
-UNTIED: Condition = "the head is not tied to the embeddings", lambda model: not model.tied
-DIVISIBLE: Condition = "E is a multiple of the size of expert parallelism", lambda model: not model.uneven
-FP8_KERNEL: Condition = "FP8 (TRT-LLM kernel)", lambda model: model.quantization == "fp8"
+UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
+DIVISIBLE = Condition("E is a multiple of the size of expert parallelism", lambda model: not model.uneven)
+FP8_KERNEL = Condition("FP8 (TRT-LLM kernel)", lambda model: model.quantization == "fp8")
 
 VLLM_TIES = _families(
     "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, olmoe, qwen3_next"
@@ -115,9 +116,8 @@ def _tensor_parallel(server: Callable[..., Rule], source: str) -> Rule:
         "fails",
         "experts",
         "takes no tensor parallelism over more GPUs than the {experts} experts",
-        *TENSOR_PARALLEL,
-        "E is at least the size of tensor parallelism",
-        lambda model: model.experts >= max(SIZES),
+        TENSOR_PARALLEL,
+        Condition("E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES)),
     )
 
 
@@ -127,9 +127,8 @@ RULES = (
         "wrong",
         "experts",
         "chooses among {experts} experts without their routing groups, in silence",
-        *GROUPED,
-        "E is a multiple of n_group and at least two experts a group",
-        _even_groups,
+        GROUPED,
+        Condition("E is a multiple of n_group and at least two experts a group", _even_groups),
     ),
     Rule(
         "vLLM",
@@ -138,10 +137,13 @@ RULES = (
         "slower",
         "experts",
         "routes among {experts} experts by a slower kernel",
-        "softmax or sigmoid, no routing groups",
-        lambda model: model.groups == 1 and model.family != "deepseek_v4",
-        "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
-        lambda model: model.experts in TO_512 | MULTIPLES,
+        Condition(
+            "softmax or sigmoid, no routing groups", lambda model: model.groups == 1 and model.family != "deepseek_v4"
+        ),
+        Condition(
+            "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
+            lambda model: model.experts in TO_512 | MULTIPLES,
+        ),
     ),
     Rule(
         "vLLM",
@@ -150,18 +152,19 @@ RULES = (
         "fails",
         "experts",
         "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
-        *_families("deepseek_v4"),
-        "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
-        lambda model: model.experts in TO_512 | MULTIPLES,
+        _families("deepseek_v4"),
+        Condition(
+            "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
+            lambda model: model.experts in TO_512 | MULTIPLES,
+        ),
     ),
     _vllm(
         "vllm/model_executor/models/gpt_oss.py",
         "wrong",
         "experts",
         "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
-        "gpt_oss in MXFP4",
-        lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4",
-        *DIVISIBLE,
+        Condition("gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4"),
+        DIVISIBLE,
     ),
     _tensor_parallel(_vllm, "vllm/model_executor/models/qwen3_moe.py and others"),
     _vllm(
@@ -169,44 +172,40 @@ RULES = (
         "slower",
         "width",
         "pads experts of {width} neurons to a multiple of 128",
-        "not quantised, FlashInfer's TRT-LLM kernel",
-        lambda model: not model.quantization,
-        *_width_multiple(128),
+        Condition("not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization),
+        _width_multiple(128),
     ),
     _vllm(
         "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
         "fails",
         "width",
         "refuses experts of {width} neurons in FP8 blocks of 128",
-        "FP8 in blocks of 128",
-        lambda model: model.quantization == "fp8",
-        *_width_multiple(128),
+        Condition("FP8 in blocks of 128", lambda model: model.quantization == "fp8"),
+        _width_multiple(128),
     ),
     _vllm(
         "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
         "slower",
         "width",
         "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
-        "Marlin kernels (4-bit weights)",
-        lambda model: True,
-        *_width_multiple(64),
+        Condition("Marlin kernels (4-bit weights)", lambda model: True),
+        _width_multiple(64),
     ),
     _vllm(
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "slower",
         "top-k",
         "routes a grouped top-{top_k} by slower code",
-        *BIASED_GROUPS,
-        "K and n_group are at most 32",
-        lambda model: model.top_k <= 32 and model.groups <= 32,
+        BIASED_GROUPS,
+        Condition("K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32),
     ),
     _vllm(
         "vllm/model_executor/models/olmoe.py and others",
         "wrong",
         "head",
         "does not know that the head is tied to the embeddings and answers uniformly, in silence",
-        *VLLM_TIES,
-        *UNTIED,
+        VLLM_TIES,
+        UNTIED,
         "run",
     ),
     _sglang(
@@ -214,8 +213,8 @@ RULES = (
         "fails",
         "experts",
         "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
-        *ALL,
-        *DIVISIBLE,
+        ALL,
+        DIVISIBLE,
     ),
     _tensor_parallel(_sglang, "python/sglang/srt/models/qwen3_moe.py and others"),
     _sglang(
@@ -223,12 +222,14 @@ RULES = (
         "slower",
         "experts",
         "does not use FlashInfer's router kernel for {experts} experts, but its own",
-        *BIASED_GROUPS,
-        "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
-        lambda model: (
-            model.experts & (model.experts - 1) == 0
-            and model.experts <= 32 * model.groups
-            and model.experts * model.chosen_groups <= 128 * model.groups
+        BIASED_GROUPS,
+        Condition(
+            "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
+            lambda model: (
+                model.experts & (model.experts - 1) == 0
+                and model.experts <= 32 * model.groups
+                and model.experts * model.chosen_groups <= 128 * model.groups
+            ),
         ),
     ),
     _sglang(
@@ -236,36 +237,38 @@ RULES = (
         "slower",
         "top-k",
         "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
-        *BIASED_GROUPS,
-        "K is at most 8",
-        lambda model: model.top_k <= 8,
+        BIASED_GROUPS,
+        Condition("K is at most 8", lambda model: model.top_k <= 8),
     ),
     _sglang(
         "python/sglang/srt/layers/quantization/unquant.py",
         "slower",
         "width",
         "does not use aiter's kernels for experts of {width} neurons on AMD",
-        "not quantised, on AMD",
-        lambda model: not model.quantization,
-        *_width_multiple(128),
+        Condition("not quantised, on AMD", lambda model: not model.quantization),
+        _width_multiple(128),
     ),
     _flashinfer(
         "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
         "fails",
         "experts",
         "takes no {experts} experts in its FP8 kernel",
-        *FP8_KERNEL,
-        "E is a multiple of 4, at most 512 and above K",
-        lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
+        FP8_KERNEL,
+        Condition(
+            "E is a multiple of 4, at most 512 and above K",
+            lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
+        ),
     ),
     _flashinfer(
         "csrc/trtllm_fused_moe_kernel_launcher.cu",
         "fails",
         "top-k",
         "takes no top-{top_k} of {experts} experts in its FP8 kernel",
-        *FP8_KERNEL,
-        "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
-        lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
+        FP8_KERNEL,
+        Condition(
+            "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
+            lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
+        ),
     ),
     Rule(
         "aiter",
@@ -274,55 +277,48 @@ RULES = (
         "slower",
         "experts",
         "routes among {experts} experts by a slower kernel",
-        "softmax, no routing groups, on AMD",
-        lambda model: model.groups == 1 and not model.selection_bias,
-        "E is a power of two up to 512",
-        lambda model: model.experts in TO_512,
+        Condition("softmax, no routing groups, on AMD", lambda model: model.groups == 1 and not model.selection_bias),
+        Condition("E is a power of two up to 512", lambda model: model.experts in TO_512),
     ),
     _llama(
         "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
         "fails",
         "experts",
         "loads no more than 1,024 experts a layer",
-        *ALL,
-        "E is at most 1,024 (512 in versions before)",
-        lambda model: model.experts <= 1024,
+        ALL,
+        Condition("E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024),
     ),
     _llama(
         "src/llama-model.cpp",
         "fails",
         "experts",
         "refuses {experts} experts in this many routing groups",
-        *GROUPED,
-        "E is a multiple of n_group and above it",
-        _even_groups,
+        GROUPED,
+        Condition("E is a multiple of n_group and above it", _even_groups),
     ),
     _llama(
         "ggml/src/ggml-cuda/topk-moe.cu",
         "slower",
         "experts",
         "routes among {experts} experts by slower kernels on CUDA",
-        "no routing groups, on CUDA",
-        lambda model: model.groups == 1,
-        "E is a power of two up to 512, 288 or 576",
-        lambda model: model.experts in LLAMA_CUDA,
+        Condition("no routing groups, on CUDA", lambda model: model.groups == 1),
+        Condition("E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA),
     ),
     _llama(
         "src/llama-quant.cpp (tensor_type_fallback)",
         "larger",
         "width",
         "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
-        "K-quants and I-quants",
-        lambda model: True,
-        *_width_multiple(256),
+        Condition("K-quants and I-quants", lambda model: True),
+        _width_multiple(256),
     ),
     _llama(
         "src/models/olmoe.cpp and others",
         "fails",
         "head",
         "wants a head of its own, where this model ties it to the embeddings",
-        *LLAMA_HEADS,
-        *UNTIED,
+        LLAMA_HEADS,
+        UNTIED,
         "run",
     ),
 )
@@ -359,13 +355,13 @@ class Advice:
 
 def broken(model: Served) -> tuple[Rule, ...]:
     """The rules that a model does not keep."""
-    return tuple(rule for rule in RULES if rule.concerns(model) and not rule.holds(model))
+    return tuple(rule for rule in RULES if rule.whom.holds(model) and not rule.needs.holds(model))
 
 
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     """What servers make of a model; `counts` are the other numbers of experts that it could have."""
     breaches = tuple(
-        Breach(rule.server, rule.effect, said(rule, model), rule.needs, rule.version, rule.source)
+        Breach(rule.server, rule.effect, said(rule, model), rule.needs.words, rule.version, rule.source)
         for rule in broken(model)
     )
     servers = {breach.server for breach in breaches}
@@ -386,7 +382,7 @@ def warnings(advice: Advice, before: Sequence[Rule] = ()) -> list[str]:
 
     What is slower or larger by a rule that the source does not keep either (`before`) is left out.
     """
-    alike = {(rule.server, rule.needs) for rule in before if rule.effect in ("slower", "larger")}
+    alike = {(rule.server, rule.needs.words) for rule in before if rule.effect in ("slower", "larger")}
     told: dict[str, list[str]] = {}
     for breach in advice.breaches:
         if (breach.server, breach.needs) not in alike:

@@ -60,7 +60,8 @@ class Workdir:
 
     def __init__(self, out: Path, folder: Path) -> None:
         self.out, self.folder = Path(os.path.abspath(out)), folder
-        self.key, self.steps, self.written = "", dict[int, dict[str, Any]](), list[str]()
+        self.key, self.steps = "", dict[int, dict[str, Any]]()
+        self.written = list[str]()  # names of the stages of which all layer files are there
 
     def resume(self, key: str) -> None:
         """Go on with the work of a run of this key; that of any other run is cleared away."""
@@ -81,10 +82,6 @@ class Workdir:
         """Note what step `number` decided, and in the end what came of it."""
         self.steps[number] = dict(entry)
         self._save()
-
-    def is_written(self, folder: Path) -> bool:
-        """Whether all layer files of a stage are there."""
-        return folder.name in self.written
 
     def mark_written(self, folder: Path) -> None:
         """Note that all layer files of a stage are there."""

@@ -117,8 +117,8 @@ def resolved_parts(split: Split, model: OpenModel, steps: Sequence[Step]) -> int
     except CompressionError:
         return 1  # the reason is given where a split is asked for, or the number checked
     before, after = served_model(model), served_model(finer)
-    known = {(rule.server, rule.needs) for rule in broken(replace(before, experts=kept))}
-    worse = {(rule.server, rule.needs) for rule in broken(replace(after, experts=PARTS * kept))} - known
+    known = {(rule.server, rule.needs.words) for rule in broken(replace(before, experts=kept))}
+    worse = {(rule.server, rule.needs.words) for rule in broken(replace(after, experts=PARTS * kept))} - known
     return 1 if worse else PARTS
 
 

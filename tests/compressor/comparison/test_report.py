@@ -200,7 +200,7 @@ def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkey
     rename = Path.replace
 
     def fail_with_the_new(path: Path, target: Path) -> Any:
-        if path.name == "reports":
+        if path.name == "output":
             raise OSError(5, "Input/output error")
         return rename(path, target)
 

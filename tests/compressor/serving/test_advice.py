@@ -105,8 +105,8 @@ def test_every_rule_can_be_kept_and_broken_and_says_so() -> None:
         for quantization in ("", "fp8", "mxfp4")
     ]
     for rule in RULES:
-        concerned = [model for model in tried if rule.concerns(model)]
-        assert {rule.holds(model) for model in concerned} == {False, True}, rule.needs
+        concerned = [model for model in tried if rule.whom.holds(model)]
+        assert {rule.needs.holds(model) for model in concerned} == {False, True}, rule.needs
     said = [breach.says for model in tried for breach in advise(model).breaches]
     assert not [words for words in said if "{" in words or "  " in words]
 

@@ -86,7 +86,7 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
         workdir.check_space(out, job.nbytes)
         work.resume(key)
         stage = work.stage(0)
-        if not work.is_written(stage):
+        if stage.name not in work.written:
             workdir.write_stage(job, stage, STEPS, lambda detail: None)
             work.mark_written(stage)
         workdir.assemble(stage, work.output, {}, shard_bytes)
