@@ -33,7 +33,6 @@ from compressor.model.architecture import layer_number, layers_by_unit
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
-from compressor.records import plain_json, read_as
 from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,15 @@ def attribute(
     seconds = {}
     begin = time.perf_counter()
     routers = observe_routers(model, calibration.batches, progress, seed)
-    _refuse_not_finite(routers)
+    faults = [
+        sum(not bool(torch.isfinite(own[:, number]).all()) for own in routers.logits.values())
+        for number in range(len(routers.layers))
+    ]
+    for layer, found in zip(routers.layers, here().all_reduce(torch.tensor(faults)).tolist(), strict=True):
+        if found:
+            raise CompressionError(
+                f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
+            )
     seconds["routers"] = time.perf_counter() - begin
     projection = Projection(model, routers, parts, edges_kept)
     run_traced(model, calibration.batches, projection.visit, progress, "attribution", seed, projection.passed)
@@ -111,16 +118,6 @@ def attribute(
         score_edges=projection.score_edges(calibration.tokens),
         together=routed_together(routers.chosen.values(), routers.valid, architecture.experts, calibration.tokens),
     )
-
-
-def _refuse_not_finite(routers: ObservedRouters) -> None:
-    numbers = range(len(routers.layers))
-    faults = [sum(not bool(torch.isfinite(own[:, n]).all()) for own in routers.logits.values()) for n in numbers]
-    for layer, found in zip(routers.layers, here().all_reduce(torch.tensor(faults)).tolist(), strict=True):
-        if found:
-            raise CompressionError(
-                f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
-            )
 
 
 def _receivers(
@@ -223,7 +220,7 @@ def key_influence(
     except CompressionError:
         tokenizer = None
     texts = [tuple(str(tokenizer.decode([token])) for token in own if tokenizer is not None) for own in tokens]
-    found: list[tuple[tuple[int, int, int], Any]] = []  # by layer, sequence and head
+    found: list[tuple[tuple[int, int, int], KeyInfluence]] = []  # by layer, sequence and head
     with _listening(model.partial.model, modules) as heard:
         routers = observe_routers(model, sequences, progress)
 
@@ -246,12 +243,12 @@ def key_influence(
                         own=float(influence.diagonal().sum()) / total,
                         previous=float(influence.diagonal(-1).sum()) / total,
                     )
-                    found.append(((routers.order[unit], batch, number), plain_json(summary)))
+                    found.append(((routers.order[unit], batch, number), summary))
             heard.clear()  # weights of a layer that is done
 
         run_traced(model, sequences, visit, progress, "key tokens")
     everyone = sorted((entry for own in here().all_gather(found) for entry in own), key=lambda entry: entry[0])
-    return [read_as(KeyInfluence, summary) for _, summary in everyone]
+    return [summary for _, summary in everyone]
 
 
 def _split(

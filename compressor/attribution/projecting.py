@@ -4,7 +4,7 @@ T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at onc
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -69,29 +69,15 @@ class Tallies:
         if here().is_alone:
             return
         own = {name: tally for name, tally in self.totals.items() if tally.unit == unit}
-        facts = [
-            (name, each.kind, each.module, each.number, each.tokens, each.norm, each.max_norm, each.max_entry)
-            for name, each in own.items()
-        ]
-        tensors = {f"sums {name}": torch.cat([each.sums, each.reaches[None]]) for name, each in own.items()}
-        tensors |= {f"by expert {name}": each.by_expert for name, each in own.items() if each.by_expert is not None}
-        for name, each in own.items():  # begun anew in its place
-            self.totals[name] = replace(
-                each,
-                sums=torch.zeros_like(each.sums),
-                reaches=torch.zeros_like(each.reaches),
-                tokens=0,
-                norm=0.0,
-                by_expert=None,
-            )
-        every = zip(here().all_gather(facts), here().all_gather_tensors(tensors), strict=True)
-        for (name, kind, module, number, *sizes), found in ((row, found) for rows, found in every for row in rows):
-            tally, sums = self.of(name, kind, unit, module, number), found[f"sums {name}"]
-            tally.sums += sums[:-1]
-            tally.reaches |= sums[-1] > 0
-            tally.add_sizes(*sizes)
-            if (by_expert := found.get(f"by expert {name}")) is not None:
-                tally.add_by_expert(by_expert)
+        for name in own:  # begun anew
+            del self.totals[name]
+        for name, found in (entry for each in here().all_gather(own) for entry in each.items()):
+            tally = self.of(name, found.kind, unit, found.module, found.number)
+            tally.sums += found.sums
+            tally.reaches |= found.reaches
+            tally.add_sizes(found.tokens, found.norm, found.max_norm, found.max_entry)
+            if found.by_expert is not None:
+                tally.add_by_expert(found.by_expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +170,9 @@ class Projection:
 
     def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
         """The strongest edges to single experts' scores, averaged over so many tokens."""
-        mean = [replace(edge, influence=edge.influence / tokens) for edge in self._strongest]
-        return tuple(ScoreEdge(*edge) for edge in here().broadcast(lambda: [astuple(edge) for edge in mean]))
+        mean = tuple(replace(edge, influence=edge.influence / tokens) for edge in self._strongest)
+        found: tuple[ScoreEdge, ...] = here().broadcast(lambda: mean)
+        return found
 
     def _measure(
         self, unit: str, batch: int, trace: UnitTrace, terms: Sequence[Term], end: View, place: tuple[int, int]

@@ -38,7 +38,7 @@ def _connected() -> Iterator[Any]:
         raise LostRankError from error
 
 
-def _on_cpu(tensors: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
+def on_cpu(tensors: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
     """Copies that share no storage with others, of which all would be sent."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
 
@@ -98,7 +98,7 @@ class Ranks:
 
     def broadcast_tensors(self, make: "Callable[[], Mapping[str, Tensor]]", owner: int = 0) -> "Mapping[str, Tensor]":
         """Return the tensors that one rank makes, copied to the CPU if there are several ranks."""
-        return make() if self.is_alone else self.broadcast(lambda: _on_cpu(make()), owner)
+        return make() if self.is_alone else self.broadcast(lambda: on_cpu(make()), owner)
 
     def copy_from(self, owner: int, tensors: "Sequence[Tensor]") -> None:
         """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values, all at once."""
@@ -108,16 +108,12 @@ class Ranks:
                     work.wait()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
+        """Return every rank's value, by rank; tensors in it are on the CPU."""
         values = [value] * self.size
         if not self.is_alone:
             with _connected() as dist:
                 dist.all_gather_object(values, value)
         return values
-
-    def all_gather_tensors(self, tensors: "Mapping[str, Tensor]") -> "list[Mapping[str, Tensor]]":
-        """Return every rank's tensors by rank, copied to the CPU if there are several."""
-        return [tensors] if self.is_alone else self.all_gather(_on_cpu(tensors))
 
     def all_reduce(self, value: "Tensor") -> "Tensor":
         """Return the sum over all ranks in the tensor's own dtype, float64 for statistics; equal bits at all ranks."""

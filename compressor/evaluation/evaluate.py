@@ -6,7 +6,7 @@ A model that does not fit into memory, or is shared by several ranks, answers la
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from compressor.memory import available
 from compressor.model.architecture import build_meta, load_config, most_parts
 from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import Progress
-from compressor.records import plain_json, read_as
 from compressor.words import human_bytes
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
@@ -73,11 +72,11 @@ def plan_evaluation(
     models = (identity(source), *(() if content is None else (content,)))
     keys = {task.name: tuple(store.key(model, task, options, routing) for model in models) for task in tasks}
 
-    def stored() -> dict[str, Any]:
+    def stored() -> dict[str, ItemScores]:
         found = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}
-        return {name: plain_json(asdict(scores)) for name, scores in found.items() if scores is not None}
+        return {name: scores for name, scores in found.items() if scores is not None}
 
-    known = {name: read_as(ItemScores, content) for name, content in here().broadcast(stored).items()}
+    known = here().broadcast(stored)
     missing = tuple(task for task in tasks if task.name not in known)
     streamed = bool(missing) and answerer is None and streams(source, options)
     if streamed:

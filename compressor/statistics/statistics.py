@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration, sample_rows
-from compressor.distributed.ranks import here
+from compressor.distributed.ranks import here, on_cpu
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
@@ -308,7 +308,7 @@ class Observers:
             for place, value in enumerate(meter.samples())
         }
         samples: dict[tuple[int, str], list[Tensor]] = {}
-        for rank, tensors in enumerate(here().all_gather_tensors(own)):
+        for rank, tensors in enumerate(here().all_gather(on_cpu(own))):
             for key, value in sorted(tensors.items()) if rank != here().rank else ():
                 batch, name, _ = key.split("/")
                 samples.setdefault((int(batch), name), []).append(value)

@@ -17,7 +17,8 @@ from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
-from compressor.recipe.registry import STRATEGIES, load_strategy, names
+from compressor.recipe.plugins import STRATEGIES, names
+from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planner, Wish

@@ -117,10 +117,8 @@ def keep_the_better(
     What was measured on `texts`, token ids [B, L], is kept beside the files, and a run that was killed goes on from
     there. Of fewer than eight sequences, or without a language-model head, nothing is measured: the corrections stay.
     """
-    known = here().broadcast(lambda: None if (kept := read_difference(files)) is None else asdict(kept))
-    if known is not None:
-        undoing = Difference(**known)
-    else:
+    undoing: Difference | None = here().broadcast(lambda: read_difference(files))
+    if undoing is None:
         undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
         if undoing.sequences >= FEWEST and head_of(model.partial.model) is not None:
             undoing = compare_corrections(model, plans, files, Evaluator.of(model, texts), progress)

@@ -222,7 +222,7 @@ class CutLayer:
         """The order by batches [n] of all ranks' tokens at their `rows`, rank by rank, and where this rank's begin."""
         calls = zip(self.recording.calls, self.split(rows), strict=True)
         own = torch.cat([torch.full((len(part),), batch) for (batch, _), part in calls] or [rows[:0]])
-        every = [each["batches"] for each in here().all_gather_tensors({"batches": own})]
+        every = here().all_gather(own)
         return torch.cat(every).argsort(stable=True), sum(map(len, every[: here().rank]))
 
     def every(self, rows: torch.Tensor, step: int) -> torch.Tensor:
@@ -304,7 +304,7 @@ class CutLayer:
 def _typical_energy(outputs: torch.Tensor) -> float:
     """Median over the tokens of all ranks of ||y||^2; the mean where most are 0, and 1 where all are."""
     energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
-    every = torch.cat([each["energies"] for each in here().all_gather_tensors({"energies": energies.cpu()})])
+    every = torch.cat(here().all_gather(energies.cpu()))
     every = every if len(every) else torch.zeros(1)
     return float(every.median()) or float(every.mean()) or 1.0
 
@@ -315,8 +315,8 @@ def gathered(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     A rank without tokens has values of any shape; they become those of rank 0.
     """
     counts, begin = here().all_gather(len(rows)), 0
-    dtype, *shape = here().broadcast(lambda: [str(values.dtype).removeprefix("torch."), *values.shape[1:]])
-    every = allocate((sum(counts), *shape), getattr(torch, dtype), values.device)
+    dtype, *shape = here().broadcast(lambda: [values.dtype, *values.shape[1:]])
+    every = allocate((sum(counts), *shape), dtype, values.device)
     for owner, count in enumerate(counts):
         part = every[begin : begin + count]
         if owner == here().rank and count:

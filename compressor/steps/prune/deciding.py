@@ -62,12 +62,8 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
     if protect != AUTO and central_of(protect) is None:
         return given_protected(protect, layers, keep)
     attribution = planner.attribution()  # by all processes together
-
-    def shown() -> dict[str, list[int]]:
-        experts = protect_found(attribution, layers, keep, central_of(protect))
-        return {name: sorted(numbers) for name, numbers in experts.items()}
-
-    return {name: frozenset(numbers) for name, numbers in here().broadcast(shown).items()}
+    found: Protected = here().broadcast(lambda: protect_found(attribution, layers, keep, central_of(protect)))
+    return found
 
 
 def planner_of(state: State) -> Planner:

@@ -18,7 +18,6 @@ from compressor.mtp.head import Head
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy
-from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_attribution
 from compressor.steps.correct.heads import HeadLine, compress_with_heads
@@ -208,13 +207,5 @@ def _layer_plan(
 
 def decided(each: Callable[[], Iterable[tuple[_Key, LayerPlan]]]) -> list[tuple[_Key, LayerPlan]]:
     """The plans of a layer as the first of several ranks makes them, each with its key."""
-    made: list[tuple[_Key, LayerPlan]] = []
-
-    def told() -> list[Any]:
-        made.extend(each())
-        return [[*key, layer_to_dict(plan)] for key, plan in made]
-
-    if here().is_alone:
-        return list(each())
-    heard = here().broadcast(told)
-    return made or [((number, source), layer_from_dict(plan)) for number, source, plan in heard]
+    made: list[tuple[_Key, LayerPlan]] = here().broadcast(lambda: list(each()))
+    return made

@@ -18,7 +18,8 @@ from compressor.grouping.choose import METHODS, competing
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan, touched
-from compressor.recipe.registry import STRATEGIES, Strategy, load_strategy, names
+from compressor.recipe.plugins import STRATEGIES, names
+from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ALL, collect
 from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protecting import check_protected, given_protected, read_protected, strongest_that_fit
