@@ -331,9 +331,8 @@ class Riding(LayerVisitor):
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
-        shown = here().all_gather([[variant, number, found] for (variant, number), found in self._seen.items()])
         seen: dict[int | None, dict[int, list[list[float]]]] = {}
-        for variant, number, found in (entry for each in shown for entry in each):
+        for (variant, number), found in (entry for each in here().all_gather(self._seen) for entry in each.items()):
             seen.setdefault(variant, {})[number] = found
         variants: list[int | None] = [*sorted(variant for variant in seen if variant is not None)] or [None]
         self.figures = [self._figures(seen.get(variant, {})) for variant in variants]

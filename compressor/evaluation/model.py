@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
@@ -186,8 +187,7 @@ def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[
 
 def padded(batch: Sequence[Input]) -> Tensor:
     """[B, S], padded on the right: what follows a token does not reach it, so no mask is needed, nor in memory."""
-    length = max(len(each.tokens) for each in batch)
-    return torch.tensor([[*each.tokens, *[0] * (length - len(each.tokens))] for each in batch])
+    return pad_sequence([torch.tensor(each.tokens) for each in batch], batch_first=True)
 
 
 def scores(logits: Tensor, continuations: Sequence[Sequence[int]]) -> list[Answer]:
@@ -264,8 +264,8 @@ def stream_answers(
     finally:
         if handle is not None:
             handle.remove()
-    told = {number: answer for each in here().all_gather([*answers.found.items()]) for number, answer in each}
-    return [(float(value), bool(greedy)) for value, greedy in (told[number] for number in range(len(requests)))]
+    every = {number: answer for found in here().all_gather(answers.found) for number, answer in found.items()}
+    return [every[number] for number in range(len(requests))]
 
 
 class StreamedModel(WatchedModel):

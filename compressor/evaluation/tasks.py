@@ -117,9 +117,9 @@ def quiet_lm_eval() -> Iterator[None]:
 
     source, relay = logging.getLogger("lm_eval"), _Relay()
     with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as stack:
-        for manager in (redirect_stdout(nowhere), warnings.catch_warnings(), quiet_transformers(), unseen_launcher()):
+        silent = warnings.catch_warnings(action="ignore")
+        for manager in (redirect_stdout(nowhere), silent, quiet_transformers(), unseen_launcher()):
             stack.enter_context(manager)
-        warnings.simplefilter("ignore")
         if not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)

@@ -85,7 +85,8 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
     first, name = model.first, f"blk.{number}"
     groups = max(1, first.number(f"{arch}.expert_group_count"))
     key = f"{arch}.expert_used_count"
-    by_layer = first.values[key].numbers() if key in first.values else None  # hybrids have one for each block
+    used = first.values[key].content if key in first.values else None
+    by_layer = used if isinstance(used, tuple) else None  # hybrids have one for each block
     if by_layer is not None and number >= len(by_layer):
         raise CompressionError(f"{first.path.name}: {key} tells of {counted(len(by_layer), 'block')}, not of {name}")
     layer = MoeLayer(

@@ -41,19 +41,15 @@ class Value:
     kind: int
     raw: bytes
 
-    def number(self) -> int | None:
-        """A whole number; None for what is none."""
+    @property
+    def content(self) -> int | str | tuple[int, ...] | None:
+        """A whole number, a string, or the whole numbers of an array; None for anything else."""
+        if self.kind == STRING:
+            return self.raw[8:].decode("utf-8", "replace")
+        if self.kind == ARRAY:
+            inner, count = struct.unpack("<IQ", self.raw[:12])
+            return struct.unpack(f"<{count}{NUMBERS[inner]}", self.raw[12:]) if inner in WHOLE else None
         return int(struct.unpack(f"<{NUMBERS[self.kind]}", self.raw)[0]) if self.kind in WHOLE else None
-
-    def numbers(self) -> tuple[int, ...] | None:
-        """The whole numbers of an array; None for what is none."""
-        if self.kind != ARRAY or (inner := int.from_bytes(self.raw[:4], "little")) not in WHOLE:
-            return None
-        return struct.unpack(f"<{int.from_bytes(self.raw[4:12], 'little')}{NUMBERS[inner]}", self.raw[12:])
-
-    def text(self) -> str | None:
-        """A string; None for what is none."""
-        return self.raw[8:].decode("utf-8", "replace") if self.kind == STRING else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +84,13 @@ class Header:
 
     def number(self, key: str, default: int = 0) -> int:
         """A whole number of the metadata, or the default where there is none."""
-        found = self.values[key].number() if key in self.values else None
-        return default if found is None else found
+        found = self.values[key].content if key in self.values else None
+        return found if isinstance(found, int) else default
 
     def text(self, key: str) -> str:
         """A string of the metadata; an empty one where there is none."""
-        return (self.values[key].text() if key in self.values else None) or ""
+        found = self.values[key].content if key in self.values else None
+        return found if isinstance(found, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +111,10 @@ class Gguf:
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of a tensor, all or so many from `begin` on."""
-        for part in self.parts:
-            for tensor in part.tensors:
-                if tensor.name == name:
-                    with part.path.open("rb") as stream:
-                        stream.seek(tensor.begin + begin)
-                        return stream.read(tensor.nbytes - begin if nbytes is None else nbytes)
-        raise KeyError(name)
+        path, tensor = next((part.path, each) for part in self.parts for each in part.tensors if each.name == name)
+        with path.open("rb") as stream:
+            stream.seek(tensor.begin + begin)
+            return stream.read(tensor.nbytes - begin if nbytes is None else nbytes)
 
 
 def packed(text: str) -> bytes:
@@ -232,8 +226,8 @@ class _Cursor:
             if key in values:
                 raise broken(self.path, f"the key {key!r} comes twice")
             values[key] = self.value(key)
-        alignment = values["general.alignment"].number() if "general.alignment" in values else ALIGNMENT
-        if not alignment or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+        alignment = values["general.alignment"].content if "general.alignment" in values else ALIGNMENT
+        if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
             raise broken(self.path, f"its alignment is {alignment}, which is no power of two")
         entries = [self.tensor() for _ in range(tensor_count)]
         end = begin = padded(self.stream.tell(), alignment)

@@ -103,16 +103,11 @@ def activation(experts: Any) -> Activation | None:
     """The activation of the node that does what the module does, tried out on numbers; None where there is none."""
     inner = torch.rand(PROBES, 4, generator=torch.Generator().manual_seed(0)) * 40 - 20
     inner[-1] *= 50  # some values far out
-    if experts.has_gate:
-        fitted = _fit_gate(experts)
-        found: tuple[Activation, ...] = () if fitted is None else (fitted,)
-        wanted = _probe(experts, *inner.chunk(2, -1))
-    else:
-        found = tuple(Activation(kind) for kind in UNGATED)
-        with torch.no_grad():
-            wanted = experts.act_fn(inner)
-    for candidate in found:
-        if torch.allclose(candidate.apply(inner), wanted.float(), rtol=1e-4, atol=1e-5):
+    candidates = [_fit_gate(experts)] if experts.has_gate else [Activation(kind) for kind in UNGATED]
+    with torch.no_grad():
+        wanted = _probe(experts, *inner.chunk(2, -1)) if experts.has_gate else experts.act_fn(inner)
+    for candidate in candidates:
+        if candidate and torch.allclose(candidate.apply(inner), wanted.float(), rtol=1e-4, atol=1e-5):
             return candidate
     return None
 

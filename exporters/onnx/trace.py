@@ -99,24 +99,11 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
 
 
 @dataclass(frozen=True, slots=True)
-class CacheTensor:
-    """One tensor of the cache: its name in the graph, and which of its axes grow with what (batch or past)."""
-
-    name: str  # past_key_values.{layer}.key and so on
-    axes: tuple[tuple[int, str], ...]
-
-    @property
-    def present(self) -> str:
-        """The name of the output that holds the tensor after the new tokens."""
-        return self.name.replace(CACHE, "present", 1)
-
-
-@dataclass(frozen=True, slots=True)
 class TraceInputs:
     """What a model is traced with: example inputs, and the cache tensors among them."""
 
     sample: dict[str, Any]
-    cache: tuple[CacheTensor, ...]
+    cache: Mapping[str, Mapping[int, str]]  # by name in the graph: which axes grow with what (batch or past)
 
 
 def fresh_cache(model: Any) -> Any:
@@ -138,7 +125,12 @@ def graph_name(path: str) -> str:
     return ".".join(RENAMED.get(part, part) for part in path.split(".") if part != "layers")
 
 
-def _axes(path: str, one: Tensor, two: Tensor) -> tuple[tuple[int, str], ...]:
+def present_name(name: str) -> str:
+    """past_key_values.3.key -> present.3.key: the output that holds a cache tensor after the new tokens."""
+    return name.replace(CACHE, "present", 1)
+
+
+def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
     """Which axes differ between two samples' cache tensors, and with what they grow."""
     batches, pasts = zip(*SAMPLES, strict=True)
     known = {batches: "batch", pasts: "past"}
@@ -149,7 +141,7 @@ def _axes(path: str, one: Tensor, two: Tensor) -> tuple[tuple[int, str], ...]:
                 f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the past grows from "
                 f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
             )
-    return tuple((axis, known[sizes]) for axis, sizes in grown)
+    return {axis: known[sizes] for axis, sizes in grown}
 
 
 def sample_length(config: Any) -> int:
@@ -175,7 +167,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 
     new = sample_length(model.config)
     if not past:
-        return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), ())
+        return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), {})
     caches, samples = [], []
     for batch, length in SAMPLES:
         tokens = _sample_tokens(batch, length + new)
@@ -195,7 +187,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
             f"the cache of {type(model).__name__} does not consist of tensors that can be graph inputs; "
             "export it with --no-past"
         )
-    tensors = tuple(CacheTensor(graph_name(path), _axes(path, value, two[path])) for path, value in one.items())
+    tensors = {graph_name(path): _axes(path, value, two[path]) for path, value in one.items()}
     for layer in caches[0].layers:
         for name, value in vars(layer).items():
             filled = tree_map_only(FakeTensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), value)
@@ -206,10 +198,8 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what torch and onnxscript print and warn while they export."""
-    with contextlib.ExitStack() as stack:
-        for manager in (warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), quiet_transformers()):
-            stack.enter_context(manager)
-        warnings.simplefilter("ignore")
+    silent = contextlib.redirect_stdout(io.StringIO())
+    with warnings.catch_warnings(action="ignore"), silent, quiet_transformers(), contextlib.ExitStack() as stack:
         for logger in map(logging.getLogger, NOISY):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
@@ -242,7 +232,7 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     dynamic = torch.export.Dim.AUTO
     shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample}
     if inputs.cache:
-        shapes[CACHE] = [{axis: dynamic for axis, _ in tensor.axes} for tensor in inputs.cache]
+        shapes[CACHE] = [dict.fromkeys(axes, dynamic) for axes in inputs.cache.values()]
     settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset, optimize=False)
     try:
         with _quiet(), _symbolic_minimum(model):
@@ -369,16 +359,15 @@ def _is(node: Any, kind: str) -> bool:
 def _rename(program: Any, inputs: TraceInputs) -> None:
     """Names of inputs, outputs and axes; the traces of Python files go, for they name folders of this machine."""
     graph = program.graph
-    renamed = {tensor.name: tensor for tensor in inputs.cache}
     for value in graph.inputs:
         value.name = graph_name(value.name.removeprefix("input."))
     for value in graph.outputs:
         name = graph_name(value.name.removeprefix("output."))
-        value.name = renamed[name].present if name in renamed else name
-    wanted = {"logits", *(tensor.present for tensor in inputs.cache)}
+        value.name = present_name(name) if name in inputs.cache else name
+    wanted = {"logits", *map(present_name, inputs.cache)}
     for value in [value for value in graph.outputs if value.name not in wanted]:
         graph.outputs.remove(value)
-    symbols = _axis_names(graph, renamed)
+    symbols = _axis_names(graph, inputs.cache)
     for node in graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None
@@ -391,14 +380,12 @@ def _rename(program: Any, inputs: TraceInputs) -> None:
         raise CompressionError(f"the traced graph has no output {missing[0]!r}; please report this model")
 
 
-def _axis_names(graph: Any, cache: Mapping[str, CacheTensor]) -> dict[str, str]:
+def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
     """What each traced symbol stands for, read off the inputs' axes."""
-    plain = {0: "batch", 1: "sequence"}
     found: dict[str, str] = {}
     for value in graph.inputs:
-        axes = dict(cache[value.name].axes) if value.name in cache else plain
-        if value.name == "attention_mask":
-            axes = {0: "batch", 1: "total" if cache else "sequence"}
+        length = "total" if cache and value.name == "attention_mask" else "sequence"
+        axes = cache.get(value.name, {0: "batch", 1: length})
         for axis, name in axes.items():
             size = value.shape[axis]
             if isinstance(size, int):

@@ -21,7 +21,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.generation.decoders import LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference, unit_of
-from exporters.onnx.trace import CACHE
+from exporters.onnx.trace import present_name
 
 STOCK = "the stock model in float32"
 WHOLE = "the whole graph, the likeliest token after each of a given text"
@@ -217,7 +217,7 @@ def _levels(graph: Any, uses: Sequence[set[str]], owners: Mapping[str, str], uni
             level += level == len(units) and outside
             known |= dict.fromkeys(node.output, level)
             levels.append(level)
-        later = {name: max(level, known.get(name.replace(CACHE, "present", 1), 0)) for name, level in past.items()}
+        later = {name: max(level, known.get(present_name(name), 0)) for name, level in past.items()}
         if later == past:
             return levels
         past = later
@@ -290,7 +290,7 @@ class Graph:
         self.how = WHOLE if len(self.parts) == 1 else LAYERS  # as a record names it
         self.last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
         for name in self.inputs.keys() & self.last.keys():
-            present = name.replace(CACHE, "present", 1)
+            present = present_name(name)
             self.last[present] = max(self.last.get(present, 0), self.last[name])
 
     def answers(self, cases: Sequence[Case], progress: Progress) -> Iterator[Tensor]:
@@ -343,7 +343,7 @@ class Graph:
 
         fed = {}
         for name in part.inputs:
-            present = name.replace(CACHE, "present", 1)
+            present = present_name(name)
             if name in step.values:
                 fed[name] = step.values[name]
             elif before is not None and present in before.values:

@@ -18,7 +18,7 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from exporters.onnx import ExportOptions, export, moe, trace
 from exporters.onnx.reference import model_inputs
-from exporters.onnx.trace import CacheTensor, divide_by_roots, graph_name
+from exporters.onnx.trace import divide_by_roots, graph_name, present_name
 from tests import zoo
 
 WIDTH = 8
@@ -92,7 +92,7 @@ def test_names_of_cache_tensors() -> None:
     assert graph_name("past_key_values.layers.12.values") == "past_key_values.12.value"
     assert graph_name("past_key_values.layers.0.conv_states.0") == "past_key_values.0.conv_states.0"
     assert graph_name("logits") == "logits"
-    assert CacheTensor("past_key_values.3.key", ()).present == "present.3.key"
+    assert present_name("past_key_values.3.key") == "present.3.key"
 
 
 def test_positions_follow_the_mask() -> None:
@@ -108,14 +108,14 @@ def test_cache_axes_are_read_off_two_sizes(name: str) -> None:
     inputs = trace.trace_inputs(zoo.build(name), past=True)
     layers = zoo.configure(name).num_hidden_layers
     assert len(inputs.cache) == 2 * layers  # no counters, also of sliding layers
-    assert {tensor.axes for tensor in inputs.cache} == {((0, "batch"), (2, "past"))}
+    assert all(axes == {0: "batch", 2: "past"} for axes in inputs.cache.values())
 
 
 def test_a_cache_that_grows_otherwise_is_refused() -> None:
     one, two = torch.zeros(2, 3, 2), torch.zeros(3, 3, 3)
     with pytest.raises(CompressionError, match=r"layers\.0\.windows grows from 4 to 5 entries .*--no-past"):
         trace._axes("layers.0.windows", torch.zeros(2, 4, 2), torch.zeros(3, 5, 2))
-    assert trace._axes("state", one[..., :1], two[..., :1]) == ((0, "batch"),)
+    assert trace._axes("state", one[..., :1], two[..., :1]) == {0: "batch"}
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
