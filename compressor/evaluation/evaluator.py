@@ -239,11 +239,10 @@ class Evaluator:
     ) -> Iterator["Riding"]:
         head = require_head(model)
         riding = Riding(self, tuple(places), first, variants)
-        handle = head.register_forward_hook(riding.after_head)
         try:
-            yield riding
+            with head.register_forward_hook(riding.after_head):
+                yield riding
         finally:
-            handle.remove()
             if not self._same_head.get(head, True):
                 self.base.partial.release(self._base_head()[0])
 

@@ -63,19 +63,17 @@ def read_items(path: Path) -> list[Item]:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a JSONL file with items") from error
     except UnicodeDecodeError as error:
         raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from error
-    found = [_item(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = []
+    for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
+        try:
+            found.append(read_as(Item, bounded(json.loads(line))))
+        except CompressionError as error:
+            raise CompressionError(f"{where}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
     if not found:
         raise CompressionError(f"{path} has no items; give it lines with 'prompt' and 'answer'")
     return found
-
-
-def _item(line: str, where: str) -> Item:
-    try:
-        return read_as(Item, bounded(json.loads(line)))
-    except CompressionError as error:
-        raise CompressionError(f"{where}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
 
 
 def item_lines(items: Sequence[Item]) -> str:

@@ -10,7 +10,7 @@ import gc
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,11 +109,8 @@ class WatchedModel(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_generate(self, *arguments: Any, **named: Any) -> Any:
-        handle = self.model.register_forward_hook(self.watcher.check_logits)
-        try:
+        with self.model.register_forward_hook(self.watcher.check_logits):
             return super()._model_generate(*arguments, **named)
-        finally:
-            handle.remove()
 
 
 @contextmanager
@@ -258,12 +255,8 @@ def stream_answers(
     tokens = [padded(batch) for batch in batches]
     one = Pass(model, tokens, progress, phase, to_end=True, shared=True, activation_budget=budget)
     head = head_of(model.partial.model)
-    handle = head.register_forward_pre_hook(answers.before_head) if head is not None else None
-    try:
+    with head.register_forward_pre_hook(answers.before_head) if head is not None else nullcontext():
         one.run(answers)
-    finally:
-        if handle is not None:
-            handle.remove()
     every = {number: answer for found in here().all_gather(answers.found) for number, answer in found.items()}
     return [every[number] for number in range(len(requests))]
 

@@ -214,14 +214,9 @@ def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, show
     widen(partial.model, (name for name, value in partial.model.named_buffers() if value.device.type != "meta"))
     asked = questions(partial.model, past, tokens)
     visitor = _Asked(partial, [*asked, replace(asked[NUDGED], name=NUDGED_NAME)], shown or (lambda partial, unit: None))
-    handle = partial.model.register_forward_pre_hook(visitor.given, with_kwargs=True)
-    try:
-        batches = [each.tokens for each in visitor.asked]
-        Pass(replace(opened, partial=partial), batches, progress, "the stock model, layer by layer", to_end=True).run(
-            visitor
-        )
-    finally:
-        handle.remove()
+    batches, phase = [each.tokens for each in visitor.asked], "the stock model, layer by layer"
+    with partial.model.register_forward_pre_hook(visitor.given, with_kwargs=True):
+        Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
     *logits, moved = visitor.logits
     cases = tuple(
         Case(each.name, each.tokens, each.mask, each.chunks, said) for each, said in zip(asked, logits, strict=True)

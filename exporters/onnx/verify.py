@@ -188,75 +188,64 @@ class Part:
     outputs: tuple[str, ...]
 
 
-def _used(node: Any) -> set[str]:
-    """The values that a node reads, in its inner graphs too."""
-    found = set(node.input)
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            own = {value.name for value in (*graph.input, *graph.initializer)}
-            own |= {name for inner in graph.node for name in inner.output}
-            outer = {name for inner in graph.node for name in _used(inner)} | {value.name for value in graph.output}
-            found |= outer - own
-    return found - {""}
-
-
-def _levels(graph: Any, uses: Sequence[set[str]], owners: Mapping[str, str], units: Sequence[str]) -> list[int]:
+def _levels(
+    graph: Any, reads: Mapping[Any, set[Any]], owners: Mapping[str, str], units: Sequence[str]
+) -> dict[Any, int]:
     """Of each node the part that it belongs to: no earlier than what it reads, and than the layer whose weights it has.
 
     0 comes before all layers, 1 is the first; behind the last, whoever reads another tensor is in a part of its own.
     """
     numbers = {None: 0} | {unit: number for number, unit in enumerate(units, start=1)}
-    weights = {value.name: numbers[unit_of(owners.get(value.name, value.name), units)] for value in graph.initializer}
-    past = {value.name: 0 for value in graph.input}
+    owned = {name: unit_of(owners.get(name, name), units) for name in graph.initializers}
+    weights = {value: numbers[owned[name]] for name, value in graph.initializers.items()}
+    presents = {value.name: value for value in graph.outputs}
+    past = dict.fromkeys(graph.inputs, 0)
     while True:
-        levels, known = [], {**weights, **past}
-        for node, names in zip(graph.node, uses, strict=True):
-            read = names - past.keys() if node.op_type in SHAPES else names
-            level = max((known[name] for name in read), default=0)
-            outside = any(weights.get(name) == 0 and name in owners for name in names)
-            level += level == len(units) and outside
-            known |= dict.fromkeys(node.output, level)
-            levels.append(level)
-        later = {name: max(level, known.get(present_name(name), 0)) for name, level in past.items()}
+        levels, known = dict[Any, int](), {**weights, **past}
+        for node, values in reads.items():
+            read = values - past.keys() if node.op_type in SHAPES else values
+            level = max((known[value] for value in read), default=0)
+            outside = any(weights.get(value) == 0 and value.name in owners for value in values)
+            levels[node] = level + (level == len(units) and outside)
+            known |= dict.fromkeys(node.outputs, levels[node])
+        later = {each: max(level, known.get(presents.get(present_name(each.name)), 0)) for each, level in past.items()}
         if later == past:
             return levels
         past = later
 
 
-def cut(model: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Part]:
-    """The parts of an ONNX model [prelude, layers ..., rest]; `owners` tells of what tensor large weights are made."""
-    import onnx
+def cut(program: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[Part]:
+    """The parts [prelude, layers ..., rest] of an onnx_ir model; `owners` tells what large weights are made of."""
+    import onnx_ir
+    from onnx_ir.analysis import analyze_implicit_usage
 
-    graph = model.graph
-    uses = [_used(node) for node in graph.node]
-    levels = _levels(graph, uses, owners, units)
-    given = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
-    weights = {value.name: value for value in graph.initializer}
-    wanted = {value.name for value in graph.output}
+    graph, inner = program.graph, analyze_implicit_usage(program.graph)
+    reads: dict[Any, set[Any]] = {}  # of each node, in its inner graphs too
+    for node in graph:
+        reads[node] = {value for value in node.inputs if value is not None}
+        for attribute in node.attributes.values():
+            if attribute.type == onnx_ir.AttributeType.GRAPH:
+                reads[node] |= inner[attribute.as_graph()]
+    levels = _levels(graph, reads, owners, units)
+    wanted, imports, functions = {*graph.outputs}, graph.opset_imports, [*program.functions.values()]
     parts: list[Part] = []
-    for level in reversed(range(max(levels) + 1)):
-        nodes = [(node, names) for node, names, own in zip(graph.node, uses, levels, strict=True) if own == level]
-        made = [name for node, _ in nodes for name in node.output if name]
-        read = dict.fromkeys(name for _, names in nodes for name in sorted(names))
-        inputs = [name for name in read if name not in weights and name not in {*made}]
-        outputs = [name for name in made if name in wanted]
-        if lacking := [name for name in inputs if name not in given or not given[name].type.tensor_type.elem_type]:
+    for level in reversed(range(max(levels.values()) + 1)):
+        nodes = [node for node in graph if levels[node] == level]
+        made = [value for node in nodes for value in node.outputs]
+        read = dict.fromkeys(value for node in nodes for value in sorted(reads[node], key=lambda value: value.name))
+        inputs = [value for value in read if not value.is_initializer() and value not in {*made}]
+        outputs = [value for value in made if value in wanted]
+        if lacking := [value.name for value in inputs if value.dtype is None]:
             raise CompressionError(f"the graph does not say of what type {lacking[0]!r} is; export with --no-stream")
-        types = [
-            onnx.helper.make_tensor_value_info(name, given[name].type.tensor_type.elem_type, None) for name in inputs
-        ]
-        piece = onnx.helper.make_graph(
-            [node for node, _ in nodes],
-            f"part {level}",
-            types,
-            [onnx.ValueInfoProto(name=name) for name in outputs],
-            [weights[name] for name in read if name in weights],
-        )
-        whole = onnx.helper.make_model(
-            piece, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
-        )
+        weights = [value for value in read if value.is_initializer()]
+        view = onnx_ir.GraphView(inputs, outputs, nodes=nodes, initializers=weights, opset_imports=imports, name="part")
+        whole = onnx_ir.to_proto(onnx_ir.Model(view, ir_version=program.ir_version, functions=functions))
+        del whole.graph.value_info[:]  # shapes, by which ONNX Runtime would fuse, and so round, otherwise
+        for value in (*whole.graph.input, *whole.graph.output):
+            value.type.tensor_type.ClearField("shape")
         if outputs:
-            parts.append(Part(whole, tuple(inputs), tuple(outputs)))
+            names = (tuple(value.name for value in values) for values in (inputs, outputs))
+            parts.append(Part(whole, *names))
         wanted |= {*inputs}
     return parts[::-1]
 
@@ -280,13 +269,13 @@ class Graph:
 
     def __init__(self, path: Path, owners: Mapping[str, str] | None = None, units: Sequence[str] = ()) -> None:
         """With `units` it is cut at these layers; `owners` tells of what tensor large weights are made."""
-        import onnx
+        import onnx_ir
 
-        model = onnx.load(str(path), load_external_data=False)
+        program = onnx_ir.load(path)
         self.path, self.session = path, None
-        self.inputs = {value.name: value.type.tensor_type for value in model.graph.input}
-        whole = Part(None, tuple(self.inputs), tuple(value.name for value in model.graph.output))
-        self.parts = cut(model, owners or {}, units) if units else [whole]
+        self.inputs = {value.name: value for value in program.graph.inputs}
+        whole = Part(None, tuple(self.inputs), tuple(value.name for value in program.graph.outputs))
+        self.parts = cut(program, owners or {}, units) if units else [whole]
         self.how = WHOLE if len(self.parts) == 1 else LAYERS  # as a record names it
         self.last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
         for name in self.inputs.keys() & self.last.keys():
@@ -339,8 +328,6 @@ class Graph:
 
         Where the part comes before the one that uses a cache's values, they are zeros of its shape.
         """
-        import onnx
-
         fed = {}
         for name in part.inputs:
             present = present_name(name)
@@ -350,9 +337,8 @@ class Graph:
                 fed[name] = before.values[present]
             else:
                 entry, sizes = self.inputs[name], {"batch": step.shape[0], "past": step.past}
-                shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in entry.shape.dim]
-                empty = np.zeros(shape, onnx.helper.tensor_dtype_to_np_dtype(entry.elem_type))
-                fed[name] = ort_value(torch.from_numpy(empty))
+                shape = [dim if isinstance(dim, int) else sizes[dim.value] for dim in entry.shape]
+                fed[name] = ort_value(torch.from_numpy(np.zeros(shape, entry.dtype.numpy())))
         try:
             found = session.run_with_ort_values(list(part.outputs), fed)
         except Exception as error:

@@ -43,12 +43,12 @@ class GraphFile:
         self.made: dict[str, list[str]] = {}  # names of initialisers by the tensor that they are made of
         for key, recipe in self.recipes.items():
             self.made.setdefault(recipe.source, []).append(key)
-        self.external = sum(value.const_value.nbytes for value in self.values.values()) > external_bytes
-        self.places, end = {}, 0
-        for key, value in self.values.items() if self.external else ():
-            if value.const_value.nbytes > INLINE_BYTES:
-                self.places[key], end = end, end + value.const_value.nbytes
-        if self.external:
+        sizes, end = {key: value.const_value.nbytes for key, value in self.values.items()}, 0
+        self.places: dict[str, int] = {}  # in the file of weights
+        if sum(sizes.values()) > external_bytes:
+            for key, nbytes in sizes.items():
+                if nbytes > INLINE_BYTES:
+                    self.places[key], end = end, end + nbytes
             (folder / WEIGHTS).touch()
             os.truncate(folder / WEIGHTS, end)
             for key in self.places.keys() - self.recipes.keys():
@@ -84,11 +84,8 @@ class GraphFile:
             raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
 
     def _write(self, key: str, content: Any) -> None:
-        file = os.open(self.folder / WEIGHTS, os.O_WRONLY)
-        try:
-            put(content, file, self.places[key])
-        finally:
-            os.close(file)
+        with (self.folder / WEIGHTS).open("r+b") as file:
+            put(content, file.fileno(), self.places[key])
 
 
 def write_graph(
