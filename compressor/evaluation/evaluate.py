@@ -21,12 +21,15 @@ from compressor.memory import available
 from compressor.model.architecture import build_meta, load_config, most_parts
 from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import Progress
+from compressor.run_record import versions
 from compressor.words import human_bytes
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
 SHARE = 1.1  # of the weights: a layer is there twice while the stock loader puts its experts together
 GROWTH = 8  # of stored bytes at most, from 4 bits to 32
 WRITTEN = "generate_until"
+PACKAGES = ("lm-eval", "torch", "transformers")
+PACKAGE = "moe-compressor"  # whose own code answers where a model is routed
 REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 
 
@@ -68,9 +71,15 @@ def plan_evaluation(
 
     Raises `CompressionError` for a missing task that cannot be answered that way.
     """
-    routing = None if answerer is None else answerer.facts
-    models = (identity(source), *(() if content is None else (content,)))
-    keys = {task.name: tuple(store.key(model, task, options, routing) for model in models) for task in tasks}
+    ours = {} if answerer is None else {"routing": dict(answerer.facts), "package": versions((PACKAGE,))}
+    facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
+    models = (identity(source), *(() if content is None else (dict(content),)))
+    keys = {
+        task.name: tuple(
+            {**ours, "model": model, "task": task.name, "version": task.version, **facts} for model in models
+        )
+        for task in tasks
+    }
 
     def stored() -> dict[str, ItemScores]:
         found = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}

@@ -238,29 +238,6 @@ def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
     return torch.cat([values[row, begin:end] for row, begin, end in spans])
 
 
-def stream_answers(
-    model: OpenModel, requests: Sequence[Request], most: int, rows: int, progress: Progress, phase: str
-) -> list[Answer]:
-    """The answer to each request, all batches of `rows` inputs in lockstep through one layer after the other.
-
-    Several ranks share the batches, and each gets all answers.
-
-    An input has at most `most` tokens, and no continuation has more. `progress` is told of each layer.
-    """
-    inputs = inputs_of(requests, most)
-    batches = batches_of(inputs, rows, LOGIT_BYTES // (4 * model.vocabulary))
-    answers = _Answers(batches)
-    room = available()
-    budget = DEFAULT_ACTIVATION_BUDGET if room is None else min(DEFAULT_ACTIVATION_BUDGET, room // WAITING_SHARE)
-    tokens = [padded(batch) for batch in batches]
-    one = Pass(model, tokens, progress, phase, to_end=True, shared=True, activation_budget=budget)
-    head = head_of(model.partial.model)
-    with head.register_forward_pre_hook(answers.before_head) if head is not None else nullcontext():
-        one.run(answers)
-    every = {number: answer for found in here().all_gather(answers.found) for number, answer in found.items()}
-    return [every[number] for number in range(len(requests))]
-
-
 class StreamedModel(WatchedModel):
     """A causal language model that answers requests of likelihood, one layer in memory at a time."""
 
@@ -282,14 +259,29 @@ class StreamedModel(WatchedModel):
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Answer]:
+        """The answer to each request, all batches in lockstep through one layer after the other.
+
+        Several ranks share the batches, and each gets all answers.
+        """
+        if not requests:
+            return []
         pairs = [(before, after) for _, before, after in requests]
         if not all(before and after for before, after in pairs):
             raise CompressionError("an item has a prompt or an answer without a token; give both some text")
         if longest := max((len(after) for _, after in pairs if len(after) > self.max_length), default=0):
             raise CompressionError(f"an answer has {longest:,} tokens, the model takes {self.max_length:,}; shorten it")
+        model, room = self.opened, available()
+        batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
+        budget = DEFAULT_ACTIVATION_BUDGET if room is None else min(DEFAULT_ACTIVATION_BUDGET, room // WAITING_SHARE)
+        tokens, answers = [padded(batch) for batch in batches], _Answers(batches)
         phase = f"Evaluating {self.watcher.model} on {self.watcher.task}, layer by layer"
-        found = stream_answers(self.opened, pairs, self.max_length, self.rows, self.told, phase) if pairs else []
+        one = Pass(model, tokens, self.told, phase, to_end=True, shared=True, activation_budget=budget)
+        head = head_of(model.partial.model)
+        with head.register_forward_pre_hook(answers.before_head) if head is not None else nullcontext():
+            one.run(answers)
+        every = {number: answer for each in here().all_gather(answers.found) for number, answer in each.items()}
+        found = [every[number] for number in range(len(pairs))]
         for (asked, _, _), answer in zip(requests, found, strict=True):
             if asked is not None:  # windows of a longer text are watched as one
                 self.cache_hook.add_partial("loglikelihood", asked, answer)

@@ -15,15 +15,13 @@ from typing import Any, Literal
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
+from compressor.evaluation.tasks import EvaluationTask
 from compressor.files import file_digest
 from compressor.records import read_as
-from compressor.run_record import read_cached, versions, write_cached
+from compressor.run_record import read_cached, write_cached
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("lm-eval", "torch", "transformers")
-PACKAGE = "moe-compressor"  # whose own code answers where a model is routed
 READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
 
@@ -138,23 +136,6 @@ class ResultStore:
     """A folder with a JSON file for each model, task and set of options."""
 
     folder: Path
-
-    def key(
-        self,
-        model: Mapping[str, Any],
-        task: EvaluationTask,
-        options: EvaluationOptions,
-        routing: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """All that a result depends on; `routing` is what decides answers that are not the stock model's."""
-        ours = {} if routing is None else {"routing": dict(routing), "package": versions((PACKAGE,))}
-        return ours | {
-            "model": dict(model),
-            "task": task.name,
-            "version": task.version,
-            "options": options.facts(),
-            "packages": versions(PACKAGES),
-        }
 
     def path(self, key: Mapping[str, Any]) -> Path:
         """The file of a key."""

@@ -67,8 +67,8 @@ class Recipe:
 
 
 def recipe_of(value: Any) -> Recipe | None:
-    """How an initialiser is made; None for one whose values are there."""
-    raw = getattr(value.const_value, "raw", None)
+    """How an initialiser is made; None for one whose values are there, and for other values."""
+    raw = getattr(getattr(value, "const_value", None), "raw", None)
     return raw if isinstance(raw, Recipe) else None
 
 
@@ -263,12 +263,8 @@ def optimise(program: Any) -> None:
     InlinePass()(program)
     turn_absent(program)
     with quick_matching():
-        optimize_ir(program, should_fold=lambda node: False if any(map(_is_absent, node.inputs)) else None)
+        optimize_ir(program, should_fold=lambda node: False if any(map(recipe_of, node.inputs)) else None)
         fuse(program)
-
-
-def _is_absent(value: Any) -> bool:
-    return value is not None and recipe_of(value) is not None
 
 
 def turn_absent(program: Any) -> None:
@@ -276,7 +272,7 @@ def turn_absent(program: Any) -> None:
     import onnx_ir
 
     for node in list(program.graph):
-        if not (_is(node, "Transpose") and _is_absent(node.inputs[0]) and len(node.inputs[0].uses()) == 1):
+        if not (_is(node, "Transpose") and recipe_of(node.inputs[0]) and len(node.inputs[0].uses()) == 1):
             continue
         (value,), (output,), stored = node.inputs, node.outputs, node.inputs[0].const_value
         order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
