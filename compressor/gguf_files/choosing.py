@@ -20,10 +20,9 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model, resolve_count
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
-from compressor.records import read_json
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.protecting import check_protected, listed, read_protected
+from compressor.steps.prune.protecting import given_protected, listed, with_list
 from compressor.steps.prune.step import AUTO, GRAPH
 from compressor.words import did_you_mean, joined
 
@@ -74,8 +73,10 @@ def imatrix_plan(
         logger.warning("%s %s", imatrix.path.name, OLD)
     keep = resolve_count(blocks.layers, experts, ratio)
     check_llama_cpp(model, blocks, keep)
-    protected = _protected(protect, blocks)
-    check_protected(protected, blocks.layers, keep)
+    if isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH)):
+        raise CompressionError(f"--protect {protect} needs a checkpoint and text; name a JSON list of experts")
+    entries = [{**each, "module": None} if isinstance(each, dict) else each for each in with_list(protect) or ()]
+    protected = given_protected(entries, blocks.layers, keep)
     layers = list[LayerPlan]()
     for layer in blocks.layers:
         own = protected.get(layer.name, frozenset())
@@ -110,21 +111,6 @@ def check_llama_cpp(model: Gguf, blocks: Blocks, keep: int) -> None:
         raise CompressionError(
             f"llama.cpp runs {blocks.arch} with at least 2 experts in a group; keep more than {keep}"
         )
-
-
-def _protected(protect: str | Sequence[Mapping[str, Any]] | None, blocks: Blocks) -> Mapping[str, frozenset[int]]:
-    if protect is None:
-        return {}
-    if isinstance(protect, str):
-        if protect == AUTO or protect.startswith(GRAPH):
-            raise CompressionError(f"--protect {protect} needs a checkpoint and text; name a JSON list of experts")
-        found = read_json(Path(protect), "mend it", "name a JSON list of experts")
-    else:
-        found = list(protect)
-    if not isinstance(found, list):
-        raise CompressionError(f'{protect} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
-    entries = [{**each, "module": None} if isinstance(each, dict) else each for each in found]
-    return read_protected(entries, blocks.layers)
 
 
 def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
