@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import compressor
+from compressor import run_record
 from compressor.api.compressing import default_steps, make_recipe
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
@@ -58,7 +59,7 @@ def by_hand(made: CompressionPlan) -> Plan:
         *([PlannedStep("correct", correction)] if made.correction is not None else []),
     ]
     dtype = str((made.correction or {}).get("dtype", "auto"))
-    return Plan(made.source, tuple(steps), made.calibration, made.seed, dtype, made.versions)
+    return Plan(made.source, tuple(steps), made.calibration, made.seed, dtype, run_record.versions())
 
 
 def pruned(content: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from compressor.files import work_folder
 from compressor.pipeline import run as running
 from compressor.run_record import read_record
 from compressor.steps.prune import deciding
-from compressor.workdir import layer_files
+from compressor.workdir import workdir
 from compressor.workdir.workdir import JOURNAL
 from tests import small, zoo
 from tests.command_line import Result, Run, captured, names, refused, run_killed
@@ -660,7 +660,7 @@ MOMENTS = [
     ("os", "pwrite", 9),
     ("os", "fsync", 3),
 ]
-HALFWAY = ("compressor.workdir.layer_files", "_write_tensor", 40)
+HALFWAY = ("compressor.workdir.workdir", "_write_tensor", 40)
 
 
 @pytest.mark.parametrize(("module", "function", "nth"), MOMENTS)
@@ -724,7 +724,7 @@ def test_interrupted_from_the_keyboard(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(layer_files, "_write_tensor", interrupt)
+        patch.setattr(workdir, "_write_tensor", interrupt)
         result = run(*command, "-o", out)
     assert result.status == 130 and result.err.strip() == "Interrupted; run the same command again to go on."
     assert not out.exists() and run(*command, "-o", out).status == 0

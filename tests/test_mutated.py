@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from compressor.comoe.layer import inject
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
-from compressor.gates.document import gate_blocks
-from compressor.gates.report import differing, gate_json, junit, read_gate
+from compressor.gates.report import differing, gate_blocks, gate_json, junit, read_gate
 from compressor.generation.generate import read_facts
 from compressor.model.architecture import build_meta, discover, load_config, most_parts
 from compressor.model.loading import PartialModel
@@ -158,9 +158,9 @@ def plan() -> dict[str, Any]:
         Source("folder", None, "f" * 64), 2, "by-hand", {"linkage": "average"},
         {"source": "texts.jsonl", "sha256": "ab", "samples": 8, "seed": 0, "sources": [{"source": "a", "weight": 1.0}]},
         (merged, dropping), correction={"method": "tune", "steps": 3, "tokens": 5, "rate": 0.1, "dtype": "float32"},
-        protected={merged.module: (2,)}, versions={"torch": "2"},
+        protected={merged.module: (2,)},
     )  # fmt: skip
-    content: dict[str, Any] = json.loads(by_hand(made).to_json())
+    content: dict[str, Any] = json.loads(replace(by_hand(made), versions={"torch": "2"}).to_json())
     text = {"source": "more.txt", "sha256": "cd", "samples": 8, "seed": 0}
     curve = [{"step": step, "kl": 0.3 - step / 100, "loss": 2.0, "training": {}} for step in (0, 9)]
     rounds = [{"ridge": 0.01, "step": 1.5, "gain": 0.05, "standard_error": 0.004}]

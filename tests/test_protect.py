@@ -19,7 +19,7 @@ from compressor.files import work_folder
 from compressor.model.opened import open_model
 from compressor.pipeline import task
 from compressor.recipe.steps_plan import Plan
-from compressor.workdir import layer_files
+from compressor.workdir import workdir
 from compressor.workdir.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
@@ -179,7 +179,7 @@ def test_an_interrupted_run_with_another_list_plans_anew(
     shutil.copy(model.parent / "hubs.json", hubs)
     command = [str(a) for a in ("compress", model, "--experts", 4, "--strategy", "reap", "--protect", hubs, *data)]
     with monkeypatch.context() as patch:
-        patch.setattr(layer_files, "_write_tensor", interrupt)
+        patch.setattr(workdir, "_write_tensor", interrupt)
         assert run(*command, "-o", out).status == 130
     assert (work_folder(out) / JOURNAL).is_file()
     hubs.write_text(json.dumps([{"layer": 1, "expert": e} for e in (1, 2, 4)]))

@@ -10,7 +10,7 @@ from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, Variant, compare_models, correction, parse_contender, random_drop
-from compressor.comparison.rows import Comparison
+from compressor.comparison.report import Comparison
 from compressor.data.batches import EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
 from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError

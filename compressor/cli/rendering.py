@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import tell
-from compressor.comparison.report import comparison_brief
-from compressor.comparison.rows import Comparison
+from compressor.comparison.report import Comparison, comparison_brief
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.gates.document import gate_brief
-from compressor.gates.report import full_content
+from compressor.gates.report import full_content, gate_brief
 from compressor.gates.verdict import GateResult
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from compressor.checkpoint.reader import Size
-from compressor.comparison.rows import Comparison, Row
+from compressor.comparison.report import Comparison, Row
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
@@ -64,6 +65,8 @@ def run_gate(
     after, _ = evaluate(smaller, progress)
     done = time.perf_counter()
     pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
+    answers: tuple[tuple[Literal["base", "compressed"], Mapping[str, ItemScores]], ...]
+    answers = ("base", before), ("compressed", after)
     judged = judge(pairs, wanted.max_drop, wanted.confidence)
     return GateResult(
         verdict=overall(judged),
@@ -79,17 +82,13 @@ def run_gate(
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
         routing=None if answerer is None else _routed_by(answerer, after),
-        streamed=(*(("base",) if _streamed(before) else ()), *(("compressed",) if _streamed(after) else ())),
+        streamed=tuple(name for name, scores in answers if any(each.streamed for each in scores.values())),
     )
 
 
 def plan_base(base: ModelSource, tasks: Sequence[EvaluationTask], wanted: GateRequest) -> Evaluation:
     """What the original is to be asked; raises `CompressionError` where it cannot answer as it has to."""
     return plan_evaluation(base, tasks, wanted.options, ResultStore(wanted.cache))
-
-
-def _streamed(results: Mapping[str, ItemScores]) -> bool:
-    return any(scores.streamed for scores in results.values())
 
 
 def _routed_by(answerer: Answerer, results: Mapping[str, ItemScores]) -> RoutedBy:

@@ -256,11 +256,6 @@ def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float, str]]
     where, count = f"{scores.task}, {scores.metric}, {model} model", len(scores.ids)
     weights = scores.weights if scores.kind == "likelihood" else (1.0,) * count
     clusters = scores.clusters or ("",) * count
-    if (len(scores.values), len(weights), len(clusters)) != (count, count, count):
-        raise CompressionError(
-            f"{where}: {count} items have {len(scores.values)} values, {len(weights)} sizes and {len(clusters)} group "
-            "names: give one of each to every item"
-        )
     if odd := count - int(np.isfinite(scores.values).sum()):
         raise CompressionError(
             f"{where}: {odd} of {count} values are not finite, so the model's output is broken and nothing can be "
@@ -269,8 +264,7 @@ def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float, str]]
     if odd := sum(not (math.isfinite(weight) and weight > 0) for weight in weights):
         raise CompressionError(f"{where}: {odd} of {count} items have no words or bytes: leave them out of the task")
     rows = dict(zip(scores.ids, zip(scores.values, weights, clusters, strict=True), strict=True))
-    if len(rows) < count:
-        raise CompressionError(f"{where}: {count - len(rows)} of {count} items share a name: name each item once")
+    assert len(rows) == count, f"{where}: items share a name"
     return rows
 
 

@@ -92,7 +92,6 @@ def run(
             here().barrier()
             outcome = _finish(task, state, stage, terms, opened.peak, place)
             here().broadcast(lambda: publish(work, terms.overwrite))
-            _record(state, outcome, terms, terms.out)
     return outcome
 
 

@@ -238,8 +238,8 @@ def first_plan(task: Task, text: Text | None) -> Plan:
         ]
     else:
         planned = [replace(entry, result=None) for entry in task.plan.steps]
-    source = _source_of(model) if before is None else before.source
-    base = None if task.base.fingerprint == source.fingerprint or task.base is model else _source_of(task.base)
+    source = Source.of(model) if before is None else before.source
+    base = None if task.base.fingerprint == source.fingerprint or task.base is model else Source.of(task.base)
     if before is not None:
         calibration = before.calibration if text is None else text.identity
         steps = (*entries, *planned)
@@ -247,10 +247,6 @@ def first_plan(task: Task, text: Text | None) -> Plan:
     known = None if task.plan is None else task.plan.calibration  # also where its decisions need no text any more
     identity = known if text is None else text.identity
     return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions(), base)
-
-
-def _source_of(model: OpenModel) -> Source:
-    return Source(model.source.name, model.source.revision, model.fingerprint)
 
 
 def _options_of(step: Step) -> dict[str, Any]:

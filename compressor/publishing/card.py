@@ -24,7 +24,7 @@ from compressor.document.blocks import (
 from compressor.document.markdown import markdown
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError, without_tokens
-from compressor.gates.document import change, level, method, verdict_line
+from compressor.gates.report import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.pipeline.outcome import Outcome
 from compressor.publishing.facts import (

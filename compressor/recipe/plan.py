@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.records import value_as
-from compressor.run_record import versions
 
 if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.architecture import MoeLayer
@@ -187,6 +186,11 @@ class Source:
     revision: str | None
     fingerprint: str  # over all tensor names, dtypes and shapes and the routers' bytes
 
+    @classmethod
+    def of(cls, model: "OpenModel") -> Self:
+        """That of an opened model."""
+        return cls(model.source.name, model.source.revision, model.fingerprint)
+
     @property
     def label(self) -> str:
         """The name without the machine's folders, and without an access token that it may hold."""
@@ -204,7 +208,6 @@ class CompressionPlan:
     calibration: Mapping[str, Any] | None  # source, digest, samples and seed; None when no data was read
     layers: tuple[LayerPlan, ...]
     seed: int = 0
-    versions: Mapping[str, str] = field(default_factory=dict)
     sequential: bool = False  # each layer was planned on what the compressed earlier ones put out
     correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
@@ -337,6 +340,5 @@ def check_against(plan: CompressionPlan, layers: "Sequence[MoeLayer]", fingerpri
 
 def whole_plan(model: "OpenModel") -> CompressionPlan:
     """The plan that keeps every expert of a model as it is."""
-    source = Source(model.source.name, model.source.revision, model.fingerprint)
     layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
-    return CompressionPlan(source, model.architecture.experts, KEPT_WHOLE, {}, None, layers, versions=versions())
+    return CompressionPlan(Source.of(model), model.architecture.experts, KEPT_WHOLE, {}, None, layers)

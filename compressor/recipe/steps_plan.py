@@ -110,7 +110,6 @@ class Plan:
             calibration=self.calibration,
             layers=tuple(layer_from_dict(entry) for entry in decided["layers"]),
             seed=self.seed,
-            versions=self.versions,
             sequential=bool(options.get("sequential")),
             correction=correction,
             protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},

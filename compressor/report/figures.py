@@ -25,7 +25,7 @@ from compressor.drawing.marks import (
 )
 from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
-from compressor.gates.document import gate_figure
+from compressor.gates.report import gate_figure
 from compressor.recipe.document import changed, result_of
 from compressor.report.data import (
     LayerReport,

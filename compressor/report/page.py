@@ -32,7 +32,7 @@ from compressor.document.blocks import (
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import alone, check_folder, replacing, whole_folder
-from compressor.gates.document import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
+from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.recipe.document import changed, step_blocks, step_line
 from compressor.recipe.plan import told_split
 from compressor.replaceable import is_page

@@ -100,7 +100,7 @@ class State:
         if made is not None and self.stage == self.plan.stages[0]:
             return made
         if made is not None:  # of what earlier stages have made of the source
-            return replace(made, source=Source(model.source.name, model.source.revision, model.fingerprint))
+            return replace(made, source=Source.of(model))
         whole = replace(whole_plan(self.model), seed=self.seed, split=self.model.split)
         if self.model.is_split:
             return whole

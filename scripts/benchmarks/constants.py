@@ -7,7 +7,7 @@ for each number of experts that is kept in each layer, on average where layers k
 """
 
 import compressor
-from compressor.comparison.rows import Row
+from compressor.comparison.report import Row
 from compressor.memory import limit_caches
 from compressor.recipe.step import TextOptions
 from scripts.benchmarks.frame import head, options, row

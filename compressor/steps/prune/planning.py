@@ -18,7 +18,6 @@ from compressor.mtp.head import Head
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy
-from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics, needs_attribution
 from compressor.steps.correct.heads import HeadLine, compress_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork
@@ -164,14 +163,13 @@ class Planner:
         model = self.model
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
         return CompressionPlan(
-            source=Source(model.source.name, model.source.revision, model.fingerprint),
+            source=Source.of(model),
             experts=wish.experts,
             strategy=wish.strategy.name,
             options=dict(wish.options),
             calibration=None if calibration is None else calibration.identity,
             layers=tuple(sorted(layers, key=lambda layer: order.get(layer.module, len(order)))),
             seed=self.seed,
-            versions=versions(),
             protected=listed(protected),
             split=model.split,
             top_k=model.top_k,

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from compressor.comparison import report as picture
-from compressor.comparison.rows import Comparison, label
+from compressor.comparison.report import Comparison, label
 from compressor.drawing.marks import spaced
 from compressor.drawing.palette import DPI, ROLES, scale_axis
 from compressor.drawing.picture import drawing_settings, png

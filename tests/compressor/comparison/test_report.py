@@ -11,8 +11,7 @@ from hypothesis import given, settings
 
 from compressor.cli.rendering import show_comparison
 from compressor.comparison import report as comparison_report
-from compressor.comparison.report import comparison_blocks, write_reports
-from compressor.comparison.rows import Comparison, Row, entries, label
+from compressor.comparison.report import Comparison, Row, comparison_blocks, entries, label, write_reports
 from compressor.document import markdown as rendered
 from compressor.errors import CompressionError
 from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from compressor.drawing.palette import ROLES
 from compressor.drawing.picture import inline_svgs, png
-from compressor.gates.document import gate_figure
+from compressor.gates.report import gate_figure
 from compressor.gates.verdict import GateResult
 from tests.gates import gate, gates, mixed, task
 

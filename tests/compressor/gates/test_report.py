@@ -19,11 +19,11 @@ from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
 from compressor.gates import report as gate_report
-from compressor.gates.document import gate_blocks
 from compressor.gates.report import (
     append_summary,
     card_metrics,
     full_content,
+    gate_blocks,
     gate_json,
     model_index,
     read_gate,

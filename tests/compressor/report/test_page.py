@@ -10,7 +10,7 @@ import pytest
 
 from compressor.document.html import POLICY, stylesheet
 from compressor.drawing.palette import ROLES
-from compressor.gates.document import cells, verdict_line
+from compressor.gates.report import cells, verdict_line
 from compressor.gates.verdict import RoutedBy
 from compressor.report.data import Report, load_of
 from compressor.report.figures import figures

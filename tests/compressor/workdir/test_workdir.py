@@ -31,7 +31,7 @@ from compressor.gates.report import NAMES as GATE
 from compressor.report.page import FIGURES, MADE_BY
 from compressor.surgery.tensors import FileRange, OutputJob, OutputTensor, Piece
 from compressor.workdir import workdir
-from compressor.workdir.layer_files import header_of, shards
+from compressor.workdir.workdir import header_of, shards
 from tests.small import tree
 
 UNITS = ("", "layers.0", "layers.1", "layers.2")
