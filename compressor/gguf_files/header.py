@@ -29,7 +29,7 @@ MOST_LETTERS = 1_000  # of a key or a tensor's name
 MOST_ALIGNMENT = 2**16
 MOST_PARTS = 2**10
 SUFFIX = ".gguf"
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 EXTRA = 'pip install "moe-compressor[gguf]"'
 

@@ -45,13 +45,6 @@ class Activation:
     beta: float = 0.0
     limit: float | None = None
 
-    def attributes(self) -> dict[str, Any]:
-        """The node's attributes for this activation."""
-        found: dict[str, Any] = {"activation_type": self.kind}
-        if self.kind == "swiglu":  # rows g0, u0, g1, u1, ...
-            found |= {"swiglu_fusion": 1, "activation_alpha": self.alpha, "activation_beta": self.beta}
-        return found if self.limit is None else {**found, "swiglu_limit": self.limit}
-
     def apply(self, inner: Tensor) -> Tensor:
         """What the formula says, [T, 2I] as concatenated gate and up (or [T, I]) -> [T, I]."""
         if self.kind != "swiglu":
@@ -187,7 +180,11 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
     assert kind is not None
     first, second, *biases = parameter_names(experts)
     first_bias, second_bias = biases or (None, None)
-    attributes = kind.attributes()
+    attributes: dict[str, Any] = {"activation_type": kind.kind}
+    if kind.kind == "swiglu":  # rows g0, u0, g1, u1, ...
+        attributes |= {"swiglu_fusion": 1, "activation_alpha": kind.alpha, "activation_beta": kind.beta}
+    if kind.limit is not None:
+        attributes["swiglu_limit"] = kind.limit
     if scheme is None or not hasattr(experts, SCALES):
         return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), node_tensors(experts)
     attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}
