@@ -86,10 +86,10 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
     return StockDecoder(model)
 
 
-def _empty(entry: Any, rows: int) -> Tensor:
-    """What a cache holds before the first token of so many sequences: no past, zeros along axes that are fixed."""
+def _empty(entry: Any) -> Tensor:
+    """What a cache holds before the first token of a sequence: no past, zeros along axes that are fixed."""
     shape = [
-        size if isinstance(size, int) else rows if axis == 0 or "batch" in (size or "") else 0
+        size if isinstance(size, int) else int(axis == 0 or "batch" in (size or ""))
         for axis, size in enumerate(entry.shape)  # a number, or the name of an axis whose length may vary
     ]
     return torch.zeros(shape, dtype=DTYPES[entry.type])
@@ -106,10 +106,10 @@ def _output_of(name: str, outputs: set[str]) -> str:
     )
 
 
-class DecoderGraph:
-    """A decoder's graph in an ONNX Runtime session, with its caches between runs.
+class OnnxDecoder:
+    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32.
 
-    They go from one run to the next as they are: no copy, and no dtype that numpy must know.
+    Caches go from one run to the next as they are: no copy, and no dtype that numpy must know.
     """
 
     def __init__(self, session: Any) -> None:
@@ -128,24 +128,25 @@ class DecoderGraph:
                     f"{MODEL_NAME} has no {what} {name!r} but {known}; export a causal language model"
                 )
         self._next = {name: _output_of(name, outputs) for name in self._inputs if name not in (TOKENS, MASK, POSITIONS)}
-        self.start(1)
+        self._caches = {name: ort_value(_empty(self._inputs[name])) for name in self._next}
+        self._past = 0  # tokens that the caches hold
+        self._seen: list[int] = []
 
-    def start(self, rows: int) -> None:
-        """Empty the caches for so many sequences."""
-        self.past = 0  # tokens that the caches hold
-        self._caches = {name: ort_value(_empty(self._inputs[name], rows)) for name in self._next}
-
-    def run(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Logits [B, S, V] of new tokens [B, S]; the mask [B, past + S] covers the earlier ones too."""
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.past :]
-        given = {TOKENS: tokens, MASK: mask, POSITIONS: positions}
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        self._seen.extend(tokens)
+        total, fresh = len(self._seen), self._seen[self._past :]  # without a cache all of it is read again
+        given = {
+            TOKENS: torch.tensor([fresh]),
+            MASK: torch.ones(1, total, dtype=torch.long),
+            POSITIONS: torch.arange(self._past, total)[None],
+        }
         asked = [name for name in given if name in self._inputs]
         fed = {name: ort_value(given[name].to(DTYPES[self._inputs[name].type])) for name in asked}
         logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
         self._caches = dict(zip(self._next, caches, strict=True))
-        self.past += tokens.shape[1] if self._next else 0
-        found: Tensor = torch.utils.dlpack.from_dlpack(logits)
-        return found
+        self._past = total if self._next else 0
+        found: Tensor = torch.utils.dlpack.from_dlpack(logits)[0, -1]
+        return found.to("cpu", torch.float32, copy=True)
 
 
 def ort_value(tensor: Tensor) -> Any:
@@ -153,20 +154,6 @@ def ort_value(tensor: Tensor) -> Any:
     from onnxruntime import OrtValue
 
     return OrtValue.from_dlpack(tensor.contiguous())
-
-
-class OnnxDecoder:
-    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32."""
-
-    def __init__(self, session: Any) -> None:
-        self._graph = DecoderGraph(session)
-        self._seen: list[int] = []
-
-    def __call__(self, tokens: Sequence[int]) -> Tensor:
-        self._seen.extend(tokens)
-        fresh = self._seen[self._graph.past :]  # without a cache all of it is read again
-        logits = self._graph.run(torch.tensor([fresh]), torch.ones(1, len(self._seen), dtype=torch.long))
-        return logits[0, -1].to("cpu", torch.float32, copy=True)
 
 
 def providers(device: str, available: Sequence[str]) -> list[Any]:

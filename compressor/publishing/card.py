@@ -28,7 +28,6 @@ from compressor.gates.report import change, level, method, verdict_line
 from compressor.gates.verdict import GateResult, TaskGate
 from compressor.pipeline.outcome import Outcome
 from compressor.publishing.facts import (
-    Active,
     Facts,
     Graph,
     base_id,
@@ -51,6 +50,11 @@ from compressor.words import counted, human_bytes, joined, label, one_line, span
 
 Blocks = tuple[Block, ...]
 SEQUENTIAL = "Each layer was planned on what the compressed earlier layers put out."
+ACTIVE = "active parameters for a token"
+NOT_STOCK = (
+    "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own forward: "
+    "the written tensors give the logits that the base gives with these constants."
+)
 LOCAL_BASE = "The base was a local folder; which repository it came from is not recorded."
 MOST_NAMED = 8  # of a list of tensors
 MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
@@ -125,12 +129,7 @@ def known_here(folder: Path) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """A recipe's YAML, and the command lines that carry it out."""
-
-    recipe: str
-    commands: tuple[str, ...]
+Again = tuple[str, tuple[str, ...]]  # a recipe's YAML, and the command lines that carry it out
 
 
 def again(plan: Plan, out: str) -> Again | None:
@@ -153,7 +152,7 @@ def again(plan: Plan, out: str) -> Again | None:
         (file,) = source_files(Path("plan.json"), [label(str(only))])
         commands = [("plan", RECIPE, "-o", "plan.json", "--per-source"), ("apply", str(file), "-o", out)]
     lines = tuple(shlex.join(["moe-compress", *map(one_line, command)]) for command in commands)
-    return Again(recipe_yaml(made).decode().rstrip(), lines)
+    return recipe_yaml(made).decode().rstrip(), lines
 
 
 def _without_folders(plan: Plan) -> Plan:
@@ -259,9 +258,9 @@ def comparison(facts: Facts) -> Blocks:
     rows = [
         ("experts in each MoE layer", experts, str(outcome.experts_after), "", ""),
         ("parameters", *_numbers(before.parameters, after.parameters), ""),
-        *([_active_row(active)] if active is not None else []),
+        *([(ACTIVE, *_numbers(active.before, active.after), "")] if active is not None else []),
         ("bytes of all tensors", *_numbers(before.bytes, after.bytes), ""),
-        *([_task_row(task) for task in gate.tasks] if gate is not None else []),
+        *(map(_task_row, gate.tasks) if gate is not None else ()),
     ]
     columns = ("", "base", "this model", "change", "verdict")[: 5 if gate is not None else 4]
     note = "Parameters are stored elements, in whatever format."
@@ -271,15 +270,10 @@ def comparison(facts: Facts) -> Blocks:
     return Heading("Before and after"), table, Text(note), *(_gate_notes(gate) if gate is not None else ())
 
 
-def _numbers(before: int, after: int) -> tuple[str, str, str]:
+def _numbers(before: int | None, after: int) -> tuple[str, str, str]:
+    if before is None:
+        return "-", f"{after:,}", ""
     return f"{before:,}", f"{after:,}", f"{100 * (after - before) / before:+.1f}%"
-
-
-def _active_row(active: Active) -> tuple[str, ...]:
-    name = "active parameters for a token"
-    if active.before is None:
-        return name, "-", f"{active.after:,}", "", ""
-    return name, *_numbers(active.before, active.after), ""
 
 
 def _task_row(task: TaskGate) -> tuple[str, ...]:
@@ -306,16 +300,17 @@ def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
     """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
     outcome, plan = facts.outcome, facts.outcome.plan
     repeated: Blocks = (Text("The plan does not record what it was asked for, so there is no recipe to repeat it."),)
-    if again is not None and len(again.recipe) > MOST_RECIPE:
+    recipe, commands = again or ("", ())
+    if len(recipe) > MOST_RECIPE:
         repeated = (Text(("The recipe is too long for a page: ", Code(RECIPE), " is beside the weights.")),)
-    elif again is not None:
+    elif recipe:
         repeated = (
             Text(
                 "This recipe asks for the same plan, all steps in one run. It is made from the plan, so it has no "
                 "edits by hand; local files and folders are in it by their names alone."
             ),
-            Listing(again.recipe, "yaml"),
-            Listing("\n".join(again.commands), "bash"),
+            Listing(recipe, "yaml"),
+            Listing("\n".join(commands), "bash"),
         )
     ran: Blocks = ()
     if command is not None:
@@ -325,11 +320,7 @@ def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
         ("Plan: SHA-256 ", Code(plan.digest())),
         ("Source: ", base_name(plan.source), f", fingerprint {one_line(plan.source.fingerprint)}"),
         f"Versions: {versions}",
-        *(
-            ["Each layer was planned on what the compressed earlier layers put out."]
-            if outcome.stage.sequential
-            else []
-        ),
+        *([SEQUENTIAL] if outcome.stage.sequential else []),
     )
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
     return Heading("How it was made"), *repeated, *ran, *_data(plan), Items(items), Text(whole)
@@ -437,7 +428,7 @@ def limits(facts: Facts, has_licence: bool) -> tuple[Block, ...]:
         _text(outcome.plan),
         *filter(None, [_refitted(outcome)]),
         _format(facts),
-        *([_constants()] if outcome.stage.constants is not None else []),
+        *([NOT_STOCK] if outcome.stage.constants is not None else []),
         *_missing(outcome),
         *([_graph(graph)] if graph is not None else []),
         *([LOCAL_BASE] if base_id(outcome.plan.source) is None else []),
@@ -505,13 +496,6 @@ def _format(facts: Facts) -> str:
         kind = one_line(str(quantization.get("quant_method")))
         return f"The weights are quantised as the base's are ({kind}), stored as {names}."
     return f"The weights are not quantised; they are stored as {names}."
-
-
-def _constants() -> str:
-    return (
-        "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own "
-        "forward: the written tensors give the logits that the base gives with these constants."
-    )
 
 
 def _missing(outcome: Outcome) -> list[str]:

@@ -85,25 +85,19 @@ def _verify_weights(folder: Path) -> dict[str, int]:
         stage = _plan_of(folder).stage
         experts = stage.experts if stage.layers else None  # where no step decided on them, all stayed
         heads = stage.mtp == "keep" or not stage.layers
-    if declared(read_object(folder / "config.json")):
-        files = {info.file for info in _verify_constants(folder).tensors.values()}
-        return {name: header_bytes(folder / name) for name in sorted(files)}
-    checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
-    files = {info.file for info in checked.tensors.values()}
-    return {name: header_bytes(folder / name) for name in sorted(files)}
+    if declared(read_object(folder / "config.json")):  # constants are all there, and the rest is a whole model
+        model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
+        assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+        model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
+        checked: Checkpoint = model.checkpoint
+    else:
+        checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
+    return {name: header_bytes(folder / name) for name in sorted({info.file for info in checked.tensors.values()})}
 
 
 def _plan_of(folder: Path) -> Plan:
     """The plan in an output's record; raises `CompressionError` for what is none."""
     return Plan.from_dict(entry_of(read_object(folder / COMPRESSION), "plan"), f"{folder / COMPRESSION}: plan")
-
-
-def _verify_constants(folder: Path) -> Checkpoint:
-    """Check a checkpoint in which constants stand for experts: they are all there, and the rest is a whole model."""
-    model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
-    assert isinstance(model.checkpoint, SubstitutedCheckpoint)
-    model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
-    return model.checkpoint
 
 
 def _verify_graph(folder: Path) -> dict[str, int]:

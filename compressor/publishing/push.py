@@ -101,7 +101,13 @@ def push(
     repository = hub.Repository(repo_id)
     api = repository.api
     added = {name: CommitOperationAdd(name, content) for name, content in files.items()}  # which remember their hashes
-    remote = _see(repository, dry_run)
+    remote: hub.Remote | None = None  # where a dry run cannot ask the Hub
+    try:
+        remote = repository.look_up()
+    except CompressionError as error:
+        if not dry_run:
+            raise
+        logger.warning("the Hub could not be asked what it has: %s", error)
     standing = _compare(repository, found, added, remote, branch)
     if remote is not None:
         repository.refuse_public(remote, private)
@@ -199,17 +205,6 @@ def _look_at_card(found: VerifiedFolder) -> None:
             found.files[CARD],
             TAG,
         )
-
-
-def _see(repository: hub.Repository, dry_run: bool) -> hub.Remote | None:
-    """The repository as it is; None where a dry run cannot ask the Hub."""
-    try:
-        return repository.look_up()
-    except CompressionError as error:
-        if not dry_run:
-            raise
-        logger.warning("the Hub could not be asked what it has: %s", error)
-        return None
 
 
 def _compare(

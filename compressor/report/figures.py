@@ -495,11 +495,6 @@ def _draw_curve(canvas: "FigureBase", found: Sequence[Evaluation], taken: Evalua
     axes.grid(axis="y")
 
 
-def gate(data: Report) -> Figure | None:
-    """The gate's own figure; none without a gate."""
-    return gate_figure(data.gate) if data.gate else None
-
-
 MADE: Mapping[str, Callable[[Report], Figure | None]] = {
     "sizes": sizes,
     "experts": experts,
@@ -507,7 +502,7 @@ MADE: Mapping[str, Callable[[Report], Figure | None]] = {
     "visits": visits,
     "errors": errors,
     "distillation": distillation,
-    "gate": gate,
+    "gate": lambda data: gate_figure(data.gate) if data.gate else None,
     "times": times,
 }
 NAMES = tuple(MADE)  # in the order of the page

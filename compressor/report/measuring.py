@@ -65,7 +65,10 @@ class _AtHand:
         elif self.source is not None:
             found = by_weights(self.source, self._likeness(), progress)
         noted = {layer.module: layer for layer in self.noted.layers}
-        layers = [_filled(layer, noted.get(layer.module, layer)) for layer in found]
+        layers = []  # what was measured, and beside it what the run noted of the rest
+        for layer in found:
+            known = {e.name: value for e in fields(layer) if (value := getattr(layer, e.name)) not in (None, "")}
+            layers.append(replace(noted.get(layer.module, layer), **known))
         measured = {layer.module for layer in layers}
         layers += [layer for module, layer in noted.items() if module not in measured]  # those of heads
         return Measured(tuple(layers), tokens, name, tuple(self._missing()))
@@ -145,13 +148,6 @@ def measure(
         found = hand.measured(listener)
         keep_measures(folder, found, "report", hand.key())
     return found
-
-
-def _filled(found: LayerMeasures, noted: LayerMeasures) -> LayerMeasures:
-    """What was measured, and beside it what the run noted of the rest."""
-    return replace(
-        noted, **{e.name: value for e in fields(found) if (value := getattr(found, e.name)) not in (None, "")}
-    )
 
 
 def by_weights(source: OpenModel, likeness: Callable[[str], Likeness], progress: Progress) -> Iterator[LayerMeasures]:

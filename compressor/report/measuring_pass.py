@@ -81,12 +81,13 @@ def likeness_of(plan: CompressionPlan, layer: LayerPlan | None) -> Likeness:
         own = own_likeness(load_strategy(name, options))
     except CompressionError:  # it need not be installed where a report is made
         own = None
-    return own or Likeness(frozenset({"expert_outputs"}), _by_outputs)
-
-
-def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
-    outputs = stats.expert_outputs
-    return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
+    return own or Likeness(
+        frozenset({"expert_outputs"}),
+        lambda stats: (
+            f"linear CKA of expert outputs, {stats.expert_outputs.shape[1]} tokens",
+            linear_cka(stats.expert_outputs),
+        ),
+    )
 
 
 @torch.no_grad()

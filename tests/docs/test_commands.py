@@ -76,7 +76,8 @@ def test_commands_in_blocks_are_known(page: Path, words: list[str]) -> None:
     elif program == "python":
         script = ROOT / (f"{rest[1].replace('.', '/')}.py" if rest[0] == "-m" else rest[0])
         source = script.read_text(encoding="utf-8")
-        assert all(f'"{word}"' in source or word[2:] in source for word in rest if word.startswith("--"))
+        flags = [word for word in rest if word.startswith("--")]
+        assert all(f'"{flag}"' in source or flag[2:].replace("-", "_") in source for flag in flags)
     else:
         known = {"pip", "make", "hf", ".venv/bin/python", "source", "llama-imatrix", "export"}
         assert program in known, f"{name_of(page)}: {words}"

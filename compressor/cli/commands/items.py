@@ -1,6 +1,7 @@
 """The commands on items with answers: `reference` keeps what a model answers right, `comoe train` and `comoe evaluate`
 tune a model by LoRA experts and ask it."""
 
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from compressor.cli.options import (
     Out,
     Running,
     dataclass_options,
+    described,
     listed,
     spread,
 )
@@ -25,11 +27,24 @@ from compressor.comoe.options import ComoeConfig, TuningOptions
 
 TARGETS = ",".join(ComoeConfig().targets)
 
-Data = Annotated[
-    Path | None, typer.Option(help="A JSONL file with prompt, answer and, of multiple choice, choices; task names it.")
-]
-Limit = Annotated[int | None, typer.Option(help="Items of each task, the first ones (default: all).")]
-Include = Annotated[Path | None, typer.Option(help="A folder with lm-eval task files of your own.")]
+
+@dataclass(frozen=True, slots=True)
+class ItemFlags:
+    """Which items are asked."""
+
+    tasks: str | None = described(
+        None, None, "lm-eval tasks of multiple choice, separated by commas; `comoe train` asks their training splits."
+    )
+    data: Path | None = described(
+        None, None, "Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
+    )
+    limit: int | None = described(None, None, "Items of each task, the first ones (default: all).")
+    include_path: Path | None = described(None, None, "A folder with lm-eval task files of your own.")
+
+    def given(self) -> dict[str, Any]:
+        """What the functions behind these commands take."""
+        return {**asdict(self), "tasks": listed(self.tasks, "--tasks") or ()}
+
 
 app = typer.Typer(
     help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).", no_args_is_help=True
@@ -41,12 +56,7 @@ def reference(
     output: Out,
     computing: Computing,
     running: Running,
-    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks of multiple choice, separated by commas.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Instead: a JSONL file with prompt, answer and, of multiple choice, choices.")
-    ] = None,
-    limit: Limit = None,
-    include_path: Include = None,
+    items: ItemFlags,
     embedding: Annotated[
         str, typer.Option(help="How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
     ] = "own",
@@ -60,10 +70,7 @@ def reference(
         made = compressor.reference(
             model,
             output,
-            tasks=listed(tasks, "--tasks") or (),
-            data=data,
-            limit=limit,
-            include_path=include_path,
+            **items.given(),
             embedding=embedding,
             **computing.arguments(running, progress),
         )
@@ -77,12 +84,7 @@ def train(
     running: Running,
     config: Annotated[dict[str, Any], Flags(partial(dataclass_options, ComoeConfig, panel=EXPERTS))],
     options: Annotated[dict[str, Any], Flags(partial(dataclass_options, TuningOptions, panel=TRAINING))],
-    tasks: Annotated[
-        str | None, typer.Option(help="lm-eval tasks of multiple choice with training splits, separated by commas.")
-    ] = None,
-    data: Data = None,
-    limit: Limit = None,
-    include_path: Include = None,
+    items: ItemFlags,
     targets: Annotated[
         str, typer.Option(help="How the names of the linear layers end.", rich_help_panel=EXPERTS)
     ] = TARGETS,
@@ -101,10 +103,7 @@ def train(
         made = compressor.train_comoe(
             model,
             output,
-            tasks=listed(tasks, "--tasks") or (),
-            data=data,
-            limit=limit,
-            include_path=include_path,
+            **items.given(),
             config=ComoeConfig(**config, targets=named, seed=options["seed"]),
             options=TuningOptions(**options),
             **computing.arguments(running, progress),
@@ -117,10 +116,7 @@ def evaluate(
     adapters: Annotated[Path, typer.Option(help="The folder that `comoe train` has written.")],
     computing: Computing,
     running: Running,
-    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks of multiple choice, separated by commas.")] = None,
-    data: Data = None,
-    limit: Limit = None,
-    include_path: Include = None,
+    items: ItemFlags,
     base: Annotated[bool, typer.Option("--base", help="Ask the model without adapters, too.")] = False,
     batch_size: Annotated[int, typer.Option(help="Items of a batch.")] = 16,
     output: Annotated[
@@ -139,10 +135,7 @@ def evaluate(
         made = compressor.evaluate_comoe(
             model,
             adapters,
-            tasks=listed(tasks, "--tasks") or (),
-            data=data,
-            limit=limit,
-            include_path=include_path,
+            **items.given(),
             base=base,
             output=output,
             batch_size=batch_size,
