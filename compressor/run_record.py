@@ -22,7 +22,7 @@ from typing import Any
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import default_folder, file_digest, write_whole
 from compressor.records import read_as
-from compressor.replaceable import WEIGHTS
+from compressor.replaceable import WEIGHTS, json_object
 
 logger = logging.getLogger(__name__)
 
@@ -117,14 +117,7 @@ def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
 
 def read_cached(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file of the cache; None if there is none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        logger.debug("%s is ignored: %s", path, error)
-        return None
-    return content if isinstance(content, dict) else None
+    return json_object(path) or None
 
 
 def request_key(*facts: Any) -> str:

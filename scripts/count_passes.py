@@ -18,7 +18,7 @@ It prints:
         1 compressor.steps.correct.in_order.compress_in_order, 1,024 tokens
         1 compressor.evaluation.base_answers.read_base, 26,240 tokens
     openings of others: 2
-        2 compressor.pipeline.making.opened
+        2 compressor.pipeline.run.opened
     openings of the base: 1
         1 compressor.pipeline.run_context.open_run
     texts tokenised: 1

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.pipeline.making import decide
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.run import Terms, earlier_plan, run
+from compressor.pipeline.run import Terms, decide, earlier_plan, run
 from compressor.pipeline.run_context import open_run
 from compressor.pipeline.task import first_state, prepare
 from compressor.progress import Progress

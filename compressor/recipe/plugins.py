@@ -24,16 +24,8 @@ T = TypeVar("T")
 KINDS = {STRATEGIES: "strategy", EXPORTERS: "exporter", STEPS: "step"}
 
 
-def _changed(folder: str) -> int:
-    """When a folder changed last, in nanoseconds; 0 for what is none."""
-    try:
-        return os.stat(folder or ".").st_mtime_ns
-    except OSError:
-        return 0
-
-
 @lru_cache(maxsize=len(KINDS))
-def _scanned(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+def _scanned(group: str, folders: tuple[tuple[str, float], ...]) -> EntryPoints:
     return entry_points(group=group)
 
 
@@ -43,7 +35,9 @@ def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
     They are read again when a folder of packages has changed.
     """
     found: dict[str, dict[str, EntryPoint]] = {}
-    for entry in _scanned(group, tuple((folder, _changed(folder)) for folder in sys.path)):
+    places = [folder or "." for folder in sys.path]
+    changed = tuple((place, os.path.getmtime(place) if os.path.isdir(place) else 0.0) for place in places)
+    for entry in _scanned(group, changed):
         found.setdefault(entry.name, {})[entry.value] = entry
     return found
 
@@ -134,16 +128,14 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
     known = defaults(options_class)
     if unknown := sorted(set(settings) - set(known)):
         raise CompressionError(f"{what} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    for name, default in known.items():
+    for entry in _fields(options_class):
+        name, default, choices = entry.name, known[entry.name], entry.metadata.get("choices")
         value = settings.get(name, default)
         alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
         if isinstance(default, bool | int | float | str) and not alike:  # one without a plain default checks itself
             raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")
-    for entry in _fields(options_class):
-        choices = entry.metadata.get("choices")
-        if choices and settings.get(entry.name, choices[0]) not in choices:
-            listed = ", ".join(map(str, choices))
-            raise CompressionError(f"there is no {entry.name} {settings[entry.name]!r}; known are {listed}")
+        if choices and name in settings and value not in choices:
+            raise CompressionError(f"there is no {name} {value!r}; known are {', '.join(map(str, choices))}")
     try:
         return options_class(**settings)
     except CompressionError:
