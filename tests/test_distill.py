@@ -24,7 +24,7 @@ from compressor.evaluation.evaluator import Figures
 from compressor.publishing.card import card_text
 from compressor.recipe.recipe import read_recipe
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.distill import distilling, objective, training
+from compressor.steps.distill import objective, training
 from compressor.steps.distill.engines import InMemory
 from compressor.words import short
 from tests import small, zoo
@@ -137,7 +137,7 @@ MOMENTS = [  # of a run of 8 evaluations
     ("compressor.steps.distill.engines", "keep_tensors", 9, ("--stream",)),
     ("compressor.steps.distill.training", "write_whole", 4, ()),
     ("compressor.steps.distill.training", "write_whole", 4, ("--stream", "--train", "lora")),
-    ("compressor.steps.distill.distilling", "keep_tensors", 2, ()),
+    ("compressor.steps.distill.training", "keep_tensors", 2, ()),
     ("compressor.workdir.workdir", "put_tensors", 2, ("--stream",)),
 ]
 
@@ -280,7 +280,7 @@ def test_compress_distils_layer_by_layer(
     ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--dtype", "float32")
     wish = ("--distill", "experts", "--set", "distill.steps=2")
     stream = ("--set", "distill.stream=true")
-    monkeypatch.setattr(distilling, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
+    monkeypatch.setattr(training, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
     made = run("compress", *ask, *wish, *stream, "-o", tmp_path / "one")
     assert made.status == 0 and "training layer by layer reads the model's" in made.err
     record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]

@@ -83,6 +83,9 @@ class RouterCall:
     rows: Tensor
 
 
+METERS: dict[str, type["Meter"]] = {}  # every class below that has a name, by it
+
+
 class Meter:
     """Measures one statistic. `outputs` asks for the outputs of the experts, which takes a slower forward."""
 
@@ -91,6 +94,10 @@ class Meter:
     meaning: ClassVar[str]
     kind: ClassVar[str]
     outputs: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            METERS[cls.name] = cls
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
@@ -238,14 +245,21 @@ class Sample(Meter):
         return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
 
 
-class Inputs(Sample):
-    name, shape, meaning = "inputs", "[S, H]", "inputs of the experts at the sampled tokens"
+class _OfCalls(Sample):
+    """A sample of what the experts are called with."""
+
+    of: ClassVar[str]  # field of an `ExpertsCall`
 
     def experts_called(self, call: ExpertsCall) -> None:
-        self.take(call.hidden, call.rows)
+        self.take(getattr(call, self.of), call.rows)
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(1)
+        dtype = torch.long if self.of == "index" else torch.float32
+        return self.joined(1 if self.of == "hidden" else self.observed.layer.top_k, dtype)
+
+
+class Inputs(_OfCalls):
+    name, shape, meaning, of = "inputs", "[S, H]", "inputs of the experts at the sampled tokens", "hidden"
 
 
 class RouterLogits(Sample):
@@ -258,24 +272,12 @@ class RouterLogits(Sample):
         return self.joined(self.observed.layer.experts)
 
 
-class TopKIndex(Sample):
-    name, shape, meaning = "top_k_index", "[S, K]", "experts chosen there"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        self.take(call.index, call.rows)
-
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(self.observed.layer.top_k, torch.long)
+class TopKIndex(_OfCalls):
+    name, shape, meaning, of = "top_k_index", "[S, K]", "experts chosen there", "index"
 
 
-class TopKWeights(Sample):
-    name, shape, meaning = "top_k_weights", "[S, K]", "their gate weights"
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        self.take(call.weights, call.rows)
-
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        return self.joined(self.observed.layer.top_k)
+class TopKWeights(_OfCalls):
+    name, shape, meaning, of = "top_k_weights", "[S, K]", "their gate weights", "weights"
 
 
 class RouterArgumentsThere(Sample):
@@ -392,32 +394,6 @@ class RankChange(Meter):
         "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
         "all tokens, summed over those routers; 0 where there are none"
     )
-
-
-METERS: Mapping[str, type[Meter]] = {
-    meter.name: meter
-    for meter in (
-        RoutedCount,
-        GateWeightSum,
-        ProbabilitySum,
-        NormSum,
-        SquaredNormSum,
-        GatedNormSum,
-        SquaredGateSum,
-        SquaredGateOutputSum,
-        SquaredGatedNormSum,
-        Inputs,
-        RouterLogits,
-        TopKIndex,
-        TopKWeights,
-        RouterArgumentsThere,
-        ExpertOutputs,
-        MixedOutputs,
-        Weights,
-        Heldout,
-        RankChange,
-    )
-}
 
 
 def statistics_table() -> list[tuple[str, str, str]]:

@@ -10,8 +10,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,10 +175,16 @@ class InMemory(Engine):
             update(state, gradients, self.optimizer, rate)
 
     def _finite_losses(self, objective: Objective) -> bool:
-        """Take the gradients of all batches' losses; whether all of these are numbers."""
+        """Take the gradients of all batches' losses, the layers' forwards as the objective has them.
+
+        Return True if all losses are numbers.
+        """
         model, device = self.model.partial.model, self.model.partial.device
+        modules = {unit: model.get_submodule(unit) for unit in self.model.architecture.units}
         try:
-            with self._visited(objective), torch.enable_grad():
+            for unit, module in modules.items():
+                module.forward = objective.replaced(unit, module.forward)
+            with torch.enable_grad():
                 for number, batch in enumerate(objective.batches):
                     if len(batch.tokens):
                         objective.entering(number)
@@ -187,21 +192,10 @@ class InMemory(Engine):
                         objective.loss(number, output).backward()
         except NotFiniteError:
             return False
-        return True
-
-    @contextmanager
-    def _visited(self, objective: Objective) -> Iterator[None]:
-        """The layers' forwards as the objective has them, while the block runs."""
-        modules = {unit: self.model.partial.model.get_submodule(unit) for unit in self.model.architecture.units}
-        for unit, module in modules.items():
-            own = module.forward
-            if (forward := objective.replaced(unit, own)) is not own:
-                module.forward = forward
-        try:
-            yield
         finally:
             for module in modules.values():
                 module.__dict__.pop("forward", None)
+        return True
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:

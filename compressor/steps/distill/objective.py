@@ -4,10 +4,12 @@ The loss is the mean over the step's tokens of each part, times the part's weigh
 the vocabulary, T = B L.
 """
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import rows_at_once
 from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.experts import Watch
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
-from compressor.steps.distill.contrastive import ExpertCall, experts_apart, noted_call, seeded
+from compressor.steps.distill.contrastive import experts_apart
 from compressor.steps.distill.step import Distill
 
 PARTS = ("kl", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
@@ -38,11 +41,6 @@ class Batch:
 
     tokens: Tensor
     base: Distributions
-
-    def share(self, rank: int, ranks: int) -> "Batch":
-        """Return the sequences of one of so many ranks, maybe none."""
-        own = slice(rank, None, ranks)
-        return Batch(self.tokens[own], self.base.rows(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +70,6 @@ class Text:
         return Batch(torch.stack([batch.tokens[row] for batch, row in rows]), base)
 
 
-def places(batches: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """(batch, row) of every sequence to train on; those that were cut shorter than others are left out."""
-    longest = max((batch.shape[1] for batch in batches), default=0)
-    for number, batch in enumerate(batches):
-        if batch.shape[1] == longest:
-            yield from ((number, row) for row in range(len(batch)))
-
-
 def training_text(
     batches: Sequence[Tensor], answers: Sequence[Distributions], options: Distill, model: OpenModel
 ) -> Text:
@@ -87,7 +77,9 @@ def training_text(
 
     Raises `CompressionError` for fewer sequences than a step takes.
     """
-    fit = tuple(places(batches))
+    longest = max((batch.shape[1] for batch in batches), default=0)  # those that were cut shorter are left out
+    whole = (number for number, batch in enumerate(batches) if batch.shape[1] == longest)
+    fit = tuple((number, row) for number in whole for row in range(len(batches[number])))
     if len(fit) < options.sequences:
         raise CompressionError(
             f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train on, and a step takes "
@@ -95,6 +87,16 @@ def training_text(
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
     return Text(tuple(Batch(*pair) for pair in zip(batches, answers, strict=True)), fit, rows)
+
+
+def refuse_too_few(model: OpenModel) -> None:
+    """Refuse a model in which a token has no second activated expert, or no inactive one."""
+    for layer in model.architecture.layers:
+        if layer.top_k < 2 or layer.top_k >= layer.experts:
+            raise CompressionError(
+                f"{layer.name}: {layer.top_k} of {layer.experts} experts are activated, and the contrastive loss needs "
+                "two or more, and one that is not; leave out --contrastive"
+            )
 
 
 class Objective(ReverseVisitor):
@@ -105,7 +107,8 @@ class Objective(ReverseVisitor):
 
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
         self.options, self.model, self.seed, self.step = options, model, seed, step
-        self.batches = [batch.share(here().rank, here().size) for batch in batches]
+        own = slice(here().rank, None, here().size)  # this rank's sequences, maybe none
+        self.batches = [Batch(batch.tokens[own], batch.base.rows(own)) for batch in batches]
         self.tokens = sum(batch.tokens.numel() for batch in batches)
         self.predicted = self.tokens - sum(len(batch.tokens) for batch in batches)
         self.layers = layers_by_unit(model.architecture.layers) if options.contrastive else {}
@@ -120,7 +123,9 @@ class Objective(ReverseVisitor):
         if options.kl:
             found = found + self._part("kl", top_divergence(batch.base, logits).sum() / self.tokens)
         if options.cross_entropy:
-            found = found + self._part("cross_entropy", next_token_losses(batch.tokens, logits).sum() / self.predicted)
+            scores, following = logits[:, :-1].float().transpose(1, 2), batch.tokens[:, 1:].to(logits.device)
+            losses = cross_entropy(scores, following, reduction="none")  # of each token after those before it, in nats
+            found = found + self._part("cross_entropy", losses.sum() / self.predicted)
         nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
         return found if found.requires_grad else nothing
 
@@ -147,25 +152,29 @@ class Objective(ReverseVisitor):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
+            whole, calls = self.model.partial.model, dict[str, tuple[Tensor, Tensor, Tensor]]()
             with ExitStack() as stack:
-                whole = self.model.partial.model
-                calls = [stack.enter_context(noted_call(whole, layer)) for layer in layers]
+                for layer in layers:
+                    note = partial(lambda name, *call: calls.update({name: call}), layer.name)
+                    stack.enter_context(Watch(whole, layer, on_experts=note))
                 output = own(*args, **kwargs)
             hidden, *others = (output,) if isinstance(output, Tensor) else output
             if unit == self.last:
                 hidden = added(hidden, self._part("hidden_states", self._distance(hidden)))
-            for layer, seen in zip(layers, calls, strict=True):
-                hidden = added(hidden, self._part("contrastive", self._contrast(layer, seen)))
+            for layer in layers:
+                hidden = added(hidden, self._part("contrastive", self._contrast(layer, *calls[layer.name])))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
 
         return forward
 
-    def _contrast(self, layer: MoeLayer, calls: Sequence[ExpertCall]) -> Tensor:
+    def _contrast(self, layer: MoeLayer, *call: Tensor) -> Tensor:
         """The contrastive loss of a layer's experts on the batch; its share of the mean over tokens and layers."""
-        (call,), generator = calls, seeded(self.seed, self.step, self.batch, layer)
-        found = experts_apart(self.model.partial.model.get_submodule(layer.name), call, self.options, generator)
+        # seeded by the step, the batch and the layer, and by no order in which they come
+        digest = hashlib.sha256(f"{self.seed} {self.step} {self.batch} {layer.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+        experts = self.model.partial.model.get_submodule(layer.name)
         share = self.batches[self.batch].tokens.numel() / self.tokens
-        return found * share / len(self.model.architecture.layers)
+        return experts_apart(experts, *call, self.options, generator) * share / len(self.model.architecture.layers)
 
     def _distance(self, hidden: Tensor) -> Tensor:
         """The square distance from the base's states over their own square, by sequence; its share of the mean."""
@@ -193,9 +202,3 @@ def added(value: Tensor, loss: Tensor) -> Tensor:
     """The value, through which a loss [] in float32 joins whatever loss is taken behind it."""
     result: Tensor = _Added.apply(value, loss)
     return result
-
-
-def next_token_losses(tokens: Tensor, logits: Tensor) -> Tensor:
-    """-log p of each token after those before it, in nats: [B, L], [B, L, V] -> [B, L - 1]."""
-    scores = logits[:, :-1].float().transpose(1, 2)
-    return cross_entropy(scores, tokens[:, 1:].to(logits.device), reduction="none")

@@ -91,7 +91,7 @@ class Distill(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own to train on, and held-out text; refuses tensors that cannot be trained as they are stored."""
-        from compressor.steps.distill.distilling import refuse_model
+        from compressor.steps.distill.training import refuse_model
 
         refuse_model(self, model, steps)
         part = TextPart(self.steps * self.sequences, self.sequence_length, min(8, self.sequences), self.sequences)
@@ -108,7 +108,7 @@ class Distill(Step):
 
     def whole(self, state: "State") -> Result | None:
         """Train, evaluate on held-out text, and take the best state if it is nearer to the base."""
-        from compressor.steps.distill.distilling import distill
+        from compressor.steps.distill.training import distill
 
         return distill(self, state)
 

@@ -1,28 +1,34 @@
-"""The loop of a distillation: steps, evaluations on held-out text, the best state kept, and a killed run gone on with.
+"""Carry out `distill` on the checkpoint that earlier steps have made: the loop, its record, and new stored tensors.
 
-It ends after its steps, or early: when a loss is no number, when held-out text says that the rate diverges, and when
+The loop takes steps, evaluates on held-out text, keeps the best state, and goes on with a killed run. It ends after its
+steps, or early: when a loss is no number, when held-out text says that the rate diverges, and when
 several evaluations bring nothing better. The best state is taken where the evaluator accepts it.
 """
 
 import json
 import math
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Difference, Evaluator
+from compressor.evaluation.evaluator import Difference, Evaluator, require_enough
 from compressor.files import write_whole
-from compressor.kept import told_of
+from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.model.opened import OpenModel
 from compressor.progress import Progress
+from compressor.recipe.step import Result, Step
 from compressor.records import read_as, read_json
-from compressor.steps.distill.engines import Engine, file_of
-from compressor.steps.distill.objective import NotFiniteError, Objective, Text
+from compressor.steps.distill.engines import Engine, InMemory, Streamed, file_of
+from compressor.steps.distill.objective import NotFiniteError, Objective, Text, refuse_too_few, training_text
 from compressor.steps.distill.step import Distill
+from compressor.steps.distill.trained import stored_dtypes, stored_tensors, trained_layers
+from compressor.steps.state import State as Run
 
+FIGURES = "figures.safetensors"  # there once all new stored tensors are
 STATE = "state.json"
 DIVERGED = 2.0  # times the KL from the base before the first step
 NOT_A_NUMBER, APART, NO_BETTER, DONE = (
@@ -180,3 +186,56 @@ def result(state: State) -> dict[str, Any]:
         "ended": state.ended,
         "curve": [asdict(entry) for entry in state.curve],
     }
+
+
+def refuse_model(asked: Distill, model: OpenModel, steps: Sequence[Step]) -> None:
+    """Refuse what the model is not fit for, as far as its own storage tells."""
+    layers = trained_layers(model, asked)
+    if not model.layout.quantized or not steps:  # merging and correcting dequantise first
+        stored_dtypes(model, layers)
+
+
+def distill(asked: Distill, run: Run) -> Result:
+    """Train toward the base, and give the stored tensors of the best state if held-out text is nearer to the base.
+
+    Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
+    `CompressionError` for tensors that cannot be trained as they are stored, for what a way of training cannot do, for
+    fewer than eight held-out sequences, and for an architecture through which no gradients go layer by layer if they
+    are to.
+    """
+    place = run.kept("distill")
+    assert place is not None
+    made = place / "made"
+    if (figures := told_of(made / FIGURES)) is None:  # else of an earlier run
+        if asked.stream and not here().is_alone:
+            raise CompressionError(f"distill: stream trains in one process, and {here().size} were started; start one")
+        if asked.contrastive:
+            refuse_too_few(run.model)
+        stored_dtypes(run.model, trained_layers(run.model, asked))
+        figures = _train(asked, run, place, made)
+    return Result(figures, map(kept_tensors, sorted(made.glob("layer-*.safetensors"))))
+
+
+def _train(asked: Distill, run: Run, place: Path, made: Path) -> dict[str, Any]:
+    """Train, and leave what is to be stored of each layer in the folder `made`; nothing if it is not accepted."""
+    batches, answers, evaluator = run.base_answers()
+    require_enough(evaluator.sequences, "distill")
+    text = training_text(batches, answers, asked, run.base)
+    now, steps, seed = place / "now", place / "steps", run.seed
+    engine = Streamed(run.model, asked, seed, now) if asked.stream else InMemory(run.model, asked, seed)
+    try:
+        state = Training(engine, text, evaluator, asked, seed, steps, run.progress).run()
+        figures = result(state)
+        if not here().is_first:
+            return figures
+        shutil.rmtree(made, ignore_errors=True)
+        for number, unit in enumerate(engine.layers if state.gained.accepted else ()):
+            values = engine.values(folder_of(steps, state.best), unit)
+            tensors = stored_tensors(run.model, values, engine.stored)
+            keep_tensors(made / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
+    finally:
+        engine.close()
+    keep_tensors(made / FIGURES, {}, figures)
+    for folder in (now, steps):
+        shutil.rmtree(folder, ignore_errors=True)
+    return figures

@@ -15,7 +15,7 @@ from compressor.statistics.statistics import needs_data, needs_heldout
 from compressor.steps.correct.heads import chosen_heads, said_of_heads
 from compressor.steps.prune.planning import Planner, Wish
 from compressor.steps.prune.protecting import Protected, given_protected, protect_found
-from compressor.steps.prune.step import AUTO, Prune, central_of
+from compressor.steps.prune.step import Prune, central_of, found_on_data
 from compressor.steps.split.opening import check_way
 from compressor.steps.state import State
 
@@ -49,7 +49,7 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     if wish is None:
         return Needs(experts=experts)
     needs = wish.strategy.needs
-    reads = needs_data(needs) or prune.protects_what_data_shows
+    reads = needs_data(needs) or found_on_data(prune.protect)
     if split is not None:
         corrected = any(step.name == "correct" for step in steps)
         check_way(split.by, reads or corrected, "choose a strategy or a correction that reads it")
@@ -59,7 +59,7 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
     """The experts that a list names, or the hubs or central experts that the calibration shows."""
     layers = planner.model.architecture.layers
-    if protect != AUTO and central_of(protect) is None:
+    if not found_on_data(protect):
         return given_protected(protect, layers, keep)
     attribution = planner.attribution()  # by all processes together
     found: Protected = here().broadcast(lambda: protect_found(attribution, layers, keep, central_of(protect)))

@@ -12,14 +12,12 @@ from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.records import read_json, value_as
-from compressor.steps.prune.step import AUTO, GRAPH
+from compressor.steps.prune.step import found_on_data
 from compressor.words import ranges
 
 logger = logging.getLogger(__name__)
 
 Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
-Named = Mapping[str, MoeLayer]  # layers by the full name of their experts module
-Numbered = Mapping[int, Sequence[MoeLayer]]  # by the number of their decoder layer
 ENTRY = ("layer", "expert", "part", "module")
 
 
@@ -27,7 +25,7 @@ def given_protected(
     protect: str | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
     """The experts that a list, or a file with one, names, checked against the `keep` that stay; none without a list."""
-    if protect is None or (isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH))):
+    if protect is None or found_on_data(protect):
         return {}
     protected = read_protected(protect, layers)
     check_protected(protected, layers, keep)
@@ -36,7 +34,7 @@ def given_protected(
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
     """The same, a file's list in place of its name, so that what a run is asked for does not depend on the file."""
-    if isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH)):
+    if found_on_data(protect):
         return protect
     entries = _read_list(Path(protect)) if isinstance(protect, str) else protect or ()
     plain = [{n: e[n] for n in ENTRY if e.get(n) is not None} if isinstance(e, dict) else e for e in entries]
@@ -53,11 +51,8 @@ def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Se
     found: dict[str, set[int]] = {}
     where = str(protect) if isinstance(protect, str | Path) else "protect"
     entries = _read_list(Path(protect)) if isinstance(protect, str | Path) else protect
-    by_name, by_number = {layer.name: layer for layer in layers}, dict[int, list[MoeLayer]]()
-    for layer in layers:
-        by_number.setdefault(layer.index, []).append(layer)
     for number, entry in enumerate(entries, start=1):
-        layer, experts = _read_entry(entry, by_name, by_number, f"{where}, entry {number}")
+        layer, experts = _read_entry(entry, layers, f"{where}, entry {number}")
         found.setdefault(layer.name, set()).update(experts)
     return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
 
@@ -74,7 +69,7 @@ def _read_list(path: Path) -> list[Any]:
     return content
 
 
-def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tuple[MoeLayer, Sequence[int]]:
+def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, Sequence[int]]:
     """The layer and the expert that an entry of the list means; of a split one its parts."""
     if not isinstance(entry, dict):
         raise CompressionError(f"{where}: {entry!r} stands where an object with layer and expert should")
@@ -82,7 +77,7 @@ def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tup
         if name not in entry:
             raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
     number, expert = (value_as(entry[name], int, f"{where}: {name}") for name in ("layer", "expert"))
-    layer = _find_layer(number, entry.get("module"), named, numbered, where)
+    layer = _find_layer(number, entry.get("module"), layers, where)
     count = layer.experts // layer.parts
     if not 0 <= expert < count:
         raise CompressionError(
@@ -96,20 +91,20 @@ def _read_entry(entry: Any, named: Named, numbered: Numbered, where: str) -> tup
     return layer, parts[part : part + 1]
 
 
-def _find_layer(number: int, module: Any, named: Named, numbered: Numbered, where: str) -> MoeLayer:
+def _find_layer(number: int, module: Any, layers: Sequence[MoeLayer], where: str) -> MoeLayer:
     """The MoE layer in decoder layer `number`, or the one called `module`, which must be there."""
     if module is not None:
-        found = named.get(module) if isinstance(module, str) else None
+        found = next((layer for layer in layers if layer.name == module), None)
         if found is None:
             raise CompressionError(
-                f"{where}: the model has no experts module {module!r}; they are called like {next(iter(named))}"
+                f"{where}: the model has no experts module {module!r}; they are called like {layers[0].name}"
             )
         if found.index != number:
             raise CompressionError(f"{where}: {module} is in layer {found.index}, not {number}; correct one of the two")
         return found
-    here = numbered.get(number, ())
+    here = [layer for layer in layers if layer.index == number]
     if not here:
-        known = ranges(numbered, " to ", ", ")
+        known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
         raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
     if len(here) > 1:
         names = " and ".join(layer.name for layer in here)
@@ -122,15 +117,10 @@ def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(experts)) for name, experts in (protected or {}).items() if experts}
 
 
-def _places(layer: MoeLayer, keep: int) -> int:
-    """How many experts stay in each of its routing groups, or in the whole layer."""
-    return keep // layer.routing_groups
-
-
 def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int) -> None:
     """Refuse more protected experts than stay in a layer, or in one of its routing groups."""
     for layer in layers:
-        places = _places(layer, keep)
+        places = keep // layer.routing_groups  # of each group, or of the whole layer
         for number, block in enumerate(competing(layer)):
             asked = len(protected.get(layer.name, frozenset()) & set(block))
             if asked > places:
@@ -150,7 +140,8 @@ def strongest_that_fit(
         own = [expert for module, expert in found_experts if module == layer.name]
         blocks = [[expert for expert in own if expert in block] for block in map(set, competing(layer))]
         if own:
-            found[layer.name] = frozenset(expert for block in blocks for expert in block[: _places(layer, keep)])
+            places = keep // layer.routing_groups
+            found[layer.name] = frozenset(expert for block in blocks for expert in block[:places])
     if gone := len(found_experts) - sum(map(len, found.values())):
         logger.warning(
             "%d of %d %s do not fit where %d experts are kept in every layer, so the weakest are not protected",
@@ -164,7 +155,6 @@ def strongest_that_fit(
 
 def protect_found(found: Attribution, layers: Sequence[MoeLayer], keep: int, central: int | None = None) -> Protected:
     """The routing hubs that an attribution shows, at the default threshold, as far as they fit.
-
 
     With `central`, so many experts that stand highest in the routing graph (`centrality.STANDING`) instead.
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).

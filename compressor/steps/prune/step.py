@@ -31,6 +31,11 @@ def check_protect(protect: Any) -> Any:
     return protect
 
 
+def found_on_data(protect: Any) -> bool:
+    """Return True if the protected experts are found on the calibration data, as hubs or in the graph."""
+    return protect == AUTO or central_of(protect) is not None
+
+
 class Prune(Step):
     """Drop or merge experts, with their rows of the routers."""
 
@@ -87,11 +92,6 @@ class Prune(Step):
         from compressor.steps.prune.deciding import plan_stage
 
         return plan_stage(self, state)[0]
-
-    @property
-    def protects_what_data_shows(self) -> bool:
-        """Whether the protected experts are found on the calibration data, as hubs or in the graph."""
-        return self.protect == AUTO or central_of(self.protect) is not None
 
     def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
         """How many experts stay untouched."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import Distributions
 from compressor.evaluation.evaluator import Evaluator
 from compressor.evaluation.items import Item, positions, rows_of
 from compressor.model.architecture import MoeLayer
@@ -29,7 +28,7 @@ from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet, build_reference
 from compressor.pathways.router_logits import Product, logits_of, router_weight, watched, weights_of
 from compressor.progress import Progress
-from compressor.steps.routers.weights import Baked, Step, Weights, evaluate_trials
+from compressor.steps.routers.weights import Baked, Step, Text, Weights, evaluate_trials, line_search, ridged
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average, that are tried
 LARGEST = 64.0  # a scale that is the best and the largest of those tried is doubled up to here
@@ -83,17 +82,15 @@ def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progr
     return Average(mean, torch.stack(scores).double().mean(0), len(items), agreement)
 
 
-def text_reference(
-    model: OpenModel, batches: Sequence[Tensor], base: Sequence[Distributions], progress: Progress
-) -> ReferenceSet:
-    """A reference set of text (token ids [B, L]): a place of each sequence, and the base's greedy token.
+def text_reference(model: OpenModel, text: Text, progress: Progress) -> ReferenceSet:
+    """A reference set of text: a place of each sequence, and the base's greedy token.
 
     Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
     """
     tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
     found = [
         _text_item(sequence.tolist(), likeliest.tolist(), tokenizer, draw, model)
-        for batch, asked in zip(batches, base, strict=True)
+        for batch, asked in text
         for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
     ]
     items = [item for item in found if item is not None]
@@ -192,28 +189,20 @@ class _Inputs(LayerVisitor):
 
 
 def _place(model: OpenModel, layer: MoeLayer, seen: _Sums) -> BiasPlace:
-    if (key := _bias(model, layer)) is not None:
-        return BiasPlace(layer.name, key, "selection bias" if seen.bias is None else "router bias")
-    square = seen.squares.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    ridged = seen.squares + RIDGE * square * torch.eye(len(seen.sums), dtype=torch.float64)
-    direction = torch.linalg.solve(ridged, seen.sums)
-    mean = float(direction @ seen.sums) / seen.tokens
-    spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
-    return BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
-
-
-def _bias(model: OpenModel, layer: MoeLayer) -> str | None:
-    """The state-dict key of the one tensor outside the experts with a bias for each expert, if there is one."""
-    inside = f"{layer.block}."
-    found = [
+    biases = [  # tensors outside the experts with a bias for each expert
         tensor.key
         for tensor in layer.tensors
-        if tensor.key.startswith(inside)
+        if tensor.key.startswith(f"{layer.block}.")
         and not tensor.key.startswith(f"{layer.name}.")
         and tensor.key.rpartition(".")[2].endswith("bias")
         and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
     ]
-    return found[0] if len(found) == 1 else None
+    if len(biases) == 1:
+        return BiasPlace(layer.name, biases[0], "selection bias" if seen.bias is None else "router bias")
+    direction = torch.linalg.solve(ridged(seen.squares, RIDGE), seen.sums)
+    mean = float(direction @ seen.sums) / seen.tokens
+    spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
+    return BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
 
 
 def bake_bias(
@@ -231,7 +220,7 @@ def bake_bias(
     progress.start("try the biases", 1)
     late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
 
-    def moved(scale: float) -> Weights:
+    def moved(_: float, scale: float) -> Weights:
         made = dict(own)
         for place in places:
             number = late.index(place.layer)
@@ -239,17 +228,9 @@ def bake_bias(
             made[place.key] = place.moved(own[place.key], logits, scores)
         return made
 
-    tried = [(scale, moved(scale)) for scale in SCALES]
-    before, *found = evaluate_trials(model, evaluator, [own, *(trial for _, trial in tried)])
-    (scale, weights), after = min(zip(tried, found, strict=True), key=lambda pair: pair[1].means["kl"])
-    largest = max(SCALES)
-    while scale == largest and 2 * scale <= LARGEST:
-        largest = 2 * scale
-        again = moved(largest)
-        (found_again,) = evaluate_trials(model, evaluator, [again])
-        if found_again.means["kl"] < after.means["kl"]:
-            scale, weights, after = largest, again, found_again
+    before = evaluate_trials(model, evaluator, [own])[0]
+    best = line_search(model, evaluator, moved, (0.0,), SCALES, LARGEST)
     progress.advance("")
-    step = Step.taken(before, after, 0.0, scale)
-    kept, last = (weights, after) if step.step else (own, before)
+    step = Step.taken(before, best.figures, 0.0, best.step)
+    kept, last = (best.weights, best.figures) if step.step else (own, before)
     return Baked(kept, before, last, (step,))

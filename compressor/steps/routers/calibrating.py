@@ -1,7 +1,7 @@
 """Carry out `routers` on the checkpoint that earlier steps have made: new router tensors nearer to the base."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import Distributions
 from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel, open_alike
@@ -20,7 +19,6 @@ from compressor.pathways.answering import trusted_reference
 from compressor.pathways.options import Routing
 from compressor.pathways.reference import ReferenceSet
 from compressor.pathways.router_logits import router_weight
-from compressor.progress import Progress
 from compressor.recipe.step import Result
 from compressor.steps.routers.bias import average_pathway, bake_bias, bias_places, text_reference
 from compressor.steps.routers.step import PLACED, Routers
@@ -31,17 +29,15 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate_routers(asked: Routers, state: State) -> Result:
-    """Move the routers as far as held-out text is nearer to the base; the new ones are kept until they are in place."""
+    """Move the routers as far as held-out text is nearer to the base; the new ones are kept until they are in place.
+
+    See `weights` and `bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes the one of
+    least KL on held-out text. Raises `CompressionError` for fewer than eight held-out sequences.
+    """
     place = state.kept("routers.safetensors")
     assert place is not None
     if here().broadcast(lambda: told_of(place)) is None:
-        stored_routers(state.model)
-        reference = None
-        if asked.reference is not None:
-            reference = trusted_reference(Routing(asked.reference))
-            reference.check(state.model, load_tokenizer(state.model.source.folder))
-        batches, answers, evaluator = state.base_answers()
-        made = calibrate_tensors(state.model, asked, batches, answers, evaluator, state.progress, reference)
+        made = _calibrate(asked, state)
         if here().is_first:
             keep_tensors(place, *made)
     figures = here().broadcast(lambda: told_of(place))
@@ -70,30 +66,20 @@ def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def calibrate_tensors(
-    smaller: OpenModel,
-    asked: Routers,
-    batches: Sequence[Tensor],
-    answers: Sequence[Distributions],
-    evaluator: Evaluator,
-    progress: Progress,
-    reference: ReferenceSet | None = None,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Calibrate the routers of `smaller`, so that it comes nearer to its base, which the evaluator knows.
-
-    See `weights` and `bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes the one of
-    least KL on held-out text. `answers` are the base's on the batches [B, L] of text, which processes share. Returns
-    stored router tensors by name, as they are to be written, and what a plan says of them, in nats per token.
-    Raises `CompressionError` for fewer than eight held-out sequences.
-    """
+def _calibrate(asked: Routers, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Stored router tensors by name, as they are to be written, and what a plan says of them, in nats per token."""
+    smaller, progress, reference = state.model, state.progress, None
+    stored_routers(smaller)
+    if asked.reference is not None:
+        reference = trusted_reference(Routing(asked.reference))
+        reference.check(smaller, load_tokenizer(smaller.source.folder))
+    batches, answers, evaluator = state.base_answers()
     require_enough(evaluator.sequences, "routers")
     methods, made = ("router", "bias") if asked.method == "auto" else (asked.method,), dict[str, Baked]()
 
     def text(numbers: range) -> Text:
-        chosen = [batches[number] for number in numbers]
-        own = here().own(chosen)
-        known = (answers[n] if own is None or place in own else None for place, n in enumerate(numbers))
-        return Text(tuple(chosen), tuple(known))
+        own = here().own([batches[number] for number in numbers])
+        return [(batches[n], answers[n]) for place, n in enumerate(numbers) if own is None or place in own]
 
     for method in methods:
         try:
@@ -102,8 +88,7 @@ def calibrate_tensors(
                 weights = _read(smaller, stored_routers(smaller))
                 made[method] = bake_weights(smaller, weights, rounds, evaluator, progress)
             else:
-                fit = text(range(min(PLACED, len(batches))))
-                made[method] = _biased(smaller, asked, fit, evaluator, reference, progress)
+                made[method] = _biased(state, asked, text(range(min(PLACED, len(batches)))), evaluator, reference)
         except CompressionError as error:  # the other method may fit the model
             if len(methods) == 1:
                 raise
@@ -125,21 +110,14 @@ def calibrate_tensors(
     return {names[key]: weight for key, weight in best.weights.items()}, figures
 
 
-def _biased(
-    smaller: OpenModel,
-    asked: Routers,
-    fit: Text,
-    evaluator: Evaluator,
-    reference: ReferenceSet | None,
-    progress: Progress,
-) -> Baked:
+def _biased(state: State, asked: Routers, text: Text, evaluator: Evaluator, reference: ReferenceSet | None) -> Baked:
     """Routers with the average optimised pathway as a bias; this loads the smaller model whole."""
+    smaller, progress = state.model, state.progress
     whole = open_alike(smaller.source, smaller)
-    expected = [each for each in fit.base if each is not None]  # one process has all
-    found = reference or text_reference(whole, fit.batches, expected, progress)
+    found = reference or text_reference(whole, text, progress)
     average = average_pathway(whole, found, asked.optimizer, progress)
     whole.partial.release("")
-    places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], fit.batches)
+    places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], [tokens for tokens, _ in text])
     own = _read(smaller, stored_names(smaller, [place.key for place in places]))
     layers = [
         {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}

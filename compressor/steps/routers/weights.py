@@ -7,7 +7,7 @@ it, and nothing is changed otherwise. T tokens, E rows of a router's weight, H w
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,25 +31,7 @@ NEAR = (0.5, 1.0, 2.0)  # of the step taken before, those tried in later rounds
 LARGEST = 2.0  # a step that is the best and the longest of those tried is doubled up to here
 
 Weights = Mapping[str, Tensor]  # routers' tensors, such as weights [E, H], as they are stored, by state-dict key
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Batches of token ids [B, L] and the base's distributions after each token; None for those of other ranks."""
-
-    batches: tuple[Tensor, ...]
-    base: tuple[Distributions | None, ...]
-
-    @property
-    def own(self) -> tuple[int, ...]:
-        """The numbers of this rank's batches."""
-        return tuple(number for number, expected in enumerate(self.base) if expected is not None)
-
-    def divergence(self, number: int, logits: Tensor) -> Tensor:
-        """KL(base || other) in nats at every position of one of these batches, [B, L], from logits [B, L, V]."""
-        expected = self.base[number]
-        assert expected is not None
-        return top_divergence(expected, logits)
+Text = Sequence[tuple[Tensor, Distributions]]  # this rank's token ids [B, L], and the base's distributions after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +113,9 @@ def bake_weights(
     before = now = evaluate_trials(model, evaluator, [weights])[0]
     steps, taken = list[Step](), None
     for text in fit:
-        trial = _best(model, weights, _moments(model, weights, text), evaluator, taken)
+        steps_tried = STEPS if taken is None else tuple(near * taken for near in NEAR)
+        moved = partial(_moved, weights, _moments(model, weights, text))
+        trial = line_search(model, evaluator, moved, RIDGES, steps_tried, LARGEST)
         if (step := Step.taken(now, trial.figures, trial.ridge, trial.step)).step:
             taken, weights, now = trial.step, trial.weights, trial.figures
         else:
@@ -170,8 +154,8 @@ class Moments:
         It is the ridge solution for logits that follow the negative gradient, preconditioned on the right (Kronecker-
         factored curvature). a and b are `ridge` times the mean of each diagonal.
         """
-        inner = torch.linalg.solve(_ridged(self.inputs, ridge), self.both)
-        change: Tensor = torch.linalg.solve(_ridged(self.gradients, ridge), inner.T)
+        inner = torch.linalg.solve(ridged(self.inputs, ridge), self.both)
+        change: Tensor = torch.linalg.solve(ridged(self.gradients, ridge), inner.T)
         return -change
 
     def mean_square(self, change: Tensor) -> float:
@@ -179,7 +163,8 @@ class Moments:
         return float(((change @ self.inputs) * change).sum()) / (self.tokens * len(change))
 
 
-def _ridged(square: Tensor, ridge: float) -> Tensor:
+def ridged(square: Tensor, ridge: float) -> Tensor:
+    """A matrix of moments with that share of its mean diagonal added to the diagonal."""
     added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     return square + added * torch.eye(len(square), dtype=square.dtype)
 
@@ -230,36 +215,44 @@ class RouterGradients(ReverseVisitor):
 
 def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moments]:
     gradients = RouterGradients()
-    run = ReversePass(model, [text.batches[number] for number in text.own])
+    run = ReversePass(model, [tokens for tokens, _ in text])
     run.run(
-        lambda batch, output: text.divergence(text.own[batch], output.logits).sum(), _Using(model, weights), gradients
+        lambda batch, output: top_divergence(text[batch][1], output.logits).sum(), _Using(model, weights), gradients
     )
     return gradients.found
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class Trial:
+    """A choice, the router tensors that it leads to, and their figures on held-out text."""
+
     ridge: float
     step: float
     weights: Weights
     figures: Figures
 
 
-def _best(
-    model: OpenModel, weights: Weights, moments: Mapping[str, Moments], evaluator: Evaluator, taken: float | None
-) -> _Trial:
-    """The line search of a round: a wide one at first, then one around the step that was taken before."""
+def line_search(
+    model: OpenModel,
+    evaluator: Evaluator,
+    moved: Callable[[float, float], Weights],
+    ridges: Sequence[float],
+    steps: Sequence[float],
+    largest: float,
+) -> Trial:
+    """The choice of least KL on held-out text; a step that is the best and the largest tried is doubled up to a limit.
 
-    def best(ridges: Sequence[float], steps: Sequence[float], *known: _Trial) -> _Trial:
-        tried = [(ridge, step) for ridge in ridges for step in steps]
-        moved = [_moved(weights, moments, *each) for each in tried]
-        found = zip(tried, moved, evaluate_trials(model, evaluator, moved), strict=True)
-        trials = [*known, *(_Trial(*each, own, figures) for each, own, figures in found)]
+    `moved` makes the router tensors of a ridge and a step.
+    """
+
+    def best(ridges: Sequence[float], steps: Sequence[float], *known: Trial) -> Trial:
+        tried = [(ridge, step, moved(ridge, step)) for ridge in ridges for step in steps]
+        found = evaluate_trials(model, evaluator, [weights for _, _, weights in tried])
+        trials = [*known, *(Trial(*each, figures) for each, figures in zip(tried, found, strict=True))]
         return min(trials, key=lambda trial: trial.figures.means["kl"])
 
-    steps = STEPS if taken is None else tuple(near * taken for near in NEAR)
-    found = best(RIDGES, steps)
-    while found.step == max(steps) and 2 * found.step <= LARGEST:
+    found = best(ridges, steps)
+    while found.step == max(steps) and 2 * found.step <= largest:
         steps = (2 * found.step,)
         found = best((found.ridge,), steps, found)
     return found

@@ -46,7 +46,7 @@ def disturbed(own: Weights, seed: int, size: float) -> dict[str, Tensor]:
 
 def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Text]:
     answers = read_base(model, {"text": parts}, None, Silent())["text"]
-    return [Text((part,), (made,)) for part, made in zip(parts, answers, strict=True)]
+    return [[pair] for pair in zip(parts, answers, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["olmoe", "mixtral", "gpt_oss"])
@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
     with monkeypatch.context() as patch:
         patch.setattr(LayerWriter, "write", stop)
         assert calibrate(run, models, tmp_path / "out").status == 130
-    monkeypatch.setattr(calibrating, "calibrate_tensors", None)  # which is not asked again
+    monkeypatch.setattr(calibrating, "bake_weights", None)  # which is not asked again
     assert calibrate(run, models, tmp_path / "out").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
 
