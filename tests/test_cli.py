@@ -22,7 +22,7 @@ from compressor.cli import main as cli
 from compressor.files import work_folder
 from compressor.pipeline import run as running
 from compressor.run_record import read_record
-from compressor.steps.prune import deciding
+from compressor.steps.prune import planning
 from compressor.workdir import workdir
 from compressor.workdir.workdir import JOURNAL
 from tests import small, zoo
@@ -681,7 +681,7 @@ def test_what_was_planned_is_not_planned_again(
     assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
     assert [entry["name"] for _, entry in json.loads((work_folder(out) / JOURNAL).read_text())["steps"]] == ["prune"]
     with monkeypatch.context() as patch:
-        patch.setattr(deciding, "plan_stage", lambda *args, **named: pytest.fail("planned again"))
+        patch.setattr(planning, "plan_stage", lambda *args, **named: pytest.fail("planned again"))
         assert run(*command, "-o", out).status == 0
     assert tree(out) == whole and names(tmp_path) == ["out"]
 

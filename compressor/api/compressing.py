@@ -14,7 +14,7 @@ from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_p
 from compressor.recipe.step import Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.report.measuring import Noted
-from compressor.steps.prune.deciding import plan_sources, refuse_per_source
+from compressor.steps.prune.planning import plan_sources, refuse_per_source
 from compressor.steps.state import State
 
 

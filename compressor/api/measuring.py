@@ -31,8 +31,12 @@ from compressor.recipe.step import TextOptions
 from compressor.statistics.statistics import needs_attribution
 from compressor.steps.constants.planning import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct
-from compressor.steps.prune.deciding import protected_experts, refuse_per_source, refuse_sources_without_heldout
-from compressor.steps.prune.planning import Planner
+from compressor.steps.prune.planning import (
+    Planner,
+    protected_experts,
+    refuse_per_source,
+    refuse_sources_without_heldout,
+)
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.prune.step import Prune
 from compressor.steps.split.opening import check_way, dealt, seen_as, with_top_k

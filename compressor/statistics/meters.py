@@ -83,9 +83,6 @@ class RouterCall:
     rows: Tensor
 
 
-METERS: dict[str, type["Meter"]] = {}  # every class below that has a name, by it
-
-
 class Meter:
     """Measures one statistic. `outputs` asks for the outputs of the experts, which takes a slower forward."""
 
@@ -94,10 +91,6 @@ class Meter:
     meaning: ClassVar[str]
     kind: ClassVar[str]
     outputs: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        if "name" in vars(cls):
-            METERS[cls.name] = cls
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
@@ -394,6 +387,13 @@ class RankChange(Meter):
         "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
         "all tokens, summed over those routers; 0 where there are none"
     )
+
+
+METERS: Mapping[str, type[Meter]] = {  # every class above that names a statistic, in the order of the table
+    found.name: found
+    for found in list(globals().values())
+    if isinstance(found, type) and issubclass(found, Meter) and "name" in vars(found)
+}
 
 
 def statistics_table() -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers
 from compressor.steps.constants.measure import LayerConstants, measure
 from compressor.steps.constants.step import Constants
 from compressor.steps.correct.step import CONSTANTS
-from compressor.steps.prune.deciding import planner_of, protected_experts
+from compressor.steps.prune.planning import planner_of, protected_experts
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.state import State
 

@@ -162,12 +162,12 @@ class Objective(ReverseVisitor):
             if unit == self.last:
                 hidden = added(hidden, self._part("hidden_states", self._distance(hidden)))
             for layer in layers:
-                hidden = added(hidden, self._part("contrastive", self._contrast(layer, *calls[layer.name])))
+                hidden = added(hidden, self._part("contrastive", self._contrast(layer, calls[layer.name])))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
 
         return forward
 
-    def _contrast(self, layer: MoeLayer, *call: Tensor) -> Tensor:
+    def _contrast(self, layer: MoeLayer, call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The contrastive loss of a layer's experts on the batch; its share of the mean over tokens and layers."""
         # seeded by the step, the batch and the layer, and by no order in which they come
         digest = hashlib.sha256(f"{self.seed} {self.step} {self.batch} {layer.name}".encode()).digest()

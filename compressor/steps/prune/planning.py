@@ -1,7 +1,7 @@
-"""Making a plan: one pass over the layers collects what the strategy needs, and each layer is planned as it passes."""
+"""From the options of `prune` to a plan of every layer, which is planned as a pass over the model shows it."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +13,21 @@ from compressor.attribution.figures import Attribution
 from compressor.data.batches import Calibration
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.model.opened import OpenModel
+from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
 from compressor.mtp.head import Head
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
-from compressor.recipe.registry import Strategy
-from compressor.statistics.statistics import LayerStatistics, needs_attribution
-from compressor.steps.correct.heads import HeadLine, compress_with_heads
+from compressor.recipe.registry import Strategy, load_strategy
+from compressor.recipe.step import Needs, Step
+from compressor.recipe.steps_plan import Plan, decisions
+from compressor.statistics.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
+from compressor.steps.correct.heads import HeadLine, chosen_heads, compress_with_heads, said_of_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.protecting import Protected, listed
+from compressor.steps.prune.protecting import Protected, given_protected, listed, protect_found
+from compressor.steps.prune.step import Prune, central_of, found_on_data
+from compressor.steps.split.opening import check_way
+from compressor.steps.state import State
 from compressor.surgery.cutting import CutFiles
 
 
@@ -113,17 +118,18 @@ class Planner:
         line = HeadLine(self.model, heads, calibration)
         for stats in line.statistics(needs, self.progress, self.seed, per_source):
 
-            def each(stats: LayerStatistics = stats) -> Iterator[tuple[_Key, LayerPlan]]:
+            def decide(stats: LayerStatistics = stats) -> list[tuple[_Key, LayerPlan]]:
+                made = list[tuple[_Key, LayerPlan]]()
                 for number, wish in enumerate(wishes):
                     for source, seen in enumerate((stats, *stats.by_source), start=-1):
-                        begin = time.perf_counter()
-                        yield (number, source), _layer_plan(seen, wish, protected, rank_changes)
-                        spent = time.perf_counter() - begin
-                        seconds[number, source] = seconds.get((number, source), 0.0) + spent
+                        begin, key = time.perf_counter(), (number, source)
+                        made.append((key, _layer_plan(seen, wish, protected, rank_changes)))
+                        seconds[key] = seconds.get(key, 0.0) + time.perf_counter() - begin
+                return made
 
-            for key, made in decided(each):
+            for key, made in here().broadcast(decide):
                 layers.setdefault(key, []).append(made)
-            del stats, each  # samples need not outlive the layer
+            del stats, decide  # samples need not outlive the layer
         found = []
         for (number, source), plans in sorted(layers.items()):
             data = calibration if source < 0 or calibration is None else calibration.only(source)
@@ -148,8 +154,8 @@ class Planner:
         rank_changes = self.rank_changes([wish.strategy])
 
         def decide(stats: LayerStatistics) -> LayerPlan:
-            made = decided(lambda: [((0, -1), _layer_plan(stats, wish, protected, rank_changes))])
-            return replace(made[0][1], upstream=COMPRESSED)
+            made: LayerPlan = here().broadcast(lambda: _layer_plan(stats, wish, protected, rank_changes))
+            return replace(made, upstream=COMPRESSED)
 
         work = LayerWork(wish.experts, decide, wish.strategy.needs, correction or UNCORRECTED, self.seed)
         layers = compress_with_heads(
@@ -203,7 +209,123 @@ def _layer_plan(
     return made
 
 
-def decided(each: Callable[[], Iterable[tuple[_Key, LayerPlan]]]) -> list[tuple[_Key, LayerPlan]]:
-    """The plans of a layer as the first of several ranks makes them, each with its key."""
-    made: list[tuple[_Key, LayerPlan]] = here().broadcast(lambda: list(each()))
-    return made
+def kept_count(prune: Prune, model: OpenModel, parts: int = 1) -> int:
+    """How many experts each layer keeps; `prune.experts` count `parts` each."""
+    if prune.experts is None and prune.ratio is None:
+        raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
+    asked = None if prune.experts is None else prune.experts * parts
+    return resolve_count(model.architecture.layers, asked, prune.ratio)
+
+
+def settle(prune: Prune, model: OpenModel, parts: int = 1) -> Wish:
+    """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
+    strategy = load_strategy(prune.strategy, prune.options)
+    experts = kept_count(prune, model, parts)
+    given_protected(prune.protect, model.architecture.layers, experts)
+    return Wish(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp))
+
+
+def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: bool) -> Needs:
+    """What a prune step reads; raises `CompressionError` for what cannot be done."""
+    split: Any = next((step for step in steps if step.name == "split"), None)
+    parts = 1 if split is None else int(split.parts)
+    if prune.sequential:
+        refuse_shared_experts(model)
+    wish = None if planned else settle(prune, model, parts)  # a plan's strategy need not be installed
+    experts = kept_count(prune, model, parts)
+    after = replace(served_model(model), experts=experts)
+    warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
+    if wish is None:
+        return Needs(experts=experts)
+    needs = wish.strategy.needs
+    reads = needs_data(needs) or found_on_data(prune.protect)
+    if split is not None:
+        corrected = any(step.name == "correct" for step in steps)
+        check_way(split.by, reads or corrected, "choose a strategy or a correction that reads it")
+    return Needs(text=reads, heldout=int(needs_heldout(needs)), experts=experts)
+
+
+def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
+    """The experts that a list names, or the hubs or central experts that the calibration shows."""
+    layers = planner.model.architecture.layers
+    if not found_on_data(protect):
+        return given_protected(protect, layers, keep)
+    attribution = planner.attribution()  # by all processes together
+    found: Protected = here().broadcast(lambda: protect_found(attribution, layers, keep, central_of(protect)))
+    return found
+
+
+def planner_of(state: State) -> Planner:
+    """The planner of the stage's model, whose routing attribution is run once for all steps."""
+    key = f"planner {state.stage[0]}"
+    if key not in state.shared:
+        calibration = None if state.text is None else state.text.fit
+        state.shared[key] = Planner(state.model, calibration, state.progress, state.seed)
+    planner: Planner = state.shared[key]
+    return planner
+
+
+def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dict[str, Any]]:
+    """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones.
+
+    With `per_source` the decisions for all calibration sources together are followed by those for each source alone.
+    """
+    model, planner = state.model, planner_of(state)
+    wish = settle(prune, model, state.parts)
+    protected = protected_experts(prune.protect, wish.experts, planner)
+    correct, reads = state.step_of("correct"), needs_data(wish.strategy.needs)
+    if prune.sequential and planner.calibration is not None and (reads or correct is not None):
+        files = None if state.work is None else state.cut()
+        plans = [planner.plan_in_order(wish, correct, protected, files)]
+    else:
+        if state.observer is not None and not prune.sequential:  # which sees other inputs than the source's own
+            wish = replace(wish, strategy=state.observer.planning(wish.strategy))
+        if not reads:
+            planner = replace(planner, calibration=None)
+        plans = [planned.plan for planned in planner.plans([wish], protected, per_source, wish.heads)]
+    return [decisions(replace(plan, mtp=said_of_heads(model, wish.heads))) for plan in plans]
+
+
+def refuse_per_source(steps: Sequence[Step], sources: Sequence[str]) -> None:
+    """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
+    prune: Any = next((step for step in steps if step.name == "prune"), None)
+    if prune is None:
+        raise CompressionError("--per-source plans what a strategy prunes, and these steps do not; leave it out")
+    if len(sources) < 2:
+        raise CompressionError("--per-source needs several calibration sources; repeat --calibration for each")
+    if prune.sequential:
+        raise CompressionError(
+            "--per-source plans from one pass and --sequential needs one for each plan; leave out one of them, or plan "
+            "with --sequential for each source in turn"
+        )
+
+
+def refuse_sources_without_heldout(calibration: Calibration) -> None:
+    """Refuse to plan for each source alone where one is too short to have any tokens held out."""
+    held = {calibration.source_of(batch) for batch in calibration.heldout}
+    for number, name in enumerate(calibration.source_names):
+        if number not in held:
+            raise CompressionError(
+                f"calibration source {name} has too few sequences to hold some out and be planned for alone; raise "
+                "--samples, give it a larger weight or more text, or leave out --per-source"
+            )
+
+
+def plan_sources(state: State) -> list[Plan]:
+    """From one pass the plan for all calibration sources together, then one for each source alone, in their order.
+
+    Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
+    """
+    text, number, prune = state.text, state.number_of("prune"), state.step_of("prune")
+    assert text is not None and number is not None
+    if text.identity.get("heldout"):
+        refuse_sources_without_heldout(text.fit)
+    sources = range(len(text.fit.weights))
+    plans = plan_stage(prune, state, per_source=True)
+    if len(plans) == 1:  # of a strategy that reads no text
+        plans *= 1 + len(sources)
+    identities = [text.identity, *(text.only(source).identity for source in sources)]
+    return [
+        replace(state.plan.with_entry(number, plan=plan), calibration=identity)
+        for plan, identity in zip(plans, identities, strict=True)
+    ]

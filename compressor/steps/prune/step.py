@@ -83,13 +83,13 @@ class Prune(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """What the strategy reads, unless it has decided already."""
-        from compressor.steps.prune.deciding import needs_of
+        from compressor.steps.prune.planning import needs_of
 
         return needs_of(self, model, steps, planned)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
         """What becomes of every expert."""
-        from compressor.steps.prune.deciding import plan_stage
+        from compressor.steps.prune.planning import plan_stage
 
         return plan_stage(self, state)[0]
 
