@@ -1,7 +1,7 @@
 """Enumerate: keep the experts whose smaller layer puts out most nearly what the layer did (arXiv:2402.14800)."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 from math import comb, prod
 from typing import Any
@@ -66,8 +66,7 @@ def _blocks(stats: LayerStatistics, keep: int, protected: frozenset[int]) -> lis
     blocks = []
     for group in groups:
         fixed = tuple(expert for expert in group if expert in protected)
-        free = tuple(expert for expert in group if expert not in protected)
-        blocks.append(_Block(fixed, free, keep // len(groups) - len(fixed)))
+        blocks.append(_Block(fixed, _without(group, fixed), keep // len(groups) - len(fixed)))
     if any(block.take < 0 for block in blocks):
         raise CompressionError(
             f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
@@ -87,7 +86,7 @@ def _ranked(errors: Mapping[Kept, float], noise: float) -> list[Kept]:
     return [kept for _, kept in sorted(zip(judged, errors, strict=True))]
 
 
-def _without(kept: Kept, gone: Kept) -> Kept:
+def _without(kept: Iterable[int], gone: Kept) -> Kept:
     return tuple(expert for expert in kept if expert not in gone)
 
 
@@ -199,5 +198,4 @@ def plan(
     else:
         kept, how = next(_subsets(blocks)), {"search": "none: no token reached the layer"}
     made = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
-    figures = {"reconstruction_error": round(relative_error(stats, made), 6), **how}
-    return LayerPlan.keep(stats.layer, kept, decided_by=made.decided_by, figures=figures)
+    return replace(made, figures={"reconstruction_error": round(relative_error(stats, made), 6), **how})

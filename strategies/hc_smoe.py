@@ -73,20 +73,19 @@ def plan(
     check_count(layer, keep, layer.name)
     blocks = competing(layer)
     count = keep // len(blocks)
-    for block in blocks:
-        if count < (alone := len(protected & set(block))):
-            raise CompressionError(
-                f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
-                "protect fewer or keep more"
-            )
     table = distances(stats.expert_outputs, "mean-output").cpu()
     judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
     clusters: list[list[int]] = []
     for block in blocks:
         free = [expert for expert in block if expert not in protected]
+        if count < (alone := len(block) - len(free)):
+            raise CompressionError(
+                f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
+                "protect fewer or keep more"
+            )
         clusters += [[expert] for expert in block if expert in protected]
-        if count > len(block) - len(free):  # else protected experts take all places, and the others are dropped
-            found = cluster(judged[free][:, free], count - (len(block) - len(free)), options.linkage)
+        if count > alone:  # else protected experts take all places, and the others are dropped
+            found = cluster(judged[free][:, free], count - alone, options.linkage)
             clusters += [[free[position] for position in positions] for positions in found]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}

@@ -14,10 +14,9 @@ from compressor.evaluation.base_answers import read_base
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.distill import engines
-from compressor.steps.distill.engines import Engine, InMemory, Streamed
+from compressor.steps.distill.engines import Engine, InMemory, Streamed, trained_layers
 from compressor.steps.distill.objective import Objective, Text, training_text
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.trained import trained_layers
 from tests import zoo
 
 LENGTH = 12

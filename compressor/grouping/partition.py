@@ -65,7 +65,9 @@ def group_experts(
     experts = table.shape[0]
     if not 1 <= count <= experts:
         raise CompressionError(f"cannot split {experts} experts into {count} groups: ask for 1 to {experts}")
-    partition = _checked_blocks(blocks, experts)
+    partition = [sorted(block) for block in ([range(experts)] if blocks is None else blocks)]
+    if sorted(chain.from_iterable(partition)) != list(range(experts)) or not all(partition):
+        raise CompressionError(f"routing blocks must hold each of the {experts} experts exactly once")
     if count % len(partition):
         raise CompressionError(f"{count} groups cannot be shared evenly by {len(partition)} routing blocks")
     if strangers := sorted(set(alone) - set(range(experts))):
@@ -97,14 +99,6 @@ def _checked_distances(distances: Tensor) -> Tensor:
         row, column = divmod(int(gap.argmax()), table.shape[0])
         raise CompressionError(f"distances are not symmetric: by {gap.max():g} for experts {row} and {column}")
     return (table / 2 + table.T / 2).fill_diagonal_(0)
-
-
-def _checked_blocks(blocks: Sequence[Sequence[int]] | None, experts: int) -> list[list[int]]:
-    """The routing blocks with members ascending; one block of all experts when none are given."""
-    partition = [sorted(block) for block in ([range(experts)] if blocks is None else blocks)]
-    if sorted(chain.from_iterable(partition)) != list(range(experts)) or not all(partition):
-        raise CompressionError(f"routing blocks must hold each of the {experts} experts exactly once")
-    return partition
 
 
 def _group_block(

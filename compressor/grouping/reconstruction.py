@@ -112,8 +112,14 @@ class SmallerRouter:
         if self._equal:  # as rows that stay are told apart when the layer is cut
             tensors = {name: told_apart(value, self._sized[name][0].dim, count) for name, value in tensors.items()}
         tensors |= self._whole
-        for name, table in self._tables.items():
-            tensors[name] = _table(table, slots, self.layer.experts, list(arguments.values()))
+        given = (value for value in arguments.values() if isinstance(value, torch.Tensor))
+        ids = [value.flatten() for value in given if value.dtype == torch.long]
+        remap = tuple(slots.get(expert, -1) for expert in range(self.layer.experts))
+        for name, table in self._tables.items():  # slots in the rows that integers among the arguments may name, else 0
+            named = torch.cat(ids).unique() if ids else torch.arange(len(table), device=table.device)
+            named = named[named < len(table)]
+            found = remap_table(table[named].cpu(), remap).to(table.device)
+            tensors[name] = torch.zeros_like(table).index_copy(0, named, found)
         call = as_call((name if isinstance(name, str) else None, value) for name, value in arguments.items())
         output = functional_call(self._built[count], tensors, *call, tie_weights=False)
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
@@ -122,15 +128,6 @@ class SmallerRouter:
 def _float(value: Any) -> Any:
     """A tensor of numbers in float32; anything else, also a tensor of ids, as it is."""
     return value.detach().float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _table(table: torch.Tensor, slots: Mapping[int, int], experts: int, arguments: Sequence[Any]) -> torch.Tensor:
-    """A table of expert ids [V, K] with slots in the rows that integers among the arguments may name, 0 elsewhere."""
-    ids = [value.flatten() for value in arguments if isinstance(value, torch.Tensor) and value.dtype == torch.long]
-    named = torch.cat(ids).unique() if ids else torch.arange(len(table), device=table.device)
-    named = named[named < len(table)]
-    remap = tuple(slots.get(expert, -1) for expert in range(experts))
-    return torch.zeros_like(table).index_copy(0, named, remap_table(table[named].cpu(), remap).to(table.device))
 
 
 @torch.no_grad()

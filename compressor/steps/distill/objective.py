@@ -61,13 +61,9 @@ class Text:
 
     def _joined(self, places: Sequence[tuple[int, int]]) -> Batch:
         rows = [(self.batches[batch], row) for batch, row in places]
-
-        def stacked(name: str) -> Tensor:
-            return torch.stack([getattr(batch.base, name)[row] for batch, row in rows])
-
-        states = None if rows[0][0].base.hidden is None else stacked("hidden")
-        base = Distributions(stacked("tokens"), stacked("logs"), stacked("others"), states)
-        return Batch(torch.stack([batch.tokens[row] for batch, row in rows]), base)
+        known = rows[0][0].base.tensors
+        base = {name: torch.stack([batch.base.tensors[name][row] for batch, row in rows]) for name in known}
+        return Batch(torch.stack([batch.tokens[row] for batch, row in rows]), Distributions(**base))
 
 
 def training_text(

@@ -22,10 +22,17 @@ from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recipe.step import Result, Step
 from compressor.records import read_as, read_json
-from compressor.steps.distill.engines import Engine, InMemory, Streamed, file_of
+from compressor.steps.distill.engines import (
+    Engine,
+    InMemory,
+    Streamed,
+    file_of,
+    stored_dtypes,
+    stored_tensors,
+    trained_layers,
+)
 from compressor.steps.distill.objective import NotFiniteError, Objective, Text, refuse_too_few, training_text
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.trained import stored_dtypes, stored_tensors, trained_layers
 from compressor.steps.state import State as Run
 
 FIGURES = "figures.safetensors"  # there once all new stored tensors are

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.steps.distill.engines import InMemory
-from compressor.steps.distill.trained import begin_factors, merged
+from compressor.steps.distill.engines import InMemory, begin_factors, merged
 from tests.lessons import lesson, note_gradients, options, take_step
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -9,8 +9,8 @@ import torch
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
+from compressor.steps.distill.engines import stored_dtypes, stored_tensors, trained_layers
 from compressor.steps.distill.step import Distill
-from compressor.steps.distill.trained import stored_dtypes, stored_tensors, trained_layers
 from tests import quantized, small, zoo
 from tests.opened import opened
 

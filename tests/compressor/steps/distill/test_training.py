@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from compressor.evaluation import base_answers
 from compressor.steps.distill import engines
-from compressor.steps.distill.engines import InMemory, LayerState, update
-from compressor.steps.distill.trained import trained_layers
+from compressor.steps.distill.engines import InMemory, LayerState, trained_layers, update
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step
 from tests.opened import one_expert, plain_calls
