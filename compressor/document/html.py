@@ -104,10 +104,6 @@ def _is_many(figure: Figure) -> bool:
     return sum(not drawing.is_legend for drawing in figure.drawings) > 1
 
 
-def _svgs(figure: Figure) -> Markup:
-    return Markup("\n").join(map(Markup, inline_svgs(figure.name, figure.drawings)))
-
-
 @cache
 def stylesheet() -> str:
     """The page's CSS."""
@@ -122,7 +118,7 @@ def _template() -> "Template":
     environment.filters |= {
         "words": words_html,
         "kind": lambda block: type(block).__name__,
-        "svgs": _svgs,
+        "svgs": lambda figure: Markup("\n").join(map(Markup, inline_svgs(figure.name, figure.drawings))),
         "is_many": _is_many,
         "scrolls": lambda figure: not _is_many(figure) and _width(figure) > PHONE,
     }

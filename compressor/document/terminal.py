@@ -105,7 +105,10 @@ def _fitting(block: Table, room: int) -> tuple[tuple[str, ...], Mapping[int, str
         least[place] = min(least[place], LEAST_WORDS)
     for gone in range(len(block.optional) + 1):
         kept = {place: name for place, name in enumerate(block.columns) if name not in block.optional[:gone]}
-        broken = {place: _broken(name, least[place]) for place, name in kept.items()}
+        broken = {
+            place: textwrap.fill(name, max(least[place], 1), break_long_words=False, break_on_hyphens=False)
+            for place, name in kept.items()
+        }
         for heads in (kept, broken):
             if sum(max(least[place], _width(head)) + 3 for place, head in heads.items()) < room:
                 return block.optional[:gone], heads
@@ -118,10 +121,6 @@ def _word_places(block: Table) -> list[int]:
 
 def _width(text: str) -> int:
     return max(map(cell_len, text.splitlines()), default=0)
-
-
-def _broken(name: str, width: int) -> str:
-    return textwrap.fill(name, max(width, 1), break_long_words=False, break_on_hyphens=False)
 
 
 def _table(block: Table, title: str, heads: Mapping[int, str]) -> RichTable:

@@ -110,12 +110,13 @@ def draw_panels(
     roomy: bool = False,
 ) -> None:
     """Columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale on the right."""
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
     width, row = _panel_width(numbers), _row_height(columns, roomy)
     ratios = [*_widths(columns, numbers), *[BAR] * len(scales)]
     parts = figure.subfigures(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
-    norms = [{"norm": LogNorm(scale.low, scale.high), "cmap": scale.colours} for scale in scales]
+    norms: list[dict[str, Any]] = [{"norm": LogNorm(scale.low, scale.high), "cmap": scale.colours} for scale in scales]
     for part, column in zip(parts, columns, strict=False):
         heights = [len(panel.rows) * row for panel in column]
         grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
@@ -128,16 +129,10 @@ def draw_panels(
             axes.set_title(title, loc="left", fontsize=FONT)
             axes.set_xlabel(label, fontsize=FONT - 1)
     for part, scale, norm in zip(parts[len(columns) :], scales, norms, strict=True):
-        _draw_bar(part, scale, norm)
-
-
-def _draw_bar(part: "FigureBase", scale: Scale, norm: dict[str, Any]) -> None:
-    """A colour bar with round numbers; where smaller ones share the first colour it ends in a point."""
-    from matplotlib.cm import ScalarMappable
-
-    axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
-    bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend="min" if scale.has_smaller else "neither")
-    marks = ticks(scale.low, scale.high)
-    bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
-    bar.minorticks_off()
-    bar.set_label(scale.label, fontsize=FONT - 1)
+        axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
+        extend = "min" if scale.has_smaller else "neither"  # in a point, where smaller numbers share the first colour
+        bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend=extend)
+        marks = ticks(scale.low, scale.high)
+        bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
+        bar.minorticks_off()
+        bar.set_label(scale.label, fontsize=FONT - 1)

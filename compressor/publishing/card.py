@@ -388,6 +388,14 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
 
 
 def _transformers(facts: Facts, repo_id: str) -> Blocks:
+    serve = Listing(f"vllm serve {repo_id}", "bash")
+    if facts.outcome.stage.constants is not None:
+        vllm = (
+            "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the config "
+            "field approximate_experts, where it supports this architecture unquantised (not tested with this "
+            "checkpoint):"
+        )
+        return Text(vllm), serve
     names = facts.config.get("architectures")
     found = str(names[0]) if isinstance(names, list) and names else ""
     name = found if found.isidentifier() and found.isascii() and not found.endswith("ForCausalLM") else ""
@@ -403,20 +411,11 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
         "In transformers (names and shapes of all tensors were checked against the stock model of version "
         f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
     )
-    if facts.outcome.stage.constants is not None:
-        return (
-            Text(
-                "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the "
-                "config field approximate_experts, where it supports this architecture unquantised (not tested with "
-                "this checkpoint):"
-            ),
-            Listing(f"vllm serve {repo_id}", "bash"),
-        )
     return (
         Text((checked, Code("device_map"), " needs the package accelerate):")),
         Listing("\n".join(code), "python"),
         Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
-        Listing(f"vllm serve {repo_id}", "bash"),
+        serve,
     )
 
 

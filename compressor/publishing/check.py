@@ -21,7 +21,7 @@ from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.mtp.head import written_heads
-from compressor.publishing.facts import GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
+from compressor.publishing.facts import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.recipe.recipe import RECIPE
 from compressor.recipe.registry import load_exporter
 from compressor.recipe.steps_plan import Plan
@@ -32,7 +32,6 @@ from compressor.run_record import COMPRESSION
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-CARD = "README.md"
 OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json")  # what says how they were made and judged
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -120,8 +119,7 @@ def _verify_graph(folder: Path) -> dict[str, int]:
 
     try:
         model = onnx.load(str(path), load_external_data=False)
-        files = _external_ends(model.graph)
-        _check_ends(folder, files)
+        files = _external_files(folder, model.graph)
         onnx.checker.check_model(str(path))
     except CompressionError:
         raise
@@ -133,8 +131,8 @@ def _verify_graph(folder: Path) -> dict[str, int]:
     return {GRAPH: path.stat().st_size, **dict.fromkeys(files, 0)}
 
 
-def _external_ends(graph: Any) -> dict[str, int]:
-    """The files beside a graph that its tensors lie in, and where the last tensor of each ends."""
+def _external_files(folder: Path, graph: Any) -> tuple[str, ...]:
+    """The files beside a graph that its tensors lie in, each of which must end where its last tensor does."""
     ends: dict[str, int] = {}
     for tensor in _tensors(graph):
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -142,7 +140,15 @@ def _external_ends(graph: Any) -> dict[str, int]:
             name = entries.get("location", "")
             end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
             ends[name] = max(ends.get(name, 0), end)
-    return ends
+    for name, end in ends.items():
+        if not name or Path(name).name != name or name.startswith("."):
+            where = f"{folder / GRAPH} keeps weights in {name!r}"
+            raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != end:
+            there = "is missing" if size is None else f"has {size} bytes"
+            raise CompressionError(f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}")
+    return tuple(ends)
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
@@ -152,17 +158,6 @@ def _tensors(graph: Any) -> Iterator[Any]:
             yield attribute.t
             if attribute.HasField("g"):
                 yield from _tensors(attribute.g)
-
-
-def _check_ends(folder: Path, ends: Mapping[str, int]) -> None:
-    for name, end in ends.items():
-        if not name or Path(name).name != name or name.startswith("."):
-            where = f"{folder / GRAPH} keeps weights in {name!r}"
-            raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != end:
-            there = "is missing" if size is None else f"has {size} bytes"
-            raise CompressionError(f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}")
 
 
 def require_pass(found: VerifiedFolder, path: Path) -> GateResult:

@@ -246,22 +246,19 @@ def tags(facts: Facts) -> list[str]:
     ]
 
 
-def printable(gate: GateResult) -> GateResult:
-    """The result with names that YAML and a web page can hold."""
-    named = [
-        replace(task, task=one_line(task.task), metric=one_line(task.metric), version=one_line(task.version))
-        for task in gate.tasks
-    ]
-    return replace(gate, tasks=tuple(named))
-
-
 def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
     """The card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
     outcome = facts.outcome
     repository, revision = base_id(outcome.plan.source), outcome.plan.source.revision
-    results = card_metrics(printable(outcome.gate)) if outcome.gate is not None else []
+    results = []
+    if (gate := outcome.gate) is not None:
+        tasks = [  # with names that YAML and a web page can hold
+            replace(task, task=one_line(task.task), metric=one_line(task.metric), version=one_line(task.version))
+            for task in gate.tasks
+        ]
+        results = card_metrics(replace(gate, tasks=tuple(tasks)))
     pipeline = base.get("pipeline_tag")
     return ModelCardData(
         **licence(base, facts.folder, repository, revision),

@@ -148,6 +148,9 @@ class Repository:
                 )
 
 
+NETWORK = {"TransportError", "ConnectionError", "TimeoutError"}  # classes of faults that are no answer of the Hub
+
+
 def state_of(addition: Any, entry: Any) -> State:
     """How a file compares with the Hub's entry for it; it is read only where both have the same size."""
     from huggingface_hub.utils.sha import git_hash
@@ -171,7 +174,7 @@ def hub_fault(repo_id: str, error: BaseException) -> CompressionError:
         what, remedy = NO_ROOM
     elif status is not None:
         what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
-    elif _connection(error):
+    elif NETWORK & {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}:
         what, remedy = BROKEN
     else:
         what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
@@ -199,9 +202,3 @@ def _reason(error: BaseException) -> str:
     said = [Exception(text) for each in chain if (text := getattr(each, "server_message", None))]
     answered = [each for each in chain if getattr(each, "response", None) is not None]
     return reason_of([*said, *answered, chain[-1]][0], MOST)
-
-
-def _connection(error: BaseException) -> bool:
-    """Whether it is a fault of the network rather than an answer."""
-    kinds = {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}
-    return bool(kinds & {"TransportError", "ConnectionError", "TimeoutError"})

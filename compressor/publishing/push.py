@@ -5,7 +5,7 @@ The folder itself is only read; the card is written into the commit.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from compressor.evaluation.scores import REPORT
 from compressor.gates.verdict import GateResult
 from compressor.publishing import hub
 from compressor.publishing.card import card_text, known_here
-from compressor.publishing.check import CARD, VerifiedFolder, default_message, require_pass, superseded, verify_folder
-from compressor.publishing.facts import is_hub_id
+from compressor.publishing.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
+from compressor.publishing.facts import CARD, is_hub_id
 from compressor.publishing.secrets import kind_of_secret, refuse_secrets
 from compressor.run_record import COMPRESSION
 
@@ -59,20 +59,6 @@ class PushSummary:
         return bool(self.uploaded or self.removed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    """Where the branch is, or will begin, and what has to change there."""
-
-    head: str | None
-    files: tuple[PushedFile, ...]
-    unchanged: tuple[str, ...]
-    removed: tuple[str, ...]
-
-    @property
-    def differs(self) -> bool:
-        return bool(self.files or self.removed)
-
-
 def push(
     folder: str | Path,
     repo_id: str,
@@ -108,40 +94,40 @@ def push(
         if not dry_run:
             raise
         logger.warning("the Hub could not be asked what it has: %s", error)
-    standing = _compare(repository, found, added, remote, branch)
+    summary = PushSummary(
+        repo_id=repo_id,
+        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        commit=None,
+        branch=branch,
+        create_pr=create_pr,
+        pull_request=None,
+        tag=tag,
+        uploaded=(),
+        uploaded_bytes=0,
+        unchanged=(),
+        removed=(),
+        left_out=found.left_out,
+        message=title,
+        dry_run=dry_run,
+    )
+    head, summary = _compare(summary, repository, found, added, remote)
     if remote is not None:
         repository.refuse_public(remote, private)
-        repository.refuse_tag(remote, tag, None if standing.differs else standing.head)
-    done: Any = None
+        repository.refuse_tag(remote, tag, None if summary.changed else head)
     if not dry_run and remote is not None:
         fresh = repository.open(remote, private)
         if not remote.exists:  # a new repository begins with files of the Hub's own
-            standing = _compare(repository, found, added, fresh, branch)
+            head, summary = _compare(summary, repository, found, added, fresh)
         if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
-            repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=standing.head, exist_ok=True))
-        if standing.differs:
-            changes = [*(added[file.path] for file in standing.files), *map(CommitOperationDelete, standing.removed)]
-            done = repository.commit(changes, title, branch, standing.head, create_pr)
+            repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True))
+        if summary.changed:
+            changes = [*(added[file.path] for file in summary.uploaded), *map(CommitOperationDelete, summary.removed)]
+            done = repository.commit(changes, title, branch, head, create_pr)
             repository.check_arrived(done.oid, added)
+            summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
         if tag is not None and tag not in fresh.tags:
-            made = standing.head if done is None else done.oid
-            repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=made))
-    return PushSummary(
-        repo_id=repo_id,
-        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
-        commit=None if done is None else done.oid,
-        pull_request=None if done is None else done.pr_url,
-        branch=branch,
-        create_pr=create_pr,
-        tag=tag,
-        message=title,
-        dry_run=dry_run,
-        uploaded=standing.files,
-        uploaded_bytes=sum(file.nbytes for file in standing.files),
-        unchanged=standing.unchanged,
-        removed=standing.removed,
-        left_out=found.left_out,
-    )
+            repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head))
+    return summary
 
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
@@ -208,15 +194,21 @@ def _look_at_card(found: VerifiedFolder) -> None:
 
 
 def _compare(
-    repository: hub.Repository, found: VerifiedFolder, added: Mapping[str, Any], remote: hub.Remote | None, branch: str
-) -> _Standing:
-    """Which files differ from those of the branch, or of the one that it will begin at; all where nothing is known."""
+    summary: PushSummary,
+    repository: hub.Repository,
+    found: VerifiedFolder,
+    added: Mapping[str, Any],
+    remote: hub.Remote | None,
+) -> tuple[str | None, PushSummary]:
+    """The commit of the branch, or of the one that it will begin at, and what differs; all where nothing is known."""
     branches = {} if remote is None else remote.branches
-    head = branches.get(branch, branches.get(hub.DEFAULT_BRANCH))
+    head = branches.get(summary.branch, branches.get(hub.DEFAULT_BRANCH))
     there, files = repository.files(head), []
     for name, addition in sorted(added.items()):
         state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
         files.append(PushedFile(name, addition.upload_info.size, state))
     same = tuple(file.path for file in files if file.state == "unchanged")
     stale = () if found.is_graph else superseded(there, added, not found.weights <= {*same})
-    return _Standing(head, tuple(file for file in files if file.state != "unchanged"), same, stale)
+    sent = tuple(file for file in files if file.state != "unchanged")
+    nbytes = sum(file.nbytes for file in sent)
+    return head, replace(summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale)

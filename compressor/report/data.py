@@ -6,7 +6,7 @@ What was measured on text comes from `compressor.report.measuring`. E experts, N
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -101,16 +101,18 @@ class LayerReport(LayerMeasures):
     @property
     def heldout_error_before(self) -> float | None:
         """Error on tokens that the correction did not see, before it."""
-        return _figure(correction_of(self.plan).get("heldout_error_before"))
+        return heldout_errors(self.plan)[0]
 
     @property
     def heldout_error_after(self) -> float | None:
         """Error on tokens that the correction did not see, after it."""
-        return _figure(correction_of(self.plan).get("heldout_error"))
+        return heldout_errors(self.plan)[1]
 
 
-def _figure(value: Any) -> float | None:
-    return value if isinstance(value, int | float) else None
+def heldout_errors(layer: LayerPlan) -> tuple[float | None, float | None]:
+    """Errors on tokens that the reconstruction did not see, before and after it; None where it recorded none."""
+    before, after = (correction_of(layer).get(name) for name in ("heldout_error_before", "heldout_error"))
+    return before if isinstance(before, int | float) else None, after if isinstance(after, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def order(plan: LayerPlan) -> tuple[int, ...]:
 
 def dispositions(layer: LayerReport) -> Mapping[int, str]:
     """What became of each expert, in words."""
-    found = dict.fromkeys(range(layer.plan.experts), "dropped")
+    gone = "replaced by a constant" if layer.plan.constants else "dropped"
+    found = dict.fromkeys(range(layer.plan.experts), gone)
     for slot, group in enumerate(layer.plan.groups):
         (first, *others) = group.members
         alone = "protected" if first in layer.protected else "kept" if group.untouched else "rescaled"
@@ -208,9 +211,14 @@ def dispositions(layer: LayerReport) -> Mapping[int, str]:
 
 
 def roles(layer: LayerReport) -> list[str]:
-    """Kept, merged or dropped: [E]."""
-    words = (said.split()[0] for said in dispositions(layer).values())
-    return [word if word in ("merged", "dropped") else "kept" for word in words]
+    """Kept, merged or dropped, also for a constant: [E]."""
+    found = {"merged": "merged", "dropped": "dropped", "replaced": "dropped"}
+    return [found.get(said.split()[0], "kept") for said in dispositions(layer).values()]
+
+
+def gone(layers: Iterable[LayerPlan]) -> str:
+    """What became of experts that are in no group."""
+    return "replaced by constants" if any(layer.constants for layer in layers) else "dropped"
 
 
 def all_dispositions(layers: Sequence[LayerPlan]) -> str:
@@ -219,12 +227,11 @@ def all_dispositions(layers: Sequence[LayerPlan]) -> str:
     kept, merged = sum(group.untouched for group in groups), [group for layer in layers for group in layer.merged]
     dropped = sum(len(layer.dropped) for layer in layers)
     rescaled = len(groups) - len(merged) - kept
-    gone = "replaced by constants" if any(layer.constants for layer in layers) else "dropped"
     found = [
         *([f"{counted(kept, 'expert')} kept"] if kept else []),
         *([f"{rescaled:,} rescaled"] if rescaled else []),
         *([f"{sum(map(len, merged)):,} merged into {len(merged):,}"] if merged else []),
-        *([f"{dropped:,} {gone}"] if dropped else []),
+        *([f"{dropped:,} {gone(layers)}"] if dropped else []),
     ]
     return joined(found)
 
@@ -260,13 +267,10 @@ def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
 
 def error_change(layer: LayerPlan) -> str:
     """The held-out reconstruction error before and after the reconstruction."""
-    figures = correction_of(layer)
-    before, after = figures.get("heldout_error_before"), figures.get("heldout_error")
-    if not (isinstance(before, float | int) and isinstance(after, float | int)):
+    (before, after), kept = heldout_errors(layer), correction_of(layer).get("kept")
+    if before is None or after is None:
         return "-"
-    if figures.get("kept") == "none":
-        return f"{before:.4g}, not corrected"
-    return f"{before:.4g} to {after:.4g} ({figures.get('kept')})"
+    return f"{before:.4g}, not corrected" if kept == "none" else f"{before:.4g} to {after:.4g} ({kept})"
 
 
 def experts_legend(plan: CompressionPlan) -> str:

@@ -33,6 +33,7 @@ from compressor.report.data import (
     Report,
     all_dispositions,
     brief_end,
+    gone,
     mean,
     named,
     order,
@@ -144,7 +145,7 @@ def _looks(layers: Sequence[LayerReport], is_numbered: bool) -> list[tuple[str, 
     found: list[tuple[str, dict[str, Any], bool]] = [
         ("kept", {"facecolor": KEPT}, True),
         (f"merged into one: same colour and {sign} in a row{repeat}", {"facecolor": COLOURS[0]}, most > 0),
-        ("cross: dropped", cross, any(layer.plan.dropped for layer in layers)),
+        (f"cross: {gone(layer.plan for layer in layers)}", cross, any(layer.plan.dropped for layer in layers)),
         ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(each.protected for each in layers)),
     ]
     return [(textwrap.fill(label, 54), style) for label, style, is_there in found if is_there]
@@ -224,7 +225,7 @@ def matrix_alt(layer: LayerReport) -> str:
     named = ", ".join("+".join(map(str, group)) for group in groups[:MOST_NAMED]) or "none"
     said = [
         f"{counted(layer.plan.experts, 'expert')} in {counted(len(layer.plan.groups), 'slot')}; merged groups: {named}"
-        f"{' and more' if len(groups) > MOST_NAMED else ''}; dropped: {listed(layer.plan.dropped)}.",
+        f"{' and more' if len(groups) > MOST_NAMED else ''}; {gone([layer.plan])}: {listed(layer.plan.dropped)}.",
         f"Mean similarity of all pairs {short(mean(pairs))}"
         + (f", within merged groups {short(mean(inside))}." if inside else "."),
     ]
@@ -248,8 +249,8 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, name: str, low: float
     sizes = sorted(map(len, layer.plan.merged), reverse=True)
     groups = [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
     _outline(axes, len(placed), groups, "solid")
-    gone = len(layer.plan.dropped)
-    _outline(axes, len(placed), [(len(placed) - gone, gone)] if gone else [], DASHES)
+    dropped = len(layer.plan.dropped)
+    _outline(axes, len(placed), [(len(placed) - dropped, dropped)] if dropped else [], DASHES)
     axes.set_title(readable(brief_end(name)), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])

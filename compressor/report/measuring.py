@@ -347,11 +347,7 @@ class Noted:
         self.tokens = max(self.tokens, tokens)
         self.layers[layer.name] = replace(self.layers.get(layer.name, LayerMeasures(layer.name)), **found)
 
-    def measured(self, calibration: Mapping[str, Any] | None) -> Measured:
-        """All notes, with the name of their text."""
-        text = without_folders(calibration)["source"] if calibration else None
-        return Measured(tuple(self.layers.values()), self.tokens, text)
-
     def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
-        """Keep the notes for reports on the output in a folder."""
-        keep_measures(folder, self.measured(calibration), "run")
+        """Keep the notes, with the name of their text, for reports on the output in a folder."""
+        text = _name(calibration) if calibration else None
+        keep_measures(folder, Measured(tuple(self.layers.values()), self.tokens, text), "run")

@@ -225,16 +225,14 @@ class _SideBySide(LayerVisitor):
     def loaded(self, unit: str) -> None:
         for model in self.models[1:]:
             model.partial.load(model.partial.keys_under(unit))
-        layers = ([layer for layer in model.architecture.layers if layer.unit == unit] for model in self.models)
-        self.watches = [self._watch(*pair) for pair in zip(*layers, strict=True)]
-
-    def _watch(self, *layers: MoeLayer) -> _Watch:
-        models, seed = [model.partial.model for model in self.models], self.seed
-        rows = sample_rows(self.sizes, sample_size(layers[0].experts), seed)
-        needs = [VISITS | self.likeness(layers[0].name).needs, VISITS][-len(models) :]
-        each = zip(layers, models, needs, strict=True)
-        collectors = [Collector(*one, seed) for one in each]
-        return _Watch(layers, models, collectors, list(zip(self.sizes, rows, strict=True)))
+        models = [model.partial.model for model in self.models]
+        by_model = ([layer for layer in model.architecture.layers if layer.unit == unit] for model in self.models)
+        self.watches = []
+        for layers in zip(*by_model, strict=True):
+            rows = sample_rows(self.sizes, sample_size(layers[0].experts), self.seed)
+            needs = [VISITS | self.likeness(layers[0].name).needs, VISITS][-len(models) :]
+            collectors = [Collector(*one, self.seed) for one in zip(layers, models, needs, strict=True)]
+            self.watches.append(_Watch(layers, models, collectors, list(zip(self.sizes, rows, strict=True))))
 
     def entering(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))

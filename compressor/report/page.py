@@ -36,7 +36,17 @@ from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blo
 from compressor.recipe.document import changed, step_blocks, step_line
 from compressor.recipe.plan import told_split
 from compressor.replaceable import is_page
-from compressor.report.data import LayerReport, Report, dispositions, experts_legend, experts_table, mean, named, within
+from compressor.report.data import (
+    LayerReport,
+    Report,
+    dispositions,
+    experts_legend,
+    experts_table,
+    gone,
+    mean,
+    named,
+    within,
+)
 from compressor.report.figures import NAMES, figures, phases
 from compressor.words import counted, human_bytes, joined, listed, percent, setting, share, short
 
@@ -152,10 +162,14 @@ def similarity(data: Report) -> list[Block]:
     for layer, name in named(data.layers):
         said = (
             f"{layer.plan.experts} experts in {counted(len(layer.plan.groups), 'slot')}, "
-            f"{counted(len(layer.plan.merged), 'merged group')}, {len(layer.plan.dropped)} dropped"
+            f"{counted(len(layer.plan.merged), 'merged group')}, {len(layer.plan.dropped)} {gone([layer.plan])}"
         )
-        matrix = _matrix(layer, name) if with_matrices else []
-        folds.append(Details(_headed(name, said), (*_layer(layer, name), *matrix)))
+        blocks = _layer(layer, name)
+        if with_matrices and layer.similarity is not None:
+            columns = ("expert", *map(str, range(len(layer.similarity))))
+            rows = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
+            blocks.append(Table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows))
+        folds.append(Details(_headed(name, said), tuple(blocks)))
     too_large = "The matrices have too many numbers for tables; those of the groups are below."
     is_told = with_matrices or not any(layer.similarity for layer in data.layers)
     return [
@@ -200,21 +214,13 @@ def _layer(layer: LayerReport, name: str) -> list[Block]:
     others = {
         "protected": [expert for expert in alone if expert in layer.protected],
         "kept alone": [expert for expert in alone if expert not in layer.protected],
-        "dropped": plan.dropped,
+        gone([plan]): plan.dropped,
     }
     rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
     columns = ("", "experts", "mean similarity", "least similarity")
     told: list[tuple[str, Words]] = [("Module", Code(layer.module)), ("Decided by", plan.decided_by)]
     told += [(str(name).replace("_", " ").capitalize(), setting(value)) for name, value in plan.figures.items()]
     return [Facts(tuple(told)), Table(f"{name}: groups", columns, tuple(rows), frozenset({"experts"}))]
-
-
-def _matrix(layer: LayerReport, name: str) -> list[Block]:
-    if layer.similarity is None:
-        return []
-    columns = ("expert", *map(str, range(len(layer.similarity))))
-    rows = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
-    return [Table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows)]
 
 
 def visits(data: Report) -> list[Block]:
@@ -339,6 +345,10 @@ def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
     """The figures that one looks for first."""
     (_, *experts), parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
+    verdict: tuple[Words, str] = "not run", "see below"
+    if (gate := data.gate) is not None:  # a routed model is not the checkpoint as stock loaders run it
+        routed = f", routed by {gate.routing.method}" if gate.routing is not None else ""
+        verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), counted(len(gate.tasks), "task") + routed
     tiles: list[tuple[str, Words, str]] = [
         ("Experts per layer", f"{experts[0]} → {experts[1]}", f"top {data.top_k}"),
         *(
@@ -346,21 +356,9 @@ def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
             for tile, (_, a, b, before, after) in (("Parameters", parameters), ("Size on disk", nbytes))
         ),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
-        (
-            "Accuracy gate",
-            Toned(data.gate.verdict, *SIGNS[data.gate.verdict]) if data.gate else "not run",
-            _gate_note(data),
-        ),
+        ("Accuracy gate", *verdict),
     ]
     return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)
-
-
-def _gate_note(data: Report) -> str:
-    """On how much the verdict stands; a routed model is not the checkpoint as stock loaders run it."""
-    if data.gate is None:
-        return "see below"
-    routed = f", routed by {data.gate.routing.method}" if data.gate.routing is not None else ""
-    return counted(len(data.gate.tasks), "task") + routed
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
