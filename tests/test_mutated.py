@@ -29,7 +29,7 @@ from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
 from compressor.gates.report import differing, gate_blocks, gate_json, junit, read_gate
 from compressor.generation.generate import read_facts
-from compressor.model.architecture import build_meta, discover, load_config, most_parts
+from compressor.model.architecture import build_stored, discover, load_config
 from compressor.model.loading import PartialModel
 from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference
@@ -224,7 +224,7 @@ def test_config(raw: bytes) -> None:
             read_facts(folder)
         with only_sentences():
             checkpoint, loaded = Checkpoint(folder), load_config(folder)
-            model = build_meta(loaded, most=most_parts(checkpoint))
+            model = build_stored(checkpoint, loaded)
             assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
             discover(loaded, model)
             PartialModel(checkpoint, loaded, torch.float32, torch.device("cpu"))

@@ -84,9 +84,9 @@ def test_warnings_are_short_and_plain() -> None:
 
 
 def test_a_name_of_megabytes_makes_a_short_sentence(tmp_path: Path) -> None:
-    raw = json.dumps({"x" * 3_000_000: {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    raw = json.dumps({"x" * 3_000_000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "a").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(4))
-    sentence = r"a: the header entry of tensor 'x+ \.\.\. x+' cannot be read; download the file again"
+    sentence = r"a: tensor 'x+ \.\.\. x+' has too long a name, .*; download it again"
     with pytest.raises(CompressionError, match=sentence) as told:
         read_header(tmp_path / "a")
     assert len(str(told.value)) <= MOST_LETTERS + 5

@@ -8,15 +8,16 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.records import read_object
 from compressor.replaceable import TEMPLATES
 
@@ -75,9 +76,7 @@ TORCH_DTYPES = {
 }
 DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MOST_BYTES = 2**63 - 1  # of a file, and elements of a dimension
-MOST_DIMENSIONS = 64  # that torch can index
+MOST_SIZE, MOST_DIMENSIONS = 2**63 - 1, 64  # that torch can index
 MOST_LETTERS = 1_000  # of a tensor's name, on which transformers tries dozens of patterns
 
 
@@ -132,42 +131,6 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
-def parse_header(raw: Mapping[str, Any], file: str, data_start: int) -> dict[str, TensorInfo]:
-    """Turn one file's decoded safetensors header into tensor places; raises `CompressionError` if it is malformed."""
-    tensors = {}
-    for name, entry in raw.items():
-        if name == "__metadata__":
-            continue
-        try:
-            begin, end = (_natural(offset) for offset in entry["data_offsets"])
-            shape = tuple(_natural(size) for size in entry["shape"])
-            if len(shape) > MOST_DIMENSIONS or len(name) > MOST_LETTERS:
-                raise ValueError("more dimensions than torch can index, or too long a name")
-            info = TensorInfo(name, file, str(entry["dtype"]), shape, data_start + begin, data_start + end)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CompressionError(
-                f"{file}: the header entry of tensor {name!r} cannot be read; download the file again"
-            ) from error
-        if info.dtype not in DTYPE_BITS:
-            raise CompressionError(
-                f"{file}: tensor {name!r} has dtype {info.dtype!r}, which the safetensors format does not know; "
-                "download the file again"
-            )
-        if info.nbytes != tensor_bytes(info.dtype, info.shape):
-            raise CompressionError(
-                f"{file}: tensor {name!r} claims {info.nbytes} bytes, its dtype {info.dtype} and shape "
-                f"{list(info.shape)} need another number; download the file again"
-            )
-        tensors[name] = info
-    return tensors
-
-
-def _natural(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
-        raise ValueError("this is no size")
-    return value
-
-
 def header_bytes(path: Path) -> int:
     """How many bytes of a safetensors file, which has been checked, come before its tensors."""
     with path.open("rb") as stream:
@@ -175,39 +138,28 @@ def header_bytes(path: Path) -> int:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file and check that its tensors fill the file, as the format asks."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CompressionError(
-                f"{path} is truncated: its header is cut off at {size} bytes; download the file again"
-            )
-        try:
-            raw = json.loads(stream.read(length))
-        except (ValueError, RecursionError) as error:
-            raise CompressionError(
-                f"{path} is not a safetensors file: its header is no JSON; download it again"
-            ) from error
-    if not isinstance(raw, dict):
-        raise CompressionError(f"{path} is not a safetensors file: its header is no JSON object; download it again")
-    tensors = parse_header(raw, path.name, 8 + length)
-    promised = max((info.end for info in tensors.values()), default=8 + length)
-    if promised > size:
+    """The tensors of one safetensors file by name, which fill it without a gap, as the format asks."""
+    try:
+        with safe_open(path, "pt"):  # which checks the header against the file
+            start = header_bytes(path)
+    except SafetensorError as error:
         raise CompressionError(
-            f"{path} is truncated: its header promises {promised} bytes, it has {size}; download it again"
-        )
-    end = 8 + length
-    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):  # stock loaders refuse others, too
-        if info.begin != end:
+            f"{path} is truncated or no safetensors file ({reason_of(error)}); download it again"
+        ) from error
+    with path.open("rb") as stream:
+        raw: dict[str, Any] = json.loads(stream.read(start)[8:])
+    raw.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in raw.items():
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        info = TensorInfo(name, path.name, entry["dtype"], tuple(entry["shape"]), begin, end)
+        if info.dtype not in DTYPE_BITS:
+            raise CompressionError(f"{path}: tensor {name!r} has dtype {info.dtype!r}, which torch does not know")
+        if len(name) > MOST_LETTERS or len(info.shape) > MOST_DIMENSIONS or max(info.shape, default=0) > MOST_SIZE:
             raise CompressionError(
-                f"{path}: tensor {info.name!r} begins at byte {info.begin} instead of {end}, so tensors overlap or "
-                "leave a gap; download the file again"
+                f"{path}: tensor {name!r} has too long a name, or a shape that torch cannot index; download it again"
             )
-        end = info.end
-    if end != size:
-        raise CompressionError(f"{path} has {size - end} bytes after its last tensor; download the file again")
+        tensors[name] = info
     return tensors
 
 

@@ -18,7 +18,7 @@ from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
 from compressor.memory import available
-from compressor.model.architecture import build_meta, load_config, most_parts
+from compressor.model.architecture import build_stored, load_config
 from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import Progress
 from compressor.run_record import versions
@@ -174,7 +174,7 @@ def weight_bytes(source: ModelSource, dtype: str) -> int:
     """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
     checkpoint, config = Checkpoint(source.folder), load_config(source.folder)
     found = pick_dtype(dtype, config, checkpoint)
-    return sum(value.nbytes for value in build_meta(config, found, most_parts(checkpoint)).parameters())
+    return sum(value.nbytes for value in build_stored(checkpoint, config, found).parameters())
 
 
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:

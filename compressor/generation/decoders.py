@@ -13,9 +13,8 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import MODEL_NAME, Checkpoint
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import load_config, model_class
+from compressor.model.architecture import build_stored, load_config, model_class
 from compressor.model.opened import pick_device, pick_dtype
-from compressor.model.verification import check_filled
 from compressor.progress import quiet_transformers
 
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
@@ -72,7 +71,7 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
         raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
     if kind.generate is not GenerationMixin.generate:
         raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
-    check_filled(checkpoint, config)
+    build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(str(folder), config=config, dtype=wanted, output_loading_info=True)

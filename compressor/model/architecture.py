@@ -145,15 +145,14 @@ def check_config(path: Path) -> None:
         if name == "quantization_config":  # which may name every module
             continue
         if isinstance(node, list | dict):
-            _refuse_many(f"{path}: {name} has {len(node)} entries", len(node))
+            count, what = len(node), f"has {len(node)} entries"
             nodes += node.items() if isinstance(node, dict) else [(name, entry) for entry in node]
         elif isinstance(node, int) and REPEATED.search(name):
-            _refuse_many(f"{path}: {name} is {node}", node)
-
-
-def _refuse_many(what: str, count: float) -> None:
-    if count > MOST_ENTRIES:
-        raise CompressionError(f"{what}, the most is {MOST_ENTRIES:,}; {RESTORE}")
+            count, what = node, f"is {node}"
+        else:
+            continue
+        if count > MOST_ENTRIES:
+            raise CompressionError(f"{path}: {name} {what}, the most is {MOST_ENTRIES:,}; {RESTORE}")
 
 
 @contextmanager
@@ -180,21 +179,6 @@ def bounded_build(most: int = MOST_PARTS) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def most_parts(checkpoint: Checkpoint) -> int:
-    """Modules and tensors that the model of a checkpoint may have."""
-    return SPARE_PARTS + PARTS_EACH * len(checkpoint.tensors)
-
-
-def refuse_unfilled(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Refuse a model on meta with far more elements than are stored; its computed buffers would fill the memory."""
-    asked = sum(value.numel() for value in (*model.parameters(), *model.buffers()))
-    stored = sum(info.nbytes for info in checkpoint.tensors.values())
-    if asked > SPARE_ELEMENTS + ELEMENTS_EACH * stored:
-        raise CompressionError(
-            f"config.json asks for a model of {asked:,} elements, the checkpoint stores {stored:,} bytes; {RESTORE}"
-        )
 
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -338,6 +322,21 @@ def build_meta(config: Any, dtype: torch.dtype | None = None, most: int = MOST_P
     return model.eval()
 
 
+def build_stored(checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The stock model of a checkpoint on meta, as `build_meta`; refuses one that is far larger than what is stored.
+
+    Its modules would take long to build, and its computed buffers would fill the memory.
+    """
+    model = build_meta(config, dtype, SPARE_PARTS + PARTS_EACH * len(checkpoint.tensors))
+    asked = sum(value.numel() for value in (*model.parameters(), *model.buffers()))
+    stored = sum(info.nbytes for info in checkpoint.tensors.values())
+    if asked > SPARE_ELEMENTS + ELEMENTS_EACH * stored:
+        raise CompressionError(
+            f"config.json asks for a model of {asked:,} elements, the checkpoint stores {stored:,} bytes; {RESTORE}"
+        )
+    return model
+
+
 def head_of(model: Any) -> nn.Module | None:
     """The language-model head; None if the model has none."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -390,8 +389,8 @@ def expert_counts(model: nn.Module) -> dict[str, int]:
     return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
 
 
-def find_count_field(config: Any, model: nn.Module) -> str:
-    """The config field that counts experts: the one whose doubling doubles every experts module."""
+def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
+    """The config field that counts experts, whose doubling doubles every experts module, and the doubled model."""
     counts = expert_counts(model)
     count, *others = sorted(set(counts.values()))
     if others:
@@ -402,7 +401,7 @@ def find_count_field(config: Any, model: nn.Module) -> str:
         with suppress(CompressionError, ValueError, TypeError):
             doubled = build_meta(with_fields(config, {candidate: 2 * count}))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
-                return candidate
+                return candidate, doubled
     raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
 
 
@@ -433,9 +432,9 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
             f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is a dense "
             "model, or an MoE architecture of another interface, which is not supported"
         )
-    count_field = find_count_field(config, model)
+    count_field, doubled = find_count_field(config, model)
     count = int(attrgetter(count_field)(config))
-    tensors = expert_tensors(model, build_meta(with_fields(config, {count_field: 2 * count})), count)
+    tensors = expert_tensors(model, doubled, count)
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     modules = dict(model.named_modules())

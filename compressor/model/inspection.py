@@ -6,16 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from compressor.checkpoint.reader import Checkpoint, TensorInfo, tensor_bytes
-from compressor.checkpoint.source import fetch_headers, is_local, locate
+from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
+from compressor.checkpoint.source import ModelSource, fetch_headers, is_local, locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer, build_meta, check_count, discover, load_config, most_parts
-from compressor.model.constant_experts import NOT_STOCK, SUFFIX, SubstitutedCheckpoint, declared
-from compressor.model.layout import Layout, find_layout
-from compressor.model.loading import PartialModel
-from compressor.model.opened import advice_on, pick_dtype, quantization_of, served_as
+from compressor.model.architecture import MoeLayer
+from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
+from compressor.model.layout import Layout
+from compressor.model.opened import advice_on, open_checkpoint, resolve_count, served_model
 from compressor.serving.advice import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
@@ -68,7 +65,7 @@ class Inspection:
     constants: str | None = None  # that experts are constants, and what that means
 
 
-def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Outcome:
+def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Size:
     """Parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
     parameters = nbytes = 0
     for name, role in layout.roles.items():
@@ -77,7 +74,7 @@ def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int)
             shape = (*shape[: role.dim], experts + role.extra, *shape[role.dim + 1 :])
         if role.kind != "expert" or role.expert < experts:
             parameters, nbytes = parameters + math.prod(shape), nbytes + tensor_bytes(info.dtype, shape)
-    return Outcome(experts, parameters, nbytes)
+    return Size(parameters, nbytes)
 
 
 def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[str, ...]) -> str:
@@ -93,19 +90,13 @@ def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[s
 
 def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
     """Numbers of experts to show: the one that was asked for, or three quarters, a half and a quarter of them all."""
-    layer = layers[0]
     if experts is not None:
-        for entry in layers:
-            check_count(entry, experts, entry.name)
-        return [experts]
-    wanted = []
-    for share in (0.75, 0.5, 0.25):
-        count = math.ceil(layer.experts * share)
-        count += -count % layer.routing_groups
+        return [resolve_count(layers, experts, None)]
+    found = []
+    for ratio in (0.25, 0.5, 0.75):
         with suppress(CompressionError):  # the router cannot take that many
-            check_count(layer, count, layer.name)
-            wanted.append(count)
-    return wanted
+            found.append(resolve_count(layers, None, ratio))
+    return found
 
 
 def inspect_model(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
@@ -115,50 +106,36 @@ def inspect_model(model: str, revision: str | None = None, experts: int | None =
         checkpoint = Checkpoint(source.folder)
         if declared(checkpoint.raw_config):
             checkpoint = SubstitutedCheckpoint(source.folder)
-        return _report(model, None, checkpoint, load_config(source.folder), experts)
-    checkpoint = fetch_headers(model, revision)
-    return _report(model, checkpoint.folder.name, checkpoint, load_config(checkpoint.folder), experts)
-
-
-def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: Any, experts: int | None) -> Inspection:
-    architecture = discover(config, build_meta(config, most=most_parts(checkpoint)))
-    dtype = pick_dtype("auto", config, checkpoint)
-    partial = PartialModel(checkpoint, config, dtype, torch.device("cpu"))
-    layout = find_layout(checkpoint, architecture, partial)
-    stock = partial.model
+    else:
+        checkpoint = fetch_headers(model, revision)
+        source = ModelSource(model, checkpoint.folder.name, checkpoint.folder)
+    opened = open_checkpoint(source, checkpoint, "auto", "cpu")
+    architecture, layout, partial = opened.architecture, opened.layout, opened.partial
+    stock, first = partial.model, architecture.layers[0]
     ends = (stock.get_input_embeddings(), stock.get_output_embeddings())
     embeddings = frozenset(name for name, module in stock.named_modules() if any(module is end for end in ends))
     blocks = tuple(layer.block for layer in architecture.layers)
-    totals = {part: [0, 0] for part in PARTS}
-    stored = checkpoint.stored if isinstance(checkpoint, SubstitutedCheckpoint) else checkpoint.tensors
-    for name, role in layout.roles.items():
-        if (info := checkpoint.tensors[name]) is not stored.get(name):
-            continue  # of an expert that is a constant
-        entry = totals[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)]
-        entry[0], entry[1] = entry[0] + info.parameters, entry[1] + info.nbytes
-    layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
-    first, tensors, constants = architecture.layers[0], stored, None
-    counts = candidates(architecture.layers, experts)
+    tensors, constants, counts = checkpoint.tensors, None, candidates(architecture.layers, experts)
+    parts: dict[str, list[TensorInfo]] = {part: [] for part in PARTS}
     if isinstance(checkpoint, SubstitutedCheckpoint):
-        gone = [info for name, info in stored.items() if name.endswith(SUFFIX)]
-        totals[PARTS[0]] = [
-            totals[PARTS[0]][0] + sum(info.parameters for info in gone),
-            totals[PARTS[0]][1] + sum(info.nbytes for info in gone),
-        ]
+        tensors, gone = checkpoint.stored, [*checkpoint.constants.values()]
+        parts[PARTS[0]] += gone
         every = sum(layer.experts for layer in architecture.layers)
         constants, counts = f"for {len(gone)} of {every} experts; {NOT_STOCK}", []
-    outcomes = [stored_with(checkpoint.tensors, layout, count) for count in counts]
+    for name, role in layout.roles.items():
+        if (info := checkpoint.tensors[name]) is tensors.get(name):  # or its expert is a constant
+            parts[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)].append(info)
+    layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
+    sizes = {part: Size.of(infos) for part, infos in parts.items()}
+    left = {count: stored_with(checkpoint.tensors, layout, count) for count in counts}
     routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
-    total = sum(info.nbytes for info in tensors.values())
-    written = outcomes[0].bytes if outcomes else total
-    quantization = quantization_of(checkpoint.raw_config)
-    served = served_as(architecture, stock, quantization)
-    largest = max(layers)
+    total, served, largest = Size.of(tensors.values()), served_model(opened), max(layers)
+    written = next(iter(left.values()), total).bytes
     return Inspection(
         model=model,
-        revision=revision,
+        revision=source.revision,
         family=architecture.family,
         model_class=architecture.model_class,
         moe_layers=len({layer.unit for layer in architecture.layers}),
@@ -166,21 +143,18 @@ def _report(model: str, revision: str | None, checkpoint: Checkpoint, config: An
         experts=architecture.experts,
         top_k=first.top_k,
         routing=routing,
-        quantization=quantization or None,
-        parameters=sum(info.parameters for info in tensors.values()),
-        bytes=total,
-        parts=tuple(Part(name, *totals[name]) for name in PARTS if totals[name][0]),
-        outcomes=tuple(outcomes),
+        quantization=served.quantization or None,
+        parameters=total.parameters,
+        bytes=total.bytes,
+        parts=tuple(Part(part, size.parameters, size.bytes) for part, size in sizes.items() if size.parameters),
+        outcomes=tuple(Outcome(count, size.parameters, size.bytes) for count, size in left.items()),
         largest_layer_bytes=largest,
         peak_memory=2 * largest,
         export_memory=4 * sum(value.numel() for value in partial.empty.values()),
-        bytes_read=total + written,
+        bytes_read=total.bytes + written,
         bytes_written=written,
         left_out=layout.left_out,
         module_of_layers=tuple(layer.name for layer in architecture.layers),
-        servers=tuple(
-            advice_on(served, architecture.layers, count)
-            for count in dict.fromkeys([first.experts, *(outcome.experts for outcome in outcomes)])
-        ),
+        servers=tuple(advice_on(served, architecture.layers, count) for count in dict.fromkeys([first.experts, *left])),
         constants=constants,
     )

@@ -5,7 +5,7 @@ A thread reads the next layer's stored tensors while this layer computes (`ReadA
 
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_u
 from compressor.checkpoint.reader import Checkpoint, refuse_nan
 from compressor.errors import CompressionError
 from compressor.memory import available
-from compressor.model.architecture import build_meta, most_parts, refuse_unfilled
+from compressor.model.architecture import build_stored
 from compressor.progress import quiet_transformers
 
 STAGE = 2**25  # bytes of each of the two pinned buffers
@@ -80,21 +80,17 @@ class Staging:
             source, sink = (value.reshape(-1).view(torch.uint8) for value in (tensor, target))
             begin = 0
             while begin < len(source):
-                if self.used == self.size:
-                    self._turn()
+                if self.used == self.size:  # go on with the other buffer, once nothing is copied from it any more
+                    self.copied[self.turn] = self.cuda.mark()
+                    self.turn, self.used = 1 - self.turn, 0
+                    if self.copied[self.turn] is not None:
+                        self.copied[self.turn].synchronize()
                 end = min(len(source), begin + self.size - self.used)
                 staged = self.buffers[self.turn][self.used : self.used + end - begin]
                 staged.copy_(source[begin:end])
                 self.cuda.copy(sink[begin:end], staged)
                 self.used, begin = self.used + end - begin, end
         return target
-
-    def _turn(self) -> None:
-        """Go on with the other buffer, once nothing is copied from it any more."""
-        self.copied[self.turn] = self.cuda.mark()
-        self.turn, self.used = 1 - self.turn, 0
-        if self.copied[self.turn] is not None:
-            self.copied[self.turn].synchronize()
 
 
 class ReadAhead:
@@ -112,10 +108,12 @@ class ReadAhead:
         It is not where room is short, or where they are to stay views of files that the page cache holds already.
         """
         self.stop()
-        wanted = list(names)
-        if not wanted or (self.stage() is None and self.checkpoint.cached(wanted)):
+        wanted, staging = list(names), self.stage()
+        if not wanted or (staging is None and self.checkpoint.cached(wanted)):
             return
-        if self._has_room(sum(self.checkpoint.tensors[name].nbytes for name in wanted)):
+        size = sum(self.checkpoint.tensors[name].nbytes for name in wanted)
+        rooms = (available(), None if staging is None else self.cuda.room())
+        if all(room is None or room >= SHARE * size for room in rooms):
             self._work = _Work(self, wanted)
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -150,10 +148,6 @@ class ReadAhead:
             self.staging = Staging(self.cuda)
         return self.staging
 
-    def _has_room(self, size: int) -> bool:
-        rooms = [available(), None if self.stage() is None else self.cuda.room()]
-        return all(room is None or room >= SHARE * size for room in rooms)
-
 
 class _Work:
     """One layer's tensors, read by a thread that ends by itself when it has read them."""
@@ -186,37 +180,24 @@ class _Work:
         self.found.clear()
 
     def _run(self, names: list[str]) -> None:
+        staging, reader = self.staging, self.reader
         try:
-            if self.staging is None:
-                self._touch(self.reader.checkpoint.read_all(names))
-            else:
-                with self.staging.cuda.copying():
-                    self._copy(self.staging, self.reader.checkpoint.read_all(names))
+            with nullcontext() if staging is None else staging.cuda.copying():
+                if staging is not None:
+                    self.begun.synchronize()  # the device has done what it was given, and so freed that room
+                for name, tensor in reader.checkpoint.read_all(names).items():
+                    if self.ended.is_set():
+                        return
+                    if staging is None:
+                        reader.checked.discard(name)  # to check it is what brings every page in
+                    reader.check({name: tensor})
+                    self.found[name] = tensor if staging is None else staging.copy(tensor)
+                if staging is not None:
+                    self.done = staging.cuda.mark()
         except torch.OutOfMemoryError:
             self.found = {}  # `take` reads what is missing when its place has become free
         except BaseException as error:
             self.fault = error
-
-    def _touch(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if self.ended.is_set():
-                return
-            file = self.reader.checkpoint.tensors[name].file
-            refuse_nan(name, file, tensor)  # checked or not: it is what brings every page in
-            self.reader.checked.add(name)
-            self.found[name] = tensor
-
-    def _copy(self, staging: Staging, tensors: dict[str, Tensor]) -> None:
-        """Check and copy; not before the device has done what it was given until this began, and so freed that room."""
-        self.begun.synchronize()
-        found = dict[str, Tensor]()
-        for name, tensor in tensors.items():
-            if self.ended.is_set():
-                return
-            self.reader.check({name: tensor})
-            found[name] = staging.copy(tensor)
-        self.done = staging.cuda.mark()
-        self.found = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +263,7 @@ class PartialModel:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
-        self.model = build_meta(config, dtype, most_parts(checkpoint))
-        refuse_unfilled(checkpoint, self.model)
+        self.model = build_stored(checkpoint, config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
@@ -333,31 +313,17 @@ class PartialModel:
         wanted = [key for key in keys if key not in self._loaded]
         if not wanted:
             return
-        first_targets = self._first_targets(wanted)
-        names = self._names_of(first_targets)
+        names = self._names_of(wanted)
         tensors = self.ahead.take(names)
         # the largest first and by itself: while it is put together, nothing else need be in memory
-        largest = max(first_targets, key=lambda target: self.empty[target].numel(), default=None)
+        targets = {self.keys.targets[name] for name in names}
+        largest = max(targets, key=lambda target: self.empty[target].numel(), default=None)
         for alone in (True, False):
             stored = {name: tensors.pop(name) for name in names if (self.keys.targets[name] == largest) is alone}
             plan = self.model._get_dtype_plan(self.dtype)
             more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
         self._settle(wanted)
-
-    def read_ahead(self, keys: Iterable[str]) -> None:
-        """Have a thread read what `load` of these entries will need, while this one computes."""
-        self.ahead.begin(self._names_of(self._first_targets(key for key in keys if key not in self._loaded)))
-
-    def _names_of(self, targets: Iterable[str]) -> list[str]:
-        return [name for target in targets for name in self._sources.get(target, ())]
-
-    def _first_targets(self, keys: Iterable[str]) -> set[str]:
-        """Targets under which the loader files the tensors of `keys`: of a one-to-many conversion, the first."""
-        sources = {self.tied.get(key, key) for key in keys}
-        direct = sources & self._sources.keys()
-        parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
-        return direct | {key for key in self._sources if key.startswith(parents) and key not in self._loaded}
 
     def _settle(self, wanted: list[str]) -> None:
         """Share tied tensors and check that everything asked for has arrived."""
@@ -368,10 +334,23 @@ class PartialModel:
                 raise CompressionError(
                     f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"
                 )
-            getattr(*parent_and_name(self.model, source)).requires_grad_(False)  # only what is asked for has gradients
+            tensor = getattr(*parent_and_name(self.model, source))
+            tensor.requires_grad_(False)  # only what is asked for has gradients
             if key != source:
-                set_tensor(self.model, key, getattr(*parent_and_name(self.model, source)))
+                set_tensor(self.model, key, tensor)
             self._loaded |= {key, source}
+
+    def read_ahead(self, keys: Iterable[str]) -> None:
+        """Have a thread read what `load` of these entries will need, while this one computes."""
+        self.ahead.begin(self._names_of(key for key in keys if key not in self._loaded))
+
+    def _names_of(self, keys: Iterable[str]) -> list[str]:
+        """Stored tensors of state-dict entries; those of a one-to-many conversion are filed under its first target."""
+        sources = {self.tied.get(key, key) for key in keys}
+        direct = sources & self._sources.keys()
+        parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
+        targets = direct | {key for key in self._sources if key.startswith(parents) and key not in self._loaded}
+        return [name for target in targets for name in self._sources[target]]
 
     def release(self, module_name: str) -> None:
         """Send a module's tensors back to meta; with "" all of them, and nothing is read ahead any more."""

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
 
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
@@ -18,18 +17,16 @@ from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import (
     Architecture,
     MoeLayer,
-    build_meta,
+    build_stored,
     check_count,
     discover,
     load_config,
-    most_parts,
     takes,
 )
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout, fingerprint
 from compressor.model.loading import PartialModel
-from compressor.model.verification import check_filled
 from compressor.serving.advice import Advice, Served, advise, broken, warnings
 
 logger = logging.getLogger(__name__)
@@ -57,19 +54,15 @@ def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
         if name not in DTYPES:
             raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    if checkpoint.raw_config.get("quantization_config"):
-        return _commonest(checkpoint, ("BF16", "F16")) or torch.bfloat16
-    for node in (config, config.get_text_config()):
-        if isinstance(getattr(node, "dtype", None), torch.dtype):
-            return node.dtype  # type: ignore[no-any-return]
-    return _commonest(checkpoint, ("BF16", "F16", "F32")) or torch.float32
-
-
-def _commonest(checkpoint: Checkpoint, names: tuple[str, ...]) -> torch.dtype | None:
-    """Of these dtypes the one that most tensors are stored in; None if there is none."""
-    counts = {name: sum(info.dtype == name for info in checkpoint.tensors.values()) for name in names}
-    best = max(names, key=lambda name: counts[name])
-    return TORCH_DTYPES[best] if counts[best] else None
+    names, otherwise = ["BF16", "F16"], torch.bfloat16
+    if not checkpoint.raw_config.get("quantization_config"):
+        for node in (config, config.get_text_config()):
+            if isinstance(getattr(node, "dtype", None), torch.dtype):
+                return node.dtype  # type: ignore[no-any-return]
+        names, otherwise = ["BF16", "F16", "F32"], torch.float32
+    stored = [info.dtype for info in checkpoint.tensors.values()]
+    commonest = max(names, key=stored.count)
+    return TORCH_DTYPES[commonest] if commonest in stored else otherwise
 
 
 @dataclass(frozen=True)
@@ -87,6 +80,15 @@ class OpenModel:
     stored_parts: Any = None  # how parts are cut from quantised tensors (compressor.steps.split.stored), where they are
     top_k: int | None = None  # what smaller models write, where that is not the view's own
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
+
+    @classmethod
+    def of(
+        cls, source: ModelSource, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """The stock model that a config makes of a checkpoint; every way in which it can be unfit is an error."""
+        partial = PartialModel(checkpoint, config, dtype, device)
+        architecture = discover(config, partial.model)
+        return cls(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -125,9 +127,7 @@ def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "au
 def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str) -> OpenModel:
     """The model of a checkpoint whose headers have been read."""
     config = load_config(source.folder)
-    architecture = discover(config, build_meta(config, most=most_parts(checkpoint)))
-    partial = PartialModel(checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
-    return OpenModel(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
+    return OpenModel.of(source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
 
 
 def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
@@ -135,7 +135,7 @@ def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
     return open_model(source, model.dtype_name, str(model.partial.device))
 
 
-def resolve_count(layers: tuple[MoeLayer, ...], experts: int | None, ratio: float | None) -> int:
+def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
     """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
     if (experts is None) == (ratio is None):
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
@@ -177,32 +177,22 @@ def refuse_shared_experts(model: OpenModel) -> None:
         )
 
 
-def served_as(architecture: Architecture, stock: nn.Module, quantization: str = "") -> Served:
-    """A model as servers see it, from its architecture and the stock model (on meta)."""
-    layer, text = architecture.layers[0], architecture.config.get_text_config()
+def served_model(model: OpenModel) -> Served:
+    """An opened model as servers see it."""
+    layer, text = model.architecture.layers[0], model.config.get_text_config()
+    quantization = model.checkpoint.raw_config.get("quantization_config")
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
-        architecture.family,
+        model.architecture.family,
         layer.experts,
         layer.top_k,
-        width_of(stock.get_submodule(layer.name)),
+        width_of(model.partial.model.get_submodule(layer.name)),
         groups=layer.routing_groups,
         chosen_groups=layer.chosen_groups,
         selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
         tied=bool(getattr(text, "tie_word_embeddings", False)),
-        quantization=quantization,
+        quantization=str(quantization.get("quant_method")) if quantization else "",
     )
-
-
-def quantization_of(raw_config: Any) -> str:
-    """The method that a checkpoint's config.json names; empty for none."""
-    found = raw_config.get("quantization_config") or {}
-    return str(found.get("quant_method")) if found else ""
-
-
-def served_model(model: OpenModel) -> Served:
-    """An opened model as servers see it."""
-    return served_as(model.architecture, model.partial.model, quantization_of(model.checkpoint.raw_config))
 
 
 def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
@@ -242,7 +232,7 @@ def load_whole(folder: Path, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = settings["config"] = load_config(folder)  # which names no kernels
-    check_filled(Checkpoint(folder), config)
+    build_stored(Checkpoint(folder), config)  # which refuses a config that asks for far more than is stored
     model, info = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
     absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:

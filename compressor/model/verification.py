@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import build_meta, discover, expert_counts, load_config, most_parts, refuse_unfilled
-from compressor.model.layout import find_layout
-from compressor.model.loading import PartialModel, load_converted
+from compressor.model.architecture import build_stored, expert_counts, load_config
+from compressor.model.loading import load_converted
+from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
@@ -103,11 +104,6 @@ def _culprit(folder: Path) -> Path | None:
     return None
 
 
-def check_filled(checkpoint: Checkpoint, config: Any) -> None:
-    """Refuse a config that asks for a larger model than its checkpoint could fill, before transformers loads it."""
-    refuse_unfilled(checkpoint, build_meta(config, most=most_parts(checkpoint)))
-
-
 def verify_output(
     folder: Path, fields: Mapping[str, Any], experts: int, original: Path, known: Collection[str] = ()
 ) -> None:
@@ -133,7 +129,7 @@ def verify_checkpoint(folder: Path, experts: int | None = None, known: Collectio
     naming the file, tensor or field that is wrong.
     """
     checkpoint, config = Checkpoint(folder), load_config(folder)
-    model = build_meta(config, most=most_parts(checkpoint))
+    model = build_stored(checkpoint, config)
     for name, count in expert_counts(model).items():
         if experts is not None and count != experts:
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
@@ -179,12 +175,12 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
 
 def _verify_quantized(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> None:
     """For tensors that stay quantised: each one has its role with the new number of experts, and none is missing."""
-    partial = PartialModel(checkpoint, config, torch.bfloat16, torch.device("cpu"))
-    layout = find_layout(checkpoint, discover(config), partial)
-    if unknown := sorted(set(layout.left_out) - set(known)):
+    source = ModelSource(str(checkpoint.folder), None, checkpoint.folder)
+    model = OpenModel.of(source, checkpoint, config, torch.bfloat16, torch.device("cpu"))
+    partial, experts = model.partial, model.architecture.experts
+    if unknown := sorted(set(model.layout.left_out) - set(known)):
         raise CompressionError(f"the written tensor {unknown[0]!r} does not belong to the new model")
-    experts = next(iter(expert_counts(partial.model).values()))
-    for name, role in layout.roles.items():
+    for name, role in model.layout.roles.items():
         shape = checkpoint.tensors[name].shape
         if role.kind == "fused" and shape[role.dim] != experts + role.extra:
             raise CompressionError(

@@ -13,7 +13,7 @@ the next token, followed by the normed last hidden state.
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -24,9 +24,7 @@ from torch import nn
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint, TensorInfo
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, discover, head_of, layer_number
-from compressor.model.layout import find_layout
-from compressor.model.loading import PartialModel
+from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, head_of, layer_number
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.verification import verify_plain
 
@@ -117,15 +115,6 @@ def _own_layers(names: list[str], layers: int) -> list[HeadNames]:
     ]
 
 
-class CheckpointView(Checkpoint):
-    """Tensors of a checkpoint by the names that another model gives them; files and bytes are the checkpoint's own."""
-
-    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], raw_config: dict[str, Any]) -> None:
-        """`names` maps each name here to the stored one."""
-        self.folder, self.raw_config = checkpoint.folder, raw_config
-        self.tensors = {name: replace(checkpoint.tensors[own], name=name) for name, own in names.items()}
-
-
 @dataclass(frozen=True)
 class Head:
     """A head: its stored tensors, and the model of one decoder layer that it is."""
@@ -210,13 +199,12 @@ def stored_prefix(model: OpenModel, unit: str) -> str:
 
 def _head(model: OpenModel, names: HeadNames) -> Head:
     """The head of these names, built like a layer of the trunk that its tensors fit."""
-    refusals = list[str]()
-    for unit, quantized in _templates(model, names):
+    why = "no decoder layer of the model with experts has such tensors"
+    for number, (unit, quantized) in enumerate(_templates(model, names)):
         try:
             return _built(model, names, unit, quantized)
         except CompressionError as error:
-            refusals.append(str(error))
-    why = refusals[0] if refusals else "no decoder layer of the model with experts has such tensors"
+            why = why if number else str(error)
     raise CompressionError(f"{names.prefix}* is not understood: {why}")
 
 
@@ -247,31 +235,43 @@ def _is_plain(info: TensorInfo) -> bool:
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> Head:
-    config = _one_layer(model, like)
-    raw = dict(model.checkpoint.raw_config)
+    """The head of these names as a model whose only decoder layer is built like `like`."""
+    config, raw = _one_layer(model, like), dict(model.checkpoint.raw_config)
     if not quantized:
         raw.pop(SCALED, None)
         for node in (config, config.get_text_config()):
             if hasattr(node, SCALED):
                 delattr(node, SCALED)
     stock = build_meta(config)
-    units = decoder_layers(stock)
-    if len(units) != 1 or not _same_layer(stock, units[0], model.partial.model, like):
-        raise CompressionError(f"{type(stock).__name__} cannot be built with {like} alone")
-    if type(stock.get_input_embeddings()) is not nn.Embedding:
-        raise CompressionError(f"{type(stock).__name__} does more than look up the embeddings of tokens")
+    kind, units, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
+    layers = (stock.get_submodule(units[0]), model.partial.model.get_submodule(like))
+    own, others = ({key: value.shape for key, value in layer.state_dict().items()} for layer in layers)
+    if len(units) != 1 or own != others:
+        raise CompressionError(f"{kind} cannot be built with {like} alone")
+    if type(embedding) is not nn.Embedding:
+        raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
     norm = _final_norm(stock, units[0])
-    view = CheckpointView(model.checkpoint, _view_names(model, names, like, stock, norm), raw)
+
+    # the tensors outside the decoder layers are the trunk's, by their stored names, except where the head has its own
+    parts, stored = names.parts, {target: name for name, target in model.partial.plain_keys.targets.items()}
+    modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
+    embedded, head = modules[embedding], modules.get(head_of(stock))
+    if head is None or f"{norm}.weight" not in stored or embedded not in stored:
+        raise CompressionError(f"{kind} has no language-model head, final norm or embedding to share")
+    view = {name: name for name, role in model.layout.roles.items() if role.unit == ""}
+    view[stored[f"{norm}.weight"]] = parts["norm"]
+    view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
+    first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
+    view |= {first + name: names.prefix + name for name in names.block}
+
+    tensors = {name: replace(model.checkpoint.tensors[own], name=name) for name, own in view.items()}
+    checkpoint = Checkpoint(model.checkpoint.folder, tensors)
+    checkpoint.raw_config = raw
     if not quantized:
-        verify_plain(view, stock)
-    architecture = discover(config, build_meta(config))
-    partial = PartialModel(view, config, model.partial.dtype, model.partial.device)
-    layout = find_layout(view, architecture, partial)
-    opened = OpenModel(model.source, view, config, architecture, partial, layout)
+        verify_plain(checkpoint, stock)
+    opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)
     _refuse_odd(opened, names, model)
-    by_target = _stored_by_target(model)
-    embedding = names.parts.get("embedding") or by_target[_weight_of(stock, stock.get_input_embeddings())]
-    return Head(names, opened, norm, embedding, model.checkpoint)
+    return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
 
 
 def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel) -> None:
@@ -304,13 +304,6 @@ def _one_layer(model: OpenModel, like: str) -> Any:
     return config
 
 
-def _same_layer(stock: nn.Module, unit: str, other: nn.Module, like: str) -> bool:
-    def shapes(model: nn.Module, name: str) -> dict[str, Any]:
-        return {key: value.shape for key, value in model.get_submodule(name).state_dict().items()}
-
-    return shapes(stock, unit) == shapes(other, like)
-
-
 def _final_norm(stock: nn.Module, unit: str) -> str:
     """The module beside the list of decoder layers that holds one vector alone."""
     above = unit.rpartition(".")[0].rpartition(".")[0]
@@ -322,27 +315,3 @@ def _final_norm(stock: nn.Module, unit: str) -> str:
     if len(found) != 1:
         raise CompressionError(f"{type(stock).__name__} has {len(found)} modules that could be its final norm")
     return found[0]
-
-
-def _stored_by_target(model: OpenModel) -> dict[str, str]:
-    return {target: name for name, target in model.partial.plain_keys.targets.items()}
-
-
-def _weight_of(stock: nn.Module, module: nn.Module) -> str:
-    return next(f"{name}.weight" for name, found in stock.named_modules() if found is module)
-
-
-def _view_names(model: OpenModel, names: HeadNames, like: str, stock: Any, norm: str) -> dict[str, str]:
-    """The stored name of each tensor by what the model of one layer loads it as."""
-    roles, parts = model.layout.roles, names.parts
-    by_target, head = _stored_by_target(model), head_of(stock)
-    embedding = _weight_of(stock, stock.get_input_embeddings())
-    if head is None or f"{norm}.weight" not in by_target or embedding not in by_target:
-        raise CompressionError(f"{type(stock).__name__} has no language-model head, final norm or embedding to share")
-    found = {name: name for name, role in roles.items() if role.unit == ""}
-    found[by_target[f"{norm}.weight"]] = parts["norm"]
-    key = _weight_of(stock, head)
-    output = by_target.get(key, key)
-    found[output] = parts.get("output", by_target.get(key, by_target[embedding]))
-    first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
-    return found | {first + name: names.prefix + name for name in names.block}

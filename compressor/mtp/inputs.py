@@ -8,7 +8,7 @@ of these rows, which its embedding looks up there.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,7 @@ class HeadText:
     tokens: tuple[Tensor, ...]  # [B, L + 1] of each batch: position i is paired with the token at i + 1
     batches: tuple[Tensor, ...] = ()
     table: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    _project: "_Projection | None" = None
+    _project: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if (shortest := min(batch.shape[1] for batch in self.tokens)) < 3:
@@ -54,15 +54,10 @@ class HeadText:
                 f"a multi-token-prediction head cannot be planned on sequences of {shortest} tokens; give a larger "
                 "--sequence-length, or --mtp drop"
             )
-        starts, total = list[int](), 0
-        for batch in self.tokens:
-            starts.append(total)
-            total += len(batch) * (batch.shape[1] - 1)
         shapes = [(len(batch), batch.shape[1] - 1) for batch in self.tokens]
-        self.batches = tuple(
-            torch.arange(start, start + rows * length).view(rows, length)
-            for start, (rows, length) in zip(starts, shapes, strict=True)
-        )
+        total = sum(rows * length for rows, length in shapes)
+        numbers = torch.arange(total).split([rows * length for rows, length in shapes])
+        self.batches = tuple(own.view(shape) for own, shape in zip(numbers, shapes, strict=True))
         partial = self.head.model.partial
         width = int(partial.model.get_input_embeddings().weight.shape[1])
         self.table = allocate((total, width), partial.dtype, partial.device)
@@ -70,7 +65,7 @@ class HeadText:
     @torch.no_grad()
     def take(self, batch: int, hidden: Tensor) -> None:
         """Pair a batch's last hidden states [B, L + 1, H] with the next tokens."""
-        self._project = self._project or _Projection.of(self.head)
+        self._project = self._project or _projection(self.head)
         pairs = self._project(self.tokens[batch][:, 1:], hidden[:, :-1])
         self.table[self.batches[batch].to(self.table.device)] = pairs
 
@@ -87,38 +82,34 @@ class HeadText:
             model.set_submodule(name, own)
 
 
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    """The tensors that stand before a head's decoder layer, loaded; the embedding is read row by row."""
+def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
+    """What stands before a head's decoder layer: tokens [B, L] and hidden states [B, L, H] -> [B, L, H].
 
-    embedding: Tensor
-    embedding_norm: nn.Module
-    hidden_norm: nn.Module
-    weight: Tensor  # [H, 2H]
+    Its norms and its matrix [H, 2H] are loaded; the embedding is read row by row.
+    """
+    partial, parts, checkpoint = head.model.partial, head.names.parts, head.checkpoint
 
-    @classmethod
-    def of(cls, head: Head) -> "_Projection":
-        partial, parts, checkpoint = head.model.partial, head.names.parts, head.checkpoint
+    def stored(name: str) -> Tensor:
+        value = checkpoint.read(name)
+        refuse_nan(name, checkpoint.tensors[name].file, value)
+        return value
 
-        def stored(name: str) -> Tensor:
-            value = checkpoint.read(name)
-            refuse_nan(name, checkpoint.tensors[name].file, value)
-            return value
+    def loaded(part: str) -> Tensor:
+        return stored(parts[part]).to(partial.device, partial.dtype)
 
-        def loaded(part: str) -> Tensor:
-            return stored(parts[part]).to(partial.device, partial.dtype)
+    def norm(part: str) -> nn.Module:
+        made: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
+        made.weight = nn.Parameter(loaded(part), requires_grad=False)
+        return made
 
-        def norm(part: str) -> nn.Module:
-            made: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
-            made.weight = nn.Parameter(loaded(part), requires_grad=False)
-            return made
+    table, weight = stored(head.embedding), loaded("projection")
+    embedding_norm, hidden_norm = norm("embedding_norm"), norm("hidden_norm")
 
-        return cls(stored(head.embedding), norm("embedding_norm"), norm("hidden_norm"), loaded("projection"))
+    def project(tokens: Tensor, hidden: Tensor) -> Tensor:
+        looked_up = embedding(tokens.to(table.device), table).to(hidden.device, hidden.dtype)
+        return linear(torch.cat([embedding_norm(looked_up), hidden_norm(hidden)], dim=-1), weight)
 
-    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """[B, L] and [B, L, H] -> [B, L, H]."""
-        looked_up = embedding(tokens.to(self.embedding.device), self.embedding).to(hidden.device, hidden.dtype)
-        return linear(torch.cat([self.embedding_norm(looked_up), self.hidden_norm(hidden)], dim=-1), self.weight)
+    return project
 
 
 @dataclass(slots=True)

@@ -88,8 +88,7 @@ def output_size(model: OpenModel, experts: int) -> Size:
     if model.stored_parts:
         return Size.of(model.stored_parts.cut(model, _evenly(model, experts))[0])
     if not model.is_split:
-        found = stored_with(model.checkpoint.tensors, model.layout, experts)
-        return Size(found.parameters, found.bytes)
+        return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
     return Size.of(converted_outputs(model.partial, model.architecture, small))
 

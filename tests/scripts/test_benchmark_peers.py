@@ -51,9 +51,7 @@ def test_a_pruning_by_the_same_rule_writes_the_same_checkpoint(
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert theirs.stored == (tmp_path / "out" / "model.safetensors").stat().st_size
     assert list(theirs.seconds) == ["open", "calibrate", "write"] and theirs.total > 0 and theirs.cpu > 0
-    assert ours.tokens == peers.save_batches(
-        Path(job.model), job.text, SAMPLES, LENGTH, tmp_path / "again.pt"
-    )
+    assert ours.tokens == peers.save_batches(Path(job.model), job.text, SAMPLES, LENGTH, tmp_path / "again.pt")
 
 
 def test_a_merging_is_judged_with_its_weights_repeated(job: Job, tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"'model.layers.1.block_sparse_moe.experts.7.w2.weight' has shape \[5, 5\]",
     ),
     "dense": (
-        lambda f: (f / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 9})),
+        lambda f: (f / "config.json").write_text(
+            json.dumps({"model_type": "llama", "vocab_size": 9, "num_hidden_layers": 0})
+        ),
         r"LlamaForCausalLM \(llama\) has no experts module .* it is a dense model",
     ),
     "layers without end": (config(num_hidden_layers=20_000), "num_hidden_layers is 20000, the most is 10,000"),
