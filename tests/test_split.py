@@ -220,12 +220,13 @@ def test_the_card_says_so_and_its_command_makes_the_same_again(
     facts = read_facts(tmp_path / "split")
     text = str(introduction(facts))
     assert "of which all experts stay, after a split of each of 8 experts into 2 parts" in text
-    told = asked_again(facts.outcome.plan, "again")
-    assert told is not None
+    said = asked_again(facts.outcome.plan, "again")
+    assert said is not None
+    recipe, commands = said
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model)
-    (tmp_path / "recipe.yaml").write_text(told.recipe)
-    assert run(*shlex.split(told.commands[0])[1:]).status == 0
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert run(*shlex.split(commands[0])[1:]).status == 0
     assert tree(tmp_path / "split") == tree(tmp_path / "again")
 
 

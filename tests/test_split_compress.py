@@ -174,10 +174,11 @@ def test_recipe_and_card_make_the_same_again(model: Path, tmp_path: Path, run: R
     assert "16 experts in each of its 2 MoE layers, after a split of each of 8 experts into 2 parts" in str(
         introduction(facts)
     )
-    told = asked_again(facts.outcome.plan, "again")
-    assert told is not None
-    (tmp_path / "recipe.yaml").write_text(told.recipe)
-    assert run(*shlex.split(told.commands[0])[1:]).status == 0
+    said = asked_again(facts.outcome.plan, "again")
+    assert said is not None
+    recipe, commands = said
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert run(*shlex.split(commands[0])[1:]).status == 0
     assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", "third").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "again") == tree(tmp_path / "third")
 
