@@ -18,8 +18,8 @@ from compressor.evaluation.items import Row
 from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.experts import Watch
 from compressor.model.opened import OpenModel
+from compressor.model.router_logits import Product, Score, find_score, watched, weights_of
 from compressor.pathways.options import Tokens
-from compressor.pathways.router_logits import Product, Score, find_score, watched, weights_of
 
 AGREE = 0.02  # of the largest logit, by which recomputed logits may differ on a machine that adds in any order
 REMEDIES = ("take shorter items, or --device cpu", "see whether stock transformers alone can run it")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compressor.evaluation.items import likelihoods
+from compressor.model.router_logits import logits_of
 from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.options import Kernel, PathwayOptions
-from compressor.pathways.router_logits import logits_of
 
 DEGREE = 2  # of the polynomial kernel, (1 + x.y)^2
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the line search tries

@@ -22,10 +22,10 @@ from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, rows_of
 from compressor.files import file_digest, whole_folder
 from compressor.model.opened import OpenModel
+from compressor.model.router_logits import Score
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.options import OWN
-from compressor.pathways.router_logits import Score
 from compressor.progress import Progress
 from compressor.records import RESTORE, plain_json, read_as, read_json
 from compressor.words import counted, share

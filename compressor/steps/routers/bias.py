@@ -1,121 +1,32 @@
 """A bias for each expert: where it can go in a stock checkpoint, and the average optimised pathway put there.
 
-The literal reading of C3PO (arXiv:2504.07964) for a stock checkpoint: the mean over items of optimised less own router
-logits, in the layers that C3PO moves. It goes into a bias that the router has, or into its weight. T tokens, E experts
-(and any rows beyond them), H width, L late MoE layers.
+It goes into a bias that the router has, or into its weight. T tokens, E experts (and any rows beyond them), H width, L
+late MoE layers.
 """
 
-import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
-from compressor.evaluation.items import Item, positions, rows_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
+from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import LayerVisitor, Pass
-from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.answering import load_answering
-from compressor.pathways.optimisers import oracle
-from compressor.pathways.options import OWN, Optimizer, PathwayOptions
-from compressor.pathways.reference import ReferenceSet, build_reference
-from compressor.pathways.router_logits import Product, logits_of, router_weight, watched, weights_of
+from compressor.pathways.average import Average
 from compressor.progress import Progress
-from compressor.steps.routers.weights import Baked, Step, Text, Weights, evaluate_trials, line_search, ridged
+from compressor.steps.routers.weights import Baked, Step, Weights, evaluate_trials, line_search, ridged
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average, that are tried
 LARGEST = 64.0  # a scale that is the best and the largest of those tried is doubled up to here
 
-OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours
-MOST = 64  # items that are averaged over
-PROMPT = 64  # tokens of a prompt that is taken from text
-
 Kind = Literal["router bias", "selection bias", "router weight"]
 RIDGE = 0.01  # of the mean square of a router's inputs
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """What optimising adds to the router logits of the late layers and to their scores, over all items (both [L, E]).
-
-    `agreement` is the root mean square of the mean change of a logit over that of the changes of single items.
-    """
-
-    logits: Tensor
-    scores: Tensor
-    items: int
-    agreement: float
-
-
-def average_pathway(model: OpenModel, found: ReferenceSet, optimizer: str, progress: Progress) -> Average:
-    """Optimise the pathway of up to 64 items of the set: by neighbours, never itself, or `own`: by its known answer.
-
-    Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
-    """
-    own_answer = optimizer == OWN_ANSWER
-    options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
-    answering = load_answering(model, load_tokenizer(model.source.folder), found, options)
-    loaded = answering.model
-    items = found.items if len(found.items) <= MOST else random.Random(0).sample(found.items, MOST)
-    progress.start("optimise pathways", len(items))
-    changes, scores = list[Tensor](), list[Tensor]()
-    for item in items:
-        plain = answering.answered(item)
-        own = plain.pathway[-loaded.late :]
-        change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
-        changes.append(change.detach())
-        late = zip(own, changes[-1], loaded.late_scores, strict=True)
-        rescored = [weights_of(logits_of(weights, score) + added, score) for weights, added, score in late]
-        scores.append(torch.stack(rescored) - own)
-        progress.advance("")
-    every = torch.stack(changes).double()
-    mean = every.mean(0)
-    size = float(every.square().mean().sqrt())
-    agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
-    return Average(mean, torch.stack(scores).double().mean(0), len(items), agreement)
-
-
-def text_reference(model: OpenModel, text: Text, progress: Progress) -> ReferenceSet:
-    """A reference set of text: a place of each sequence, and the base's greedy token.
-
-    Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
-    """
-    tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
-    found = [
-        _text_item(sequence.tolist(), likeliest.tolist(), tokenizer, draw, model)
-        for batch, asked in text
-        for sequence, likeliest in zip(batch, asked.tokens[..., 0], strict=True)
-    ]
-    items = [item for item in found if item is not None]
-    if not items:
-        raise CompressionError("nothing that the base expects can be written as text; give --reference items")
-    return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
-
-
-def _text_item(
-    tokens: list[int], likeliest: list[int], tokenizer: Any, draw: random.Random, model: OpenModel
-) -> Item | None:
-    """What is expected at a place drawn from a sequence's later half; None where it cannot be written as text."""
-    later = range(max(1, len(tokens) // 2), len(tokens))
-    place = draw.choice([at for at in later if likeliest[at - 1] == tokens[at]] or later)
-    before = tokens[max(0, place - PROMPT) : place]
-    prompt, whole = (tokenizer.decode(part) for part in (before, [*before, likeliest[place - 1]]))
-    answer = whole[len(prompt) :]
-    if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
-        return None
-    item = Item(prompt, answer)
-    try:  # prompt and answer must still have tokens of their own when they are read as text
-        rows_of(item, tokenizer, model.vocabulary, positions(model.config))
-    except CompressionError:
-        return None
-    return item
 
 
 @dataclass(frozen=True, slots=True)

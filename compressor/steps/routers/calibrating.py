@@ -14,13 +14,11 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel, open_alike
-from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.answering import trusted_reference
-from compressor.pathways.options import Routing
+from compressor.model.router_logits import router_weight
+from compressor.pathways.average import average_pathway, checked_reference, text_reference
 from compressor.pathways.reference import ReferenceSet
-from compressor.pathways.router_logits import router_weight
 from compressor.recipe.step import Result
-from compressor.steps.routers.bias import average_pathway, bake_bias, bias_places, text_reference
+from compressor.steps.routers.bias import bake_bias, bias_places
 from compressor.steps.routers.step import PLACED, Routers
 from compressor.steps.routers.weights import Baked, Text, Weights, bake_weights
 from compressor.steps.state import State
@@ -71,8 +69,7 @@ def _calibrate(asked: Routers, state: State) -> tuple[dict[str, Tensor], dict[st
     smaller, progress, reference = state.model, state.progress, None
     stored_routers(smaller)
     if asked.reference is not None:
-        reference = trusted_reference(Routing(asked.reference))
-        reference.check(smaller, load_tokenizer(smaller.source.folder))
+        reference = checked_reference(asked.reference, smaller)
     batches, answers, evaluator = state.base_answers()
     require_enough(evaluator.sequences, "routers")
     methods, made = ("router", "bias") if asked.method == "auto" else (asked.method,), dict[str, Baked]()

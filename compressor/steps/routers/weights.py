@@ -21,8 +21,8 @@ from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel
+from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import Forward, ReversePass, ReverseVisitor
-from compressor.pathways.router_logits import Product, router_weight, watched
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients

@@ -17,8 +17,9 @@ from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.opened import open_model
+from compressor.pathways.average import Average
 from compressor.progress import Silent
-from compressor.steps.routers.bias import RIDGE, Average, bake_bias, bias_places
+from compressor.steps.routers.bias import RIDGE, bake_bias, bias_places
 from compressor.steps.routers.calibrating import stored_names
 from compressor.steps.routers.step import Routers
 from tests import small, zoo

@@ -1,7 +1,6 @@
-"""Routers' logits and what the gradient says of them, against the stock model in memory; every family of the zoo."""
+"""Routers' logits against the stock model in memory, for every family of the zoo, and their scores as weights."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,25 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
-from compressor.model.streaming import ReversePass
-from compressor.pathways.router_logits import Product, router_weight, watched
-from compressor.steps.routers.weights import Moments, RouterGradients
+from compressor.model.router_logits import (
+    SCORES,
+    Product,
+    Score,
+    find_score,
+    logits_of,
+    router_weight,
+    watched,
+    weights_of,
+)
 from tests import zoo
-from tests.compressor.model.test_reverse import REFUSED, loss
-from tests.opened import batches, opened
+from tests.opened import batches
 
 EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+PLAIN = {
+    "softmax": lambda logits: torch.softmax(logits, -1),
+    "sigmoid": torch.sigmoid,
+    "sqrt-softplus": lambda logits: torch.log1p(logits.exp()).sqrt(),
+}
 
 
 @EVERY
@@ -74,35 +84,36 @@ def test_a_router_without_a_product_is_told() -> None:
         zoo.logits(stock, batches(stock, (1,))[0])
 
 
-@EVERY
-def test_inputs_times_gradients_are_the_gradient_of_the_weight(name: str, tmp_path: Path) -> None:
-    if name in REFUSED:
-        pytest.skip("no gradients go through it layer by layer")
-    stock, model = opened(name, tmp_path)
-    parts, seen = batches(stock, (2, 1)), RouterGradients()
-    ReversePass(model, parts).run(loss, seen)
-    stock.requires_grad_(True)
-    for number, tokens in enumerate(parts):
-        loss(number, stock(input_ids=tokens, use_cache=False)).backward()  # type: ignore[no-untyped-call]
-    for key, moments in seen.found.items():
-        expected = stock.get_parameter(key).grad
-        assert expected is not None and moments.tokens == sum(part.numel() for part in parts)
-        scale = max(float(expected.abs().max()), 1e-3)
-        torch.testing.assert_close(moments.both.T.float(), expected, atol=1e-4 * scale, rtol=1e-3, msg=key)
-        assert torch.equal(moments.gradients, moments.gradients.T)
-    keys = map(router_weight, model.architecture.layers)
-    assert seen.found.keys() == {key for key in keys if stock.get_parameter(key).grad is not None}
+def drawn(tokens: int = 6, experts: int = 8) -> Tensor:
+    return 2 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_direction_solves_the_ridge_equations() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, g = (torch.randn(50, size, generator=generator).double() for size in (6, 4))
-    moments = Moments.empty(6, 4)
-    for part in range(0, 50, 7):
-        moments.add(x[part : part + 7], g[part : part + 7])
-    change = moments.direction(0.3)
-    left = x.T @ x + 0.3 * (x.square().sum() / 6) * torch.eye(6)
-    right = g.T @ g + 0.3 * (g.square().sum() / 4) * torch.eye(4)
-    torch.testing.assert_close(right @ change @ left, -(g.T @ x))  # as one system: kron(right, left) vec = -vec
-    assert moments.mean_square(change) == pytest.approx(float((x @ change.T).square().mean()))
-    assert float((change * (g.T @ x)).sum()) < 0  # downhill
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_router_is_known_by_its_weights(score: Score, normalised: bool, top_k: int) -> None:
+    logits = drawn()
+    given, chosen = PLAIN[score](logits).topk(top_k)
+    if normalised:
+        given = given / given.sum(-1, keepdim=True)
+    found = find_score(logits, chosen, 2.5 * given)
+    assert found == ("softmax" if normalised and top_k == 1 else score)  # a weight of one tells nothing
+
+
+def test_weights_of_no_known_score_count_as_softmax() -> None:
+    given, chosen = drawn().square().topk(3)
+    assert find_score(drawn(), chosen, given) == "softmax"
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_weights_are_the_routers_and_lead_back(score: Score) -> None:
+    logits = drawn()
+    weights = weights_of(logits, score)
+    torch.testing.assert_close(weights, PLAIN[score](logits))
+    constant = logits.logsumexp(-1, keepdim=True) if score == "softmax" else 0
+    torch.testing.assert_close(logits_of(weights, score) + constant, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_weights_of_nothing_and_of_all_have_logits(score: Score) -> None:
+    assert logits_of(torch.tensor([[0.0, 1.0, 1e-40]]), score).isfinite().all()
