@@ -31,6 +31,7 @@ def install(
     source: str,
     package: str = "",
     group: str = registry.STRATEGIES,
+    value: str = "",
 ) -> None:
     """Lay down what `pip install` would: a module, and the metadata that announces its entry point."""
     package = package or f"{name.replace('-', '_')}_plugin"
@@ -38,6 +39,6 @@ def install(
     info.mkdir(parents=True)
     (folder / f"{package}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {package}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {package}{value}\n")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, package, raising=False)

@@ -18,12 +18,14 @@ from compressor.data.batches import Calibration
 from compressor.files import work_folder
 from compressor.model.opened import open_model
 from compressor.pipeline import task
+from compressor.recipe.plugins import PROTECTORS
 from compressor.recipe.steps_plan import Plan
 from compressor.workdir import workdir
 from compressor.workdir.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
 from tests.plans import pruned, recipe_of
+from tests.plugins import install
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "hasty")
@@ -283,7 +285,10 @@ def test_hubs_that_do_not_fit_are_let_go_with_one_warning(
         "compress", model, "-o", tmp_path / "out", "--experts", 2, "--protect", "auto", "--strategy", "hc-smoe", *data
     )
     assert result.status == 0
-    assert result.err.count("WARNING") == 1 and "1 of 4 hubs do not fit where 2 experts are kept" in result.err
+    assert (
+        result.err.count("WARNING") == 1
+        and "1 of 4 experts of --protect auto do not fit where 2 are kept" in result.err
+    )
     assert written(tmp_path / "out")["protected"] == {EXPERTS.format(0): [1, 5], EXPERTS.format(1): [2]}
 
 
@@ -302,7 +307,7 @@ def test_the_experts_that_stand_highest_in_the_graph_are_protected(
     result = run(
         "compress", model, "-o", tmp_path / "out", "--experts", 2, "--protect", "graph:6", "--strategy", "reap", *data
     )
-    assert result.status == 0 and "2 of 6 central experts do not fit where 2 experts are kept" in result.err
+    assert result.status == 0 and "2 of 6 experts of --protect graph:6 do not fit where 2 are kept" in result.err
     protected = written(tmp_path / "out")["protected"]
     assert protected[EXPERTS.format(0)] == [1, 5] and protected[EXPERTS.format(1)][:1] == [0]
     sizes = ("--evaluation-samples", 4, "--random-seeds", 1, "--strategies", "reap", "--json")
@@ -312,13 +317,28 @@ def test_the_experts_that_stand_highest_in_the_graph_are_protected(
 
 
 @pytest.mark.parametrize("command", ["plan", "compress", "compare"])
-@pytest.mark.parametrize("count", ["", "0", "-1", "1.5", "ten", "²", "hubs.json"])
+@pytest.mark.parametrize("count", [":", ":0", ":-1", ":1.5", ":ten", ":²", ":hubs.json", ""])
 def test_a_graph_without_a_number_is_refused_before_anything_is_read(
     command: str, count: str, run: Run, tmp_path: Path
 ) -> None:
-    arguments = ("-o", tmp_path / "out", "--experts", 4, "--protect", f"graph:{count}")
+    arguments = ("-o", tmp_path / "out", "--experts", 4, "--protect", f"graph{count}")
     refused(run(command, tmp_path / "no-model", *arguments), "should be graph:N with a whole number N above 0")
     assert names(tmp_path) == []
+
+
+def test_a_third_party_finds_experts_to_protect(
+    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+def first(planner, count):
+    assert not planner.once("first", lambda text: text).heldout
+    return [(layer.name, expert) for layer in planner.model.architecture.layers for expert in range(count)]
+"""
+    install(tmp_path / "site", monkeypatch, "first", source, group=PROTECTORS, value=":first")
+    arguments = ("-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "model-centric", *data)
+    assert run("plan", model, *arguments, "--protect", "first:2").status == 0
+    assert planned(tmp_path / "plan.json")["protected"] == {EXPERTS.format(layer): [0, 1] for layer in (0, 1)}
+    refused(run("plan", model, *arguments, "--protect", "auto:2"), "--protect auto:2 should be auto, without a number")
 
 
 def test_no_hubs_at_all_are_told(
@@ -347,7 +367,7 @@ def test_auto_for_plans_of_each_source_and_in_a_comparison(
         "compare", model, "-o", tmp_path / "comparison", "--experts", "4,2", "--strategies", "reap", "--json",
         "--random-seeds", 1, "--protect", "auto", *sources, *sizes, "--evaluation-samples", 4,
     )  # fmt: skip
-    assert result.status == 0 and "1 of 4 hubs do not fit where 2 experts are kept" in result.err
+    assert result.status == 0 and "1 of 4 experts of --protect auto do not fit where 2 are kept" in result.err
     assert json.loads(result.out)["protected"] == {EXPERTS.format(0): [1, 5], EXPERTS.format(1): [2]}
     assert len(seen) == 2 and sum(len(batch) for batch in seen[1].batches) == 14
 

@@ -23,7 +23,7 @@ from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.protecting import given_protected, listed, with_list
-from compressor.steps.prune.step import AUTO, GRAPH
+from compressor.steps.prune.step import protector_of
 from compressor.words import did_you_mean, joined
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ def imatrix_plan(
     imatrix: Imatrix,
     experts: int | None,
     ratio: float | None,
-    strategy: str = AUTO,
+    strategy: str = "auto",
     protect: str | Sequence[Mapping[str, Any]] | None = None,
 ) -> Plan:
     """A plan that keeps in each block the experts of highest score; `auto` is `imatrix-energy`.
 
     Protected experts come as a list, or a file with one, with `layer` and `expert`; its modules are not looked at.
     """
-    name = ENERGY if strategy == AUTO else strategy
+    name = ENERGY if strategy == "auto" else strategy
     if name not in SCORES:
         raise CompressionError(
             f"no strategy {name!r} works on GGUF files; {did_you_mean(name, SCORES)}known are {joined(list(SCORES))}"
@@ -73,7 +73,7 @@ def imatrix_plan(
         logger.warning("%s %s", imatrix.path.name, OLD)
     keep = resolve_count(blocks.layers, experts, ratio)
     check_llama_cpp(model, blocks, keep)
-    if isinstance(protect, str) and (protect == AUTO or protect.startswith(GRAPH)):
+    if protector_of(protect) is not None:
         raise CompressionError(f"--protect {protect} needs a checkpoint and text; name a JSON list of experts")
     entries = [{**each, "module": None} if isinstance(each, dict) else each for each in with_list(protect) or ()]
     protected = given_protected(entries, blocks.layers, keep)

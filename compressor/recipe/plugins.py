@@ -20,8 +20,16 @@ logger = logging.getLogger(__name__)
 STRATEGIES = "moe_compressor.strategies"
 EXPORTERS = "moe_compressor.exporters"
 STEPS = "moe_compressor.steps"
+PROTECTORS = "moe_compressor.protectors"
+STATISTICS = "moe_compressor.statistics"
 T = TypeVar("T")
-KINDS = {STRATEGIES: "strategy", EXPORTERS: "exporter", STEPS: "step"}
+KINDS = {
+    STRATEGIES: "strategy",
+    EXPORTERS: "exporter",
+    STEPS: "step",
+    PROTECTORS: "protector",
+    STATISTICS: "statistic",
+}
 
 
 @lru_cache(maxsize=len(KINDS))

@@ -1,21 +1,20 @@
 """From the options of `prune` to a plan of every layer, which is planned as a pass over the model shows it."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.attribution import measure
-from compressor.attribution.figures import Attribution
 from compressor.data.batches import Calibration
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
 from compressor.mtp.head import Head
 from compressor.progress import Progress
+from compressor.recipe import plugins
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
@@ -24,8 +23,8 @@ from compressor.statistics.statistics import LayerStatistics, needs_attribution,
 from compressor.steps.correct.heads import HeadLine, chosen_heads, compress_with_heads, said_of_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.protecting import Protected, given_protected, listed, protect_found
-from compressor.steps.prune.step import Prune, central_of, found_on_data
+from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
+from compressor.steps.prune.step import Prune, protector_of
 from compressor.steps.split.opening import check_way
 from compressor.steps.state import State
 from compressor.surgery.cutting import CutFiles
@@ -57,29 +56,28 @@ _Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
 
 @dataclass(slots=True)
 class Planner:
-    """Plans a model on text. Routing attribution is run when it is first needed, once for all plans.
+    """Plans a model on text. What protectors and statistics of the whole model measure is measured once for all plans.
 
-    The attribution is that of the original model on the calibration's tokens, without what is held out, all counting
-    alike. It stands for every plan: those made in order, and those of each source alone. Ranks share its batches.
+    It is that of the base on the calibration's tokens, without what is held out, all counting alike; it stands for
+    every plan: those made in order, and those of each source alone. Ranks share its batches.
     """
 
     model: OpenModel
     calibration: Calibration | None
     progress: Progress
     seed: int = 0
-    _attribution: Attribution | None = None
+    _measured: dict[str, Any] = field(default_factory=dict)
 
-    def attribution(self) -> Attribution:
-        """The attribution; raises `CompressionError` where there is no text or the model cannot be attributed.
+    def once(self, name: str, measure: Callable[[Calibration], Any]) -> Any:
+        """What `measure` returns for the text without what is held out, kept under `name`; by all ranks together.
 
-        All ranks ask for it together, and it is the same at all of them.
+        Raises `CompressionError` where there is no text.
         """
         if self.calibration is None:
-            raise CompressionError("routing attribution needs calibration data; pass --calibration")
-        if self._attribution is None:
-            fit = fit_batches(self.calibration)
-            self._attribution = measure.attribute(self.model, fit, self.progress, self.seed)
-        return self._attribution
+            raise CompressionError(f"{name} needs calibration data; pass --calibration")
+        if name not in self._measured:
+            self._measured[name] = measure(fit_batches(self.calibration))
+        return self._measured[name]
 
     def rank_changes(self, strategies: Sequence[Strategy]) -> dict[str, Tensor]:
         """AARV summed over the later routers, [E] float64, by layer; nothing if none of the strategies needs it."""
@@ -87,16 +85,11 @@ class Planner:
         if name is None:
             return {}
         try:
-            senders = self.attribution().of_kind("expert")
+            changes = plugins.load(plugins.STATISTICS, "rank_change")(self)
         except CompressionError as error:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"
             ) from error
-        layers = self.model.architecture.layers
-        changes = {layer.name: torch.zeros(layer.experts, dtype=torch.float64) for layer in layers}
-        for sender in senders:
-            assert sender.number is not None
-            changes[sender.module][sender.number] = sender.total_rank_change
         return dict(here().broadcast_tensors(lambda: changes))
 
     def plans(
@@ -238,7 +231,7 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     if wish is None:
         return Needs(experts=experts)
     needs = wish.strategy.needs
-    reads = needs_data(needs) or found_on_data(prune.protect)
+    reads = needs_data(needs) or protector_of(prune.protect) is not None
     if split is not None:
         corrected = any(step.name == "correct" for step in steps)
         check_way(split.by, reads or corrected, "choose a strategy or a correction that reads it")
@@ -246,13 +239,13 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
-    """The experts that a list names, or the hubs or central experts that the calibration shows."""
+    """The experts that a list names, or as many of those that a protector finds on the calibration data as fit."""
     layers = planner.model.architecture.layers
-    if not found_on_data(protect):
+    if (protector := protector_of(protect)) is None:
         return given_protected(protect, layers, keep)
-    attribution = planner.attribution()  # by all processes together
-    found: Protected = here().broadcast(lambda: protect_found(attribution, layers, keep, central_of(protect)))
-    return found
+    experts = protector(planner)  # by all processes together
+    fitting: Protected = here().broadcast(lambda: strongest_that_fit(experts, layers, keep, protect))
+    return fitting
 
 
 def planner_of(state: State) -> Planner:

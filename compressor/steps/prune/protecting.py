@@ -1,18 +1,15 @@
-"""Protected experts, which no plan merges or drops: named in a file, or found as hubs or in the routing graph."""
+"""Protected experts, which no plan merges or drops: named in a file, or found by a protector."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.attribution.figures import Attribution
-from compressor.attribution.graph import most_central
-from compressor.attribution.hubs import find_hubs
 from compressor.errors import CompressionError
 from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.records import read_json, value_as
-from compressor.steps.prune.step import found_on_data
+from compressor.steps.prune.step import protector_of
 from compressor.words import ranges
 
 logger = logging.getLogger(__name__)
@@ -25,7 +22,7 @@ def given_protected(
     protect: str | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
     """The experts that a list, or a file with one, names, checked against the `keep` that stay; none without a list."""
-    if protect is None or found_on_data(protect):
+    if protect is None or protector_of(protect) is not None:
         return {}
     protected = read_protected(protect, layers)
     check_protected(protected, layers, keep)
@@ -34,7 +31,7 @@ def given_protected(
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
     """The same, a file's list in place of its name, so that what a run is asked for does not depend on the file."""
-    if found_on_data(protect):
+    if protector_of(protect) is not None:
         return protect
     entries = _read_list(Path(protect)) if isinstance(protect, str) else protect or ()
     plain = [{n: e[n] for n in ENTRY if e.get(n) is not None} if isinstance(e, dict) else e for e in entries]
@@ -132,38 +129,23 @@ def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int)
 
 
 def strongest_that_fit(
-    found_experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, called: str = "hubs"
+    experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, protect: str
 ) -> Protected:
-    """Of (module, expert), the strongest first, as many in each layer and routing group as stay there."""
+    """Of (module, expert) that `protect` finds, the strongest first, as many in each layer and group as stay there."""
     found: dict[str, frozenset[int]] = {}
     for layer in layers:
-        own = [expert for module, expert in found_experts if module == layer.name]
+        own = [expert for module, expert in experts if module == layer.name]
         blocks = [[expert for expert in own if expert in block] for block in map(set, competing(layer))]
         if own:
             places = keep // layer.routing_groups
             found[layer.name] = frozenset(expert for block in blocks for expert in block[:places])
-    if gone := len(found_experts) - sum(map(len, found.values())):
+    if gone := len(experts) - sum(map(len, found.values())):
         logger.warning(
-            "%d of %d %s do not fit where %d experts are kept in every layer, so the weakest are not protected",
+            "%d of %d experts of --protect %s do not fit where %d are kept in every layer, so the weakest are not "
+            "protected",
             gone,
-            len(found_experts),
-            called,
+            len(experts),
+            protect,
             keep,
         )
     return found
-
-
-def protect_found(found: Attribution, layers: Sequence[MoeLayer], keep: int, central: int | None = None) -> Protected:
-    """The routing hubs that an attribution shows, at the default threshold, as far as they fit.
-
-    With `central`, so many experts that stand highest in the routing graph (`centrality.STANDING`) instead.
-    "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
-    """
-    if central is not None:
-        if not (chosen := most_central(found, central)):
-            logger.warning("no expert steers a later router, so --protect graph:%d protects none", central)
-        return strongest_that_fit(chosen, layers, keep, "central experts")
-    hubs = [(hub.module, hub.expert) for hub in find_hubs(found)]
-    if not hubs:
-        logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
-    return strongest_that_fit(hubs, layers, keep)

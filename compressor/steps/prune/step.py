@@ -1,11 +1,12 @@
 """The step `prune`: a strategy decides which experts stay, merge or go."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator
 
 from compressor.errors import CompressionError
+from compressor.recipe import plugins
 from compressor.recipe.step import Needs, Step
 
 if TYPE_CHECKING:
@@ -13,27 +14,31 @@ if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
 
-AUTO, GRAPH = "auto", "graph:"
+Protector = Callable[[Any], Sequence[tuple[str, int]]]  # of a planner: experts module and number, the strongest first
 
 
-def central_of(protect: Any) -> int | None:
-    """N of graph:N, the experts that stand highest in the graph; None for another word or list."""
-    if not isinstance(protect, str) or not protect.startswith(GRAPH):
+def protector_of(protect: Any) -> Protector | None:
+    """What finds the experts to protect on calibration data, for the NAME or NAME:N of a protector; None for a list.
+
+    Raises `CompressionError` for NAME:N without a whole number N above 0, or where the protector takes none.
+    """
+    name, colon, count = protect.partition(":") if isinstance(protect, str) else ("", "", "")
+    if name not in plugins.names(plugins.PROTECTORS):
         return None
-    count = protect.removeprefix(GRAPH)
-    return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
+    find: Callable[..., Sequence[tuple[str, int]]] = plugins.load(plugins.PROTECTORS, name)
+    if not colon and plugins.takes(find, 1):
+        return find
+    if not plugins.takes(find, 2):
+        raise CompressionError(f"--protect {protect} should be {name}, without a number")
+    if not (count.isascii() and count.isdigit() and len(count) < 10 and int(count)):
+        raise CompressionError(f"--protect {protect} should be {name}:N with a whole number N above 0")
+    return lambda planner: find(planner, int(count))
 
 
 def check_protect(protect: Any) -> Any:
-    """The same, unless it is graph: without a number."""
-    if central_of(protect) == 0:
-        raise CompressionError(f"--protect {protect} should be graph:N with a whole number N above 0")
+    """The same, unless a protector of that name takes another number."""
+    protector_of(protect)
     return protect
-
-
-def found_on_data(protect: Any) -> bool:
-    """Return True if the protected experts are found on the calibration data, as hubs or in the graph."""
-    return protect == AUTO or central_of(protect) is not None
 
 
 class Prune(Step):
@@ -46,7 +51,7 @@ class Prune(Step):
         "quantize": "experts are pruned before they are quantized",
     }
 
-    strategy: str = Field(AUTO, description="How experts are chosen and merged; see `moe-compress strategies`.")
+    strategy: str = Field("auto", description="How experts are chosen and merged; see `moe-compress strategies`.")
     experts: int | None = Field(
         None, description="Experts to keep in every MoE layer; they are those of the source, also after `split`."
     )

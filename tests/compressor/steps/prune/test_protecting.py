@@ -131,7 +131,7 @@ def test_the_strongest_hubs_that_fit_are_protected(
     for index, expert in strength[:count]:
         here = [one for one in taken if (one[0], one[1] * groups // 8) == (index, expert * groups // 8)]
         taken += [(index, expert)] if len(here) < places else []
-    found = strongest_that_fit(hubs, layers, places * groups)
+    found = strongest_that_fit(hubs, layers, places * groups, "auto")
     assert sorted((index, e) for index in range(2) for e in found.get(layers[index].name, ())) == sorted(taken)
     check_protected(found, layers, places * groups)
 
@@ -139,9 +139,9 @@ def test_the_strongest_hubs_that_fit_are_protected(
 def test_hubs_that_are_let_go_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     hubs = [(LAYERS[0].name, expert) for expert in range(5)]
     with caplog.at_level(logging.WARNING):
-        assert strongest_that_fit(hubs, LAYERS, 3) == {LAYERS[0].name: {0, 1, 2}}
+        assert strongest_that_fit(hubs, LAYERS, 3, "auto") == {LAYERS[0].name: {0, 1, 2}}
     assert [record.getMessage() for record in caplog.records] == [
-        "2 of 5 hubs do not fit where 3 experts are kept in every layer, so the weakest are not protected"
+        "2 of 5 experts of --protect auto do not fit where 3 are kept in every layer, so the weakest are not protected"
     ]
 
 

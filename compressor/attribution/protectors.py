@@ -1,0 +1,58 @@
+"""What `prune` asks of routing attribution: hubs and central experts to protect, and AARV for strategies that read it.
+
+All are called by all ranks together. The attribution is run once for all plans of a model.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from compressor.attribution import measure
+from compressor.attribution.figures import Attribution
+from compressor.attribution.graph import most_central
+from compressor.attribution.hubs import find_hubs
+from compressor.distributed.ranks import here
+from compressor.steps.prune.planning import Planner
+
+logger = logging.getLogger(__name__)
+
+
+def hubs(planner: Planner) -> list[tuple[str, int]]:
+    """Experts module and number of the routing hubs at the default threshold, the strongest first.
+
+    "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
+    """
+    attribution = _attribution(planner)
+    experts: list[tuple[str, int]]
+    experts = here().broadcast(lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)])
+    if not experts and here().is_first:
+        logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
+    return experts
+
+
+def central(planner: Planner, count: int) -> list[tuple[str, int]]:
+    """The `count` experts of highest centrality in the routing graph, see `graph.centralities`."""
+    attribution = _attribution(planner)
+    experts: list[tuple[str, int]] = here().broadcast(lambda: most_central(attribution, count))
+    if not experts and here().is_first:
+        logger.warning("no expert steers a later router, so --protect graph:%d protects none", count)
+    return experts
+
+
+def rank_change(planner: Planner) -> dict[str, Tensor]:
+    """AARV summed over the later routers, [E] float64, by experts module."""
+    changes = {
+        layer.name: torch.zeros(layer.experts, dtype=torch.float64) for layer in planner.model.architecture.layers
+    }
+    for sender in _attribution(planner).of_kind("expert"):
+        assert sender.number is not None
+        changes[sender.module][sender.number] = sender.total_rank_change
+    return changes
+
+
+def _attribution(planner: Planner) -> Attribution:
+    attribution: Attribution = planner.once(
+        "attribution", lambda fit: measure.attribute(planner.model, fit, planner.progress, planner.seed)
+    )
+    return attribution
