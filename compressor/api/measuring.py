@@ -28,7 +28,7 @@ from compressor.pipeline.task import HELDOUT, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import TextOptions
-from compressor.statistics.statistics import needs_attribution
+from compressor.statistics.statistics import ATTRIBUTED
 from compressor.steps.constants.planning import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct
 from compressor.steps.prune.planning import (
@@ -169,7 +169,7 @@ def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool
         if named:
             raise
         logger.warning("%s; it is left out", error)
-        return [contender for contender in contenders if not needs_attribution(contender.strategy.needs)]
+        return [contender for contender in contenders if not contender.strategy.needs & ATTRIBUTED]
     return list(contenders)
 
 

@@ -30,7 +30,7 @@ from compressor.recipe.plugins import read_option
 from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.run_record import versions
-from compressor.statistics.statistics import LayerStatistics, needs_data
+from compressor.statistics.statistics import WEIGHTS, LayerStatistics
 from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers, spare
 from compressor.steps.constants.measure import Substituting, measure, replacing
 from compressor.steps.constants.measure import Variant as Substitutes
@@ -201,7 +201,7 @@ class _Table:
         data, source = planned.calibration or calibration, None
         if planned.source is not None:
             source = calibration.source_names.index(planned.source)
-        same = planned.source is not None and not needs_data(contender.strategy.needs)  # the plan for all, again
+        same = planned.source is not None and not contender.strategy.needs - WEIGHTS  # the plan for all, again
         rows: list[Row] = []
         if same and not any(correction.wanted for correction in contender.corrections):
             return rows

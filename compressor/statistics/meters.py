@@ -1,4 +1,4 @@
-"""Meters: how each statistic of an MoE layer is measured, with its shape and meaning; a class is all there is to one.
+"""Meters measure the statistics of an MoE layer; `LayerStatistics` lists which one measures what.
 
 A meter sees every batch that passes the layer and in the end gives its statistic. Sums run over all tokens that the
 router sent to an expert and are float64. Samples are of some of the tokens, S of them, kept as they were seen: float32,
@@ -9,7 +9,7 @@ expert's output. T tokens of a batch, E experts, K top-k, H hidden.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,13 +84,7 @@ class RouterCall:
 
 
 class Meter:
-    """Measures one statistic. `outputs` asks for the outputs of the experts, which takes a slower forward."""
-
-    name: ClassVar[str]
-    shape: ClassVar[str] = ""
-    meaning: ClassVar[str]
-    kind: ClassVar[str]
-    outputs: ClassVar[bool] = False
+    """Measures one statistic of a layer."""
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
@@ -122,12 +116,12 @@ class Meter:
         raise NotImplementedError
 
 
-class _Sum(Meter):
-    kind, shape = "routed", "[E]"
+class Sum(Meter):
+    """A sum for each expert, [E] or [E, width], over all tokens."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: Observed, *width: int) -> None:
         super().__init__(observed)
-        self.total = torch.zeros(observed.layer.experts, dtype=torch.float64)
+        self.total = torch.zeros(observed.layer.experts, *width, dtype=torch.float64)
 
     def absorb(self, other: Self, scale: float) -> None:
         self.total += scale * other.total
@@ -139,26 +133,21 @@ class _Sum(Meter):
         return self.total
 
 
-class RoutedCount(_Sum):
-    name, meaning = "routed_count", "tokens sent to each expert"
+class GateSum(Sum):
+    """Gate weights to a power, of which 0 counts the tokens."""
+
+    def __init__(self, observed: Observed, power: int = 1) -> None:
+        super().__init__(observed)
+        self.power = power
 
     def experts_called(self, call: ExpertsCall) -> None:
-        self.total += torch.bincount(call.index[call.used], minlength=len(self.total)).cpu()
-
-
-class GateWeightSum(_Sum):
-    name, meaning = "gate_weight_sum", "sum of gate weights over those tokens"
-    power: ClassVar[int] = 1
-
-    def experts_called(self, call: ExpertsCall) -> None:
-        found = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
+        sums = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
         weights = call.weights[call.used].double() ** self.power
-        self.total += found.index_add_(0, call.index[call.used], weights).cpu()
+        self.total += sums.index_add_(0, call.index[call.used], weights).cpu()
 
 
-class ProbabilitySum(_Sum):
-    name = "probability_sum"
-    meaning = "softmax of the router logits (over a skip expert too), summed over all tokens"
+class ProbabilitySum(Sum):
+    """Softmax of the router's logits."""
 
     def router_called(self, call: RouterCall) -> None:
         if len(call.logits):
@@ -166,52 +155,31 @@ class ProbabilitySum(_Sum):
             self.total += shares[: len(self.total)].cpu()
 
 
-class NormSum(_Sum):
-    name, meaning = "norm_sum", "L2 norm of the expert's output, summed over its tokens"
-    kind, outputs = "routed outputs", True
-    gated: ClassVar[bool] = False
-    power: ClassVar[int] = 1
+class NormSum(Sum):
+    """L2 norms of the outputs, times the gate weights if `gated`, to a power."""
+
+    def __init__(self, observed: Observed, gated: bool = False, power: int = 1) -> None:
+        super().__init__(observed)
+        self.gated, self.power = gated, power
 
     def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         values = weights.double() * norms if self.gated else norms[weights != 0]
         self.total[expert] += (values**self.power).sum().cpu()
 
 
-class SquaredNormSum(NormSum):
-    name, meaning, power = "squared_norm_sum", "square of that norm, summed over its tokens", 2
-
-
-class GatedNormSum(NormSum):
-    name, meaning, gated = "gated_norm_sum", "gate weight times the norm, summed over its tokens", True
-
-
-class SquaredGateSum(GateWeightSum):
-    name, meaning, power = "squared_gate_sum", "square of the gate weight, summed over its tokens", 2
-
-
-class SquaredGateOutputSum(_Sum):
-    name, shape = "squared_gate_output_sum", "[E, H]"
-    meaning = "square of the gate weight times the expert's output, summed over its tokens"
-    kind, outputs = "routed outputs", True
+class SquaredGateOutputSum(Sum):
+    """Outputs times the square of their gate weights."""
 
     def __init__(self, observed: Observed) -> None:
-        super().__init__(observed)
         down, turned = observed.experts.down_proj, observed.experts.is_transposed
-        self.total = torch.zeros(observed.layer.experts, down.shape[2 if turned else 1], dtype=torch.float64)
+        super().__init__(observed, down.shape[2 if turned else 1])
 
     def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         self.total[expert] += (weights.double().square() @ outputs.double()).cpu()
 
 
-class SquaredGatedNormSum(GatedNormSum):
-    name, power = "squared_gated_norm_sum", 2
-    meaning = "square of gate weight times the norm, summed over its tokens"
-
-
 class Sample(Meter):
     """A statistic of the sampled tokens."""
-
-    kind = "sampled"
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
@@ -238,25 +206,23 @@ class Sample(Meter):
         return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
 
 
-class _OfCalls(Sample):
-    """A sample of what the experts are called with."""
+class CallSample(Sample):
+    """What the experts are called with: a `part` of an `ExpertsCall`."""
 
-    of: ClassVar[str]  # field of an `ExpertsCall`
+    def __init__(self, observed: Observed, part: str) -> None:
+        super().__init__(observed)
+        self.part = part
 
     def experts_called(self, call: ExpertsCall) -> None:
-        self.take(getattr(call, self.of), call.rows)
+        self.take(getattr(call, self.part), call.rows)
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
-        dtype = torch.long if self.of == "index" else torch.float32
-        return self.joined(1 if self.of == "hidden" else self.observed.layer.top_k, dtype)
-
-
-class Inputs(_OfCalls):
-    name, shape, meaning, of = "inputs", "[S, H]", "inputs of the experts at the sampled tokens", "hidden"
+        dtype = torch.long if self.part == "index" else torch.float32
+        return self.joined(1 if self.part == "hidden" else self.observed.layer.top_k, dtype)
 
 
 class RouterLogits(Sample):
-    name, shape, meaning = "router_logits", "[S, E]", "router logits there"
+    """The router's logits."""
 
     def router_called(self, call: RouterCall) -> None:
         self.take(call.logits[:, : self.observed.layer.experts], call.rows)
@@ -265,16 +231,8 @@ class RouterLogits(Sample):
         return self.joined(self.observed.layer.experts)
 
 
-class TopKIndex(_OfCalls):
-    name, shape, meaning, of = "top_k_index", "[S, K]", "experts chosen there", "index"
-
-
-class TopKWeights(_OfCalls):
-    name, shape, meaning, of = "top_k_weights", "[S, K]", "their gate weights", "weights"
-
-
-class RouterArgumentsThere(Sample):
-    name, meaning = "router_arguments", "positional and by keyword, what the router was called with there"
+class RouterArgumentsSample(Sample):
+    """What the router was called with."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
@@ -326,34 +284,28 @@ class RouterArgumentsThere(Sample):
 
 
 class ExpertOutputs(Sample):
-    name, shape, meaning, kind = "expert_outputs", "[E, S, H]", "every expert's output there", "dense"
+    """The outputs of all experts, on the sampled inputs or on random mixtures of them."""
+
+    def __init__(self, observed: Observed, mixed: bool = False) -> None:
+        super().__init__(observed)
+        self.mixed = mixed
 
     def experts_called(self, call: ExpertsCall) -> None:
         if call.rows.numel():
             self.parts.append(call.hidden[call.rows.to(call.hidden.device)].detach())
-
-    def inputs(self) -> Tensor:
-        """What the experts are run on, [S, H]."""
-        return torch.cat(self.parts)
 
     @torch.no_grad()
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         experts, count = self.observed.experts, self.observed.layer.experts
         if not self.parts:
             return torch.zeros(count, 0, 1)
-        hidden = self.inputs()
+        hidden = torch.cat(self.parts)
+        if self.mixed:
+            hidden = mix_tokens(hidden, self.observed.seed)
         outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)
         for expert in range(count):
             outputs[expert] = apply_expert(experts, expert_parameters(experts, expert), hidden)
         return outputs
-
-
-class MixedOutputs(ExpertOutputs):
-    name, meaning = "mixed_outputs", "every expert's output on random mixtures of those inputs"
-
-    def inputs(self) -> Tensor:
-        """What the experts are run on, [S, H]."""
-        return mix_tokens(super().inputs(), self.observed.seed)
 
 
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
@@ -366,36 +318,7 @@ def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
 
 
 class Weights(Meter):
-    name, kind, meaning = "weights", "weights", "the layer's live experts and router modules, to be read only"
+    """The live modules, for which nothing need be seen."""
 
     def finish(self, smaller_router: SmallerRouter) -> LayerWeights:
         return LayerWeights(self.observed.experts, self.observed.router, self.observed.block, smaller_router)
-
-
-class Heldout(Meter):
-    """Measured by a collector of its own, on other tokens."""
-
-    name, kind = "heldout", "heldout"
-    meaning = "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output"
-
-
-class RankChange(Meter):
-    """Measured by routing attribution, over the layers at once, where a strategy asks for it."""
-
-    name, shape, kind = "rank_change", "[E]", "attributed"
-    meaning = (
-        "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
-        "all tokens, summed over those routers; 0 where there are none"
-    )
-
-
-METERS: Mapping[str, type[Meter]] = {  # every class above that names a statistic, in the order of the table
-    found.name: found
-    for found in list(globals().values())
-    if isinstance(found, type) and issubclass(found, Meter) and "name" in vars(found)
-}
-
-
-def statistics_table() -> list[tuple[str, str, str]]:
-    """Name, shape ("" where there is none) and meaning of each statistic that a strategy may need."""
-    return [(name, meter.shape, meter.meaning) for name, meter in METERS.items()]

@@ -1,6 +1,6 @@
 """Statistics of one MoE layer, collected while every calibration batch passes it; frozen afterwards.
 
-A statistic is a meter in `compressor.statistics.meters` and a line of `LayerStatistics`. One pass over the layers
+A statistic is an entry of `LayerStatistics` with a meter of `compressor.statistics.meters`. One pass over the layers
 measures what strategies need, each source's tokens apart.
 """
 
@@ -24,7 +24,23 @@ from compressor.model.experts import Watch
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, as_arguments
 from compressor.progress import Progress
-from compressor.statistics.meters import METERS, ExpertsCall, Meter, Observed, RouterCall, Sample
+from compressor.statistics.meters import (
+    CallSample,
+    ExpertOutputs,
+    ExpertsCall,
+    GateSum,
+    Meter,
+    NormSum,
+    Observed,
+    ProbabilitySum,
+    RouterArgumentsSample,
+    RouterCall,
+    RouterLogits,
+    Sample,
+    SquaredGateOutputSum,
+    Sum,
+    Weights,
+)
 from compressor.statistics.meters import LayerWeights as LayerWeights
 from compressor.statistics.meters import RouterArguments as RouterArguments
 
@@ -37,22 +53,14 @@ Routers = Callable[[MoeLayer, int], Any]  # the router module of a layer in a mo
 SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
 
 
-def _of(kind: str) -> frozenset[str]:
-    return frozenset(name for name, meter in METERS.items() if meter.kind == kind)
+class Statistic(Generic[T]):
+    """The shape and meaning of a statistic, and its meter with options; as an attribute of statistics, its value.
 
+    One that was not declared as a need is an error, not a guess. Without a meter it is measured elsewhere.
+    """
 
-ROUTED, SAMPLED, DENSE, WEIGHTS, HELDOUT, ATTRIBUTED = map(
-    _of, ("routed", "sampled", "dense", "weights", "heldout", "attributed")
-)
-ROUTED_OUTPUTS = _of("routed outputs")  # need every output: a slower forward
-ALL = frozenset(METERS)
-RECONSTRUCTION = frozenset(
-    {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
-)  # what the output of a planned layer can be computed from
-
-
-class _Collected(Generic[T]):
-    """A statistic of a layer; one that was not declared as a need is an error, not a guess."""
+    def __init__(self, shape: str, meaning: str, meter: type[Meter] | None = None, **options: Any) -> None:
+        self.shape, self.meaning, self.meter, self.options = shape, meaning, meter, options
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -70,9 +78,9 @@ class _Collected(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What was measured of one layer, only to be read; shapes and meanings stand with the meters.
+    """What was measured of one layer, only to be read. `values` holds what was collected, by name.
 
-    A statistic that was not declared as a need is a `CompressionError`. `values` holds those that were, by name.
+    S sampled tokens, E experts, K top-k, H hidden.
     """
 
     layer: MoeLayer
@@ -81,25 +89,41 @@ class LayerStatistics:
     seed: int = 0
     by_source: tuple["LayerStatistics", ...] = ()  # the same of each calibration source, where that was asked for
 
-    routed_count = _Collected[Tensor]()
-    gate_weight_sum = _Collected[Tensor]()
-    probability_sum = _Collected[Tensor]()
-    norm_sum = _Collected[Tensor]()
-    squared_norm_sum = _Collected[Tensor]()
-    gated_norm_sum = _Collected[Tensor]()
-    squared_gate_sum = _Collected[Tensor]()
-    squared_gate_output_sum = _Collected[Tensor]()
-    squared_gated_norm_sum = _Collected[Tensor]()
-    inputs = _Collected[Tensor]()
-    router_logits = _Collected[Tensor]()
-    top_k_index = _Collected[Tensor]()
-    top_k_weights = _Collected[Tensor]()
-    router_arguments = _Collected[RouterArguments]()
-    expert_outputs = _Collected[Tensor]()
-    mixed_outputs = _Collected[Tensor]()
-    weights = _Collected[LayerWeights]()
-    heldout = _Collected["LayerStatistics"]()
-    rank_change = _Collected[Tensor]()
+    routed_count = Statistic[Tensor]("[E]", "tokens sent to each expert", GateSum, power=0)
+    gate_weight_sum = Statistic[Tensor]("[E]", "sum of gate weights over those tokens", GateSum)
+    probability_sum = Statistic[Tensor](
+        "[E]", "softmax of the router logits (over a skip expert too), summed over all tokens", ProbabilitySum
+    )
+    norm_sum = Statistic[Tensor]("[E]", "L2 norm of the expert's output, summed over its tokens", NormSum)
+    squared_norm_sum = Statistic[Tensor]("[E]", "square of that norm, summed over its tokens", NormSum, power=2)
+    gated_norm_sum = Statistic[Tensor]("[E]", "gate weight times the norm, summed over its tokens", NormSum, gated=True)
+    squared_gate_sum = Statistic[Tensor]("[E]", "square of the gate weight, summed over its tokens", GateSum, power=2)
+    squared_gate_output_sum = Statistic[Tensor](
+        "[E, H]", "square of the gate weight times the expert's output, summed over its tokens", SquaredGateOutputSum
+    )
+    squared_gated_norm_sum = Statistic[Tensor](
+        "[E]", "square of gate weight times the norm, summed over its tokens", NormSum, gated=True, power=2
+    )
+    inputs = Statistic[Tensor]("[S, H]", "inputs of the experts at the sampled tokens", CallSample, part="hidden")
+    router_logits = Statistic[Tensor]("[S, E]", "router logits there", RouterLogits)
+    top_k_index = Statistic[Tensor]("[S, K]", "experts chosen there", CallSample, part="index")
+    top_k_weights = Statistic[Tensor]("[S, K]", "their gate weights", CallSample, part="weights")
+    router_arguments = Statistic[RouterArguments](
+        "", "positional and by keyword, what the router was called with there", RouterArgumentsSample
+    )
+    expert_outputs = Statistic[Tensor]("[E, S, H]", "every expert's output there", ExpertOutputs)
+    mixed_outputs = Statistic[Tensor](
+        "[E, S, H]", "every expert's output on random mixtures of those inputs", ExpertOutputs, mixed=True
+    )
+    weights = Statistic[LayerWeights]("", "the layer's live experts and router modules, to be read only", Weights)
+    heldout = Statistic["LayerStatistics"](
+        "", "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output"
+    )
+    rank_change = Statistic[Tensor](
+        "[E]",
+        "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
+        "all tokens, summed over those routers; 0 where there are none",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
@@ -107,6 +131,25 @@ class LayerStatistics:
     def adding(self, **values: Any) -> "LayerStatistics":
         """The same with these statistics too, by name."""
         return replace(self, values={**self.values, **values})
+
+
+STATISTICS = {name: value for name, value in vars(LayerStatistics).items() if isinstance(value, Statistic)}
+ALL = frozenset(STATISTICS)
+
+
+def _measured_by(kind: type[Meter]) -> frozenset[str]:
+    return frozenset(name for name, each in STATISTICS.items() if each.meter and issubclass(each.meter, kind))
+
+
+ROUTED_OUTPUTS = _measured_by(NormSum) | _measured_by(SquaredGateOutputSum)  # need every output: a slower forward
+ROUTED = _measured_by(Sum) - ROUTED_OUTPUTS
+DENSE = _measured_by(ExpertOutputs)
+SAMPLED = _measured_by(Sample) - DENSE
+WEIGHTS = _measured_by(Weights)
+HELDOUT, ATTRIBUTED = frozenset({"heldout"}), frozenset({"rank_change"})  # measured on other tokens, over all layers
+RECONSTRUCTION = frozenset(
+    {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
+)  # what the output of a planned layer can be computed from
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
@@ -118,21 +161,6 @@ def check_needs(needs: frozenset[str], strategy: str) -> None:
         )
 
 
-def needs_data(needs: frozenset[str]) -> bool:
-    """Whether calibration data must run through the model for these needs."""
-    return bool(needs - WEIGHTS)
-
-
-def needs_heldout(needs: frozenset[str]) -> bool:
-    """Whether a part of the calibration data must be held out for these needs."""
-    return bool(needs & HELDOUT)
-
-
-def needs_attribution(needs: frozenset[str]) -> bool:
-    """Whether the routers' logits must be attributed for these needs."""
-    return bool(needs & ATTRIBUTED)
-
-
 class Collector:
     """Has the meters of `needs` observe one layer while batches pass it."""
 
@@ -141,14 +169,17 @@ class Collector:
         self.tokens = 0
         experts, router, block = (model.get_submodule(name) for name in (layer.name, layer.router, layer.block))
         observed = Observed(layer, experts, router, block, seed)
-        self.meters: dict[str, Meter] = {name: meter(observed) for name, meter in METERS.items() if name in self.needs}
-        outputs = any(meter.outputs for meter in self.meters.values())
+        self.meters = {
+            name: each.meter(observed, **each.options)
+            for name, each in STATISTICS.items()
+            if name in self.needs and each.meter is not None
+        }
         self.watch = Watch(
             model,
             layer,
             on_router=self._router_ran,
             on_experts=self._experts_called,
-            on_expert_output=self._expert_ran if outputs else None,
+            on_expert_output=self._expert_ran if self.needs & ROUTED_OUTPUTS else None,
         )
 
     def enter(self, tokens: int, rows: Tensor) -> None:
@@ -277,12 +308,12 @@ class Observers:
         """The batch of this number is about to run: observe it."""
         self.detach()
         part = self.parts[batch]
-        if part[1] and not needs_heldout(self.needs):
+        if part[1] and not self.needs & HELDOUT:
             return
         if here().is_alone:  # batches run in their order
             self._add()
         # every rank is to know what the router is called with, to restore the others' samples of held-out tokens
-        more = frozenset({"router_arguments"} if needs_heldout(self.needs) else ())
+        more = frozenset({"router_arguments"} if self.needs & HELDOUT else ())
         self.active = self.seen[batch] = self._collector(part, more)
         self.active.enter(*self.rows[batch])
 
@@ -342,7 +373,7 @@ class Observers:
         def together(parts: dict[int, Collector]) -> Collector:
             return combined(list(parts.values()), [self.shares[source] for source in parts])
 
-        judged = needs_heldout(self.needs)
+        judged = self.needs & HELDOUT
         heldout = together(held).finish(smaller) if judged else None
         whole = together(fit)
         several = self.per_source and len(fit) > 1
@@ -367,11 +398,11 @@ def collect(
     """
     routers = smaller_routers(model.architecture)
     if calibration is None:
-        if needs_data(needs):
+        if needs - WEIGHTS:
             raise CompressionError("this strategy needs calibration data; pass --calibration")
         yield from _from_weights(model, needs, routers, progress, seed)
         return
-    if needs_heldout(needs) and not calibration.heldout:
+    if needs & HELDOUT and not calibration.heldout:
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
     watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
     to_end, batches = end is not None, calibration.batches

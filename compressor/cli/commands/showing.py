@@ -28,10 +28,11 @@ def strategies(
     """List the strategies that are installed, built-in and third-party."""
     from compressor.cli import rendering
     from compressor.recipe import registry
-    from compressor.statistics.meters import statistics_table
+    from compressor.statistics.statistics import STATISTICS
 
     if needs:
-        rendering.show_needs(statistics_table(), running.as_json)
+        table = [(name, each.shape, each.meaning) for name, each in STATISTICS.items()]
+        rendering.show_needs(table, running.as_json)
         return
     rendering.show_strategies(list(registry.working_strategies()), running.as_json)
 

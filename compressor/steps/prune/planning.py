@@ -19,7 +19,7 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
-from compressor.statistics.statistics import LayerStatistics, needs_attribution, needs_data, needs_heldout
+from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
 from compressor.steps.correct.heads import HeadLine, chosen_heads, compress_with_heads, said_of_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork
 from compressor.steps.correct.step import Correct
@@ -81,7 +81,7 @@ class Planner:
 
     def rank_changes(self, strategies: Sequence[Strategy]) -> dict[str, Tensor]:
         """AARV summed over the later routers, [E] float64, by layer; nothing if none of the strategies needs it."""
-        name = next((each.name for each in strategies if needs_attribution(each.needs)), None)
+        name = next((each.name for each in strategies if each.needs & ATTRIBUTED), None)
         if name is None:
             return {}
         try:
@@ -190,7 +190,7 @@ def _layer_plan(
 ) -> LayerPlan:
     """The layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
-    if needs_attribution(wish.strategy.needs):  # no router comes after a multi-token-prediction head's
+    if wish.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
     made = wish.strategy.plan_layer(stats, wish.experts, guarded)
@@ -231,11 +231,11 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     if wish is None:
         return Needs(experts=experts)
     needs = wish.strategy.needs
-    reads = needs_data(needs) or protector_of(prune.protect) is not None
+    reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
     if split is not None:
         corrected = any(step.name == "correct" for step in steps)
         check_way(split.by, reads or corrected, "choose a strategy or a correction that reads it")
-    return Needs(text=reads, heldout=int(needs_heldout(needs)), experts=experts)
+    return Needs(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts)
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
@@ -266,7 +266,7 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
     model, planner = state.model, planner_of(state)
     wish = settle(prune, model, state.parts)
     protected = protected_experts(prune.protect, wish.experts, planner)
-    correct, reads = state.step_of("correct"), needs_data(wish.strategy.needs)
+    correct, reads = state.step_of("correct"), bool(wish.strategy.needs - WEIGHTS)
     if prune.sequential and planner.calibration is not None and (reads or correct is not None):
         files = None if state.work is None else state.cut()
         plans = [planner.plan_in_order(wish, correct, protected, files)]

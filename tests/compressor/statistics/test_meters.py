@@ -8,14 +8,12 @@ from torch import Tensor
 
 from compressor.plugins import LayerStatistics
 from compressor.plugins.testing import fake_statistics
-from compressor.statistics.meters import METERS, ExpertsCall, RoutedCount, statistics_table
-from compressor.statistics.statistics import ALL, Collector, combined
+from compressor.statistics.meters import ExpertsCall, Sum
+from compressor.statistics.statistics import STATISTICS, Collector, Statistic, combined
 
 
-class LargestInput(RoutedCount):
+class LargestInput(Sum):
     """[E] the largest absolute input of each expert."""
-
-    name, meaning = "largest_input", "largest absolute value among the inputs of its tokens"
 
     def experts_called(self, call: ExpertsCall) -> None:
         sizes = call.hidden.abs().amax(1).double()
@@ -44,7 +42,7 @@ def seen(stats: LayerStatistics, parts: list[Tensor]) -> Collector:
 
 
 def test_a_new_meter_is_collected_and_combined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METERS, "largest_input", LargestInput)  # type: ignore[arg-type]
+    monkeypatch.setitem(STATISTICS, "largest_input", Statistic("[E]", "largest input of its tokens", LargestInput))
     stats = fake_statistics()
     halves = [stats.inputs[:20].clone(), stats.inputs[20:].clone()]
     collectors = [seen(stats, [half]) for half in halves]
@@ -55,10 +53,3 @@ def test_a_new_meter_is_collected_and_combined(monkeypatch: pytest.MonkeyPatch) 
             expected[expert] = max(expected[expert], float(stats.inputs[token].abs().max()))
     assert torch.equal(whole.values["largest_input"], expected)
     assert torch.equal(seen(stats, halves).finish(None).values["largest_input"], expected)
-    assert ("largest_input", "[E]", LargestInput.meaning) in statistics_table()
-
-
-def test_every_meter_says_what_it_measures() -> None:
-    assert set(METERS) == ALL
-    for name, meter in METERS.items():
-        assert meter.name == name and meter.meaning and "|" not in meter.meaning
