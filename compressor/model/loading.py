@@ -5,6 +5,7 @@ A thread reads the next layer's stored tensors while this layer computes (`ReadA
 
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from compressor.memory import available
 from compressor.model.architecture import build_stored
 from compressor.progress import quiet_transformers
 
-STAGE = 2**25  # bytes of each of the two pinned buffers
+STAGE = 2**25  # bytes that are pinned at once
 SHARE = 2  # how many times what is read ahead must be free
 
 
@@ -38,17 +39,13 @@ class Cuda:
         """Makes the copying stream this thread's own."""
         return torch.cuda.stream(self.stream)
 
-    def pinned(self, size: int) -> Tensor:
-        """Page-locked bytes of the host."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def empty(self, like: Tensor) -> Tensor:
-        """An uninitialised tensor of the device, from the memory of this thread's stream."""
-        return torch.empty(like.shape, dtype=like.dtype, device=self.device)
-
-    def copy(self, target: Tensor, staged: Tensor) -> None:
-        """Begin to copy pinned bytes to the device."""
-        target.copy_(staged, non_blocking=True)
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor through pinned pieces, which torch reuses once the device has read them."""
+        target = torch.empty_like(tensor, device=self.device)
+        pieces = (value.view(-1).view(torch.uint8).split(STAGE) for value in (tensor, target) if value.numel())
+        for source, sink in zip(*pieces, strict=True):
+            sink.copy_(source.pin_memory(), non_blocking=True)
+        return target
 
     def mark(self) -> Any:
         """An event behind all that this thread's stream has been given so far."""
@@ -64,43 +61,20 @@ class Cuda:
             tensor.record_stream(stream)
 
 
-class Staging:
-    """Copies tensors to the device by way of two pinned buffers: one is filled while the other is copied from."""
-
-    def __init__(self, cuda: Any, size: int = STAGE) -> None:
-        self.cuda, self.size = cuda, size
-        self.buffers = [cuda.pinned(size) for _ in range(2)]
-        self.copied: list[Any] = [None, None]  # behind the last copy out of each
-        self.turn = self.used = 0
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device, once the copying stream has come so far."""
-        target: Tensor = self.cuda.empty(tensor)
-        if tensor.numel():
-            source, sink = (value.reshape(-1).view(torch.uint8) for value in (tensor, target))
-            begin = 0
-            while begin < len(source):
-                if self.used == self.size:  # go on with the other buffer, once nothing is copied from it any more
-                    self.copied[self.turn] = self.cuda.mark()
-                    self.turn, self.used = 1 - self.turn, 0
-                    if self.copied[self.turn] is not None:
-                        self.copied[self.turn].synchronize()
-                end = min(len(source), begin + self.size - self.used)
-                staged = self.buffers[self.turn][self.used : self.used + end - begin]
-                staged.copy_(source[begin:end])
-                self.cuda.copy(sink[begin:end], staged)
-                self.used, begin = self.used + end - begin, end
-        return target
-
-
 class ReadAhead:
-    """Reads a checkpoint's tensors, those that were announced ahead of time; each is checked for NaN once."""
+    """Reads a checkpoint's tensors, by a thread those that were announced; each is checked for NaN once.
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, cuda: Any = None) -> None:
-        self.checkpoint, self.device, self.cuda = checkpoint, device, cuda
+    Tensors are views of files, or on the device of `cuda` if they were read ahead for it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.checkpoint = checkpoint
+        self.cuda: Any = Cuda(device) if device.type == "cuda" else None
         self.checked = set[str]()
-        self.staging: Staging | None = None
-        self._work: _Work | None = None
+        self._pool: ThreadPoolExecutor | None = None  # of one thread, which ends with its only task
+        self._task = Future[tuple[dict[str, Tensor], Any]]()
+        self._names = set[str]()
+        self._abandoned = threading.Event()
 
     def begin(self, names: Iterable[str]) -> None:
         """Have a thread read these tensors, where that is worth it; what was announced before is forgotten.
@@ -108,13 +82,17 @@ class ReadAhead:
         It is not where room is short, or where they are to stay views of files that the page cache holds already.
         """
         self.stop()
-        wanted, staging = list(names), self.stage()
-        if not wanted or (staging is None and self.checkpoint.cached(wanted)):
+        wanted = list(names)
+        if not wanted or (self.cuda is None and self.checkpoint.cached(wanted)):
             return
         size = sum(self.checkpoint.tensors[name].nbytes for name in wanted)
-        rooms = (available(), None if staging is None else self.cuda.room())
-        if all(room is None or room >= SHARE * size for room in rooms):
-            self._work = _Work(self, wanted)
+        rooms = (available(), None if self.cuda is None else self.cuda.room())
+        if any(room is not None and room < SHARE * size for room in rooms):
+            return
+        computed = None if self.cuda is None else self.cuda.mark()
+        self._pool, self._names = ThreadPoolExecutor(1, "reading ahead"), set(wanted)
+        self._task = self._pool.submit(self._read, wanted, computed)
+        self._pool.shutdown(wait=False)
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names, as views of files or on the device; raises `CompressionError` for NaN.
@@ -122,17 +100,23 @@ class ReadAhead:
         What was read ahead is waited for and given away; the rest is read now.
         """
         wanted, found = list(names), dict[str, Tensor]()
-        if self._work is not None and not self._work.names.isdisjoint(wanted):
-            found = self._work.take(wanted)
+        if self._pool is not None and not self._names.isdisjoint(wanted):
+            self._pool.shutdown()
+            ahead, copied = self._task.result()
+            found = {name: ahead.pop(name) for name in wanted if name in ahead}
+            if self.cuda is not None and found:
+                self.cuda.hand_over(copied, found.values())
         read = self.checkpoint.read_all([name for name in wanted if name not in found])
         self.check(read)
         return found | read
 
     def stop(self) -> None:
         """End the thread, if there is one, and forget what it has read."""
-        if self._work is not None:
-            self._work.end()
-            self._work = None
+        if self._pool is not None:
+            self._abandoned.set()
+            self._pool.shutdown()
+            self._pool, self._task = None, Future()
+            self._abandoned.clear()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `CompressionError` naming a tensor that holds a NaN."""
@@ -141,63 +125,23 @@ class ReadAhead:
                 refuse_nan(name, self.checkpoint.tensors[name].file, tensor)
                 self.checked.add(name)
 
-    def stage(self) -> Staging | None:
-        """The way to a CUDA device; None where tensors stay views of their files."""
-        if self.staging is None and (self.cuda is not None or self.device.type == "cuda"):
-            self.cuda = self.cuda or Cuda(self.device)
-            self.staging = Staging(self.cuda)
-        return self.staging
-
-
-class _Work:
-    """One layer's tensors, read by a thread that ends by itself when it has read them."""
-
-    def __init__(self, reader: ReadAhead, names: list[str]) -> None:
-        self.reader, self.names = reader, set(names)
-        self.staging = reader.stage()
-        self.found: dict[str, Tensor] = {}
-        self.fault: BaseException | None = None
-        self.begun: Any = None if self.staging is None else self.staging.cuda.mark()  # all that has been computed
-        self.done: Any = None
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(names,), name="reading ahead")
-        self.thread.start()
-
-    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Wait for the thread and give those of the names away that it has read; raises what it met."""
-        self.thread.join()
-        if self.fault is not None:
-            raise self.fault
-        taken = {name: self.found.pop(name) for name in names if name in self.found}
-        if self.staging is not None and taken:
-            self.staging.cuda.hand_over(self.done, taken.values())
-        return taken
-
-    def end(self) -> None:
-        """End the thread; its faults are nobody's any more."""
-        self.ended.set()
-        self.thread.join()
-        self.found.clear()
-
-    def _run(self, names: list[str]) -> None:
-        staging, reader = self.staging, self.reader
+    def _read(self, names: list[str], computed: Any) -> tuple[dict[str, Tensor], Any]:
+        """The thread's task: the tensors, and what marks that their copies are done."""
+        found, cuda = dict[str, Tensor](), self.cuda
         try:
-            with nullcontext() if staging is None else staging.cuda.copying():
-                if staging is not None:
-                    self.begun.synchronize()  # the device has done what it was given, and so freed that room
-                for name, tensor in reader.checkpoint.read_all(names).items():
-                    if self.ended.is_set():
-                        return
-                    if staging is None:
-                        reader.checked.discard(name)  # to check it is what brings every page in
-                    reader.check({name: tensor})
-                    self.found[name] = tensor if staging is None else staging.copy(tensor)
-                if staging is not None:
-                    self.done = staging.cuda.mark()
+            with nullcontext() if cuda is None else cuda.copying():
+                if cuda is not None:
+                    computed.synchronize()  # the device has done what it was given, and so freed that room
+                for name, tensor in self.checkpoint.read_all(names).items():
+                    if self._abandoned.is_set():
+                        break
+                    if cuda is None:
+                        self.checked.discard(name)  # to check it is what brings every page in
+                    self.check({name: tensor})
+                    found[name] = tensor if cuda is None else cuda.copy(tensor)
+                return found, None if cuda is None else cuda.mark()
         except torch.OutOfMemoryError:
-            self.found = {}  # `take` reads what is missing when its place has become free
-        except BaseException as error:
-            self.fault = error
+            return {}, None  # `take` reads what is missing when its place has become free
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +160,7 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
-    targets: dict[str, str] = {}
-    patterns: dict[str, str | None] = {}
-    unknown = []
+    targets, patterns, unknown = dict[str, str](), dict[str, str | None](), list[str]()
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
@@ -323,10 +265,6 @@ class PartialModel:
             plan = self.model._get_dtype_plan(self.dtype)
             more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
-        self._settle(wanted)
-
-    def _settle(self, wanted: list[str]) -> None:
-        """Share tied tensors and check that everything asked for has arrived."""
         state = self.model.state_dict()
         for key in wanted:
             source = self.tied.get(key, key)

@@ -18,7 +18,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model import loading
-from compressor.model.loading import ReadAhead, Staging
+from compressor.model.loading import ReadAhead
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from tests import small, zoo
@@ -44,16 +44,11 @@ class LaggingDevice:
         self.copies_in = threading.current_thread()
         yield
 
-    def pinned(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
-    def empty(self, like: Tensor) -> Tensor:
-        self.log.append("allocate")
-        return torch.full(like.shape, 77, dtype=torch.uint8).to(like.dtype)
-
-    def copy(self, target: Tensor, staged: Tensor) -> None:
+    def copy(self, tensor: Tensor) -> Tensor:
         assert threading.current_thread() is self.copies_in
-        self.queue.append((target, staged))
+        self.log.append("copy")
+        self.queue.append((torch.full(tensor.shape, 77, dtype=torch.uint8).to(tensor.dtype), tensor))
+        return self.queue[-1][0]
 
     def mark(self) -> "Event":
         if threading.current_thread() is not self.copies_in:
@@ -79,8 +74,8 @@ class Event:
             self.device.log.append("computed")
             return
         while self.device.handed_over < self.place:
-            target, staged = self.device.queue.pop(0)
-            target.copy_(staged)
+            target, source = self.device.queue.pop(0)
+            target.copy_(source)
             self.device.handed_over += 1
 
 
@@ -91,7 +86,7 @@ def uncached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "reading ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("reading ahead")]
 
 
 def outputs(model: OpenModel, parts: tuple[Tensor, ...]) -> list[Tensor]:
@@ -130,10 +125,8 @@ def test_passes_give_the_same_bits(
     with monkeypatch.context() as without:
         without.setattr(ReadAhead, "begin", never)
         expected, plain = outputs(model, parts), gradients(model, parts)
-    monkeypatch.setattr(loading, "STAGE", 96)
     if device:
         reader.cuda = lagging = LaggingDevice()
-        reader.staging = Staging(lagging, size=96)  # so that every tensor goes through both buffers
     monkeypatch.setattr(ReadAhead, "begin", lambda self, names: begun.append(begin(self, names) or len(readers())))
     exact = {"rtol": 0.0, "atol": 0.0} if device is None else {"rtol": 1e-4, "atol": 1e-5}  # copies lie elsewhere
     torch.testing.assert_close(outputs(model, parts), expected, **exact)
@@ -141,15 +134,20 @@ def test_passes_give_the_same_bits(
     assert len(begun) == 3 * (len(model.architecture.units) - 1)
     assert readers() == []
     if device:
-        assert lagging.log.count("hand over") == lagging.log.count("allocate") > len(begun)
+        assert lagging.log.count("hand over") == lagging.log.count("copy") > len(begun)
         assert lagging.log.count("computed") == len(begun)
 
 
-def test_copies_wait_for_the_computing_before_and_for_the_buffer_that_they_fill(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
+def reading_to(device: LaggingDevice, checkpoint: Checkpoint) -> ReadAhead:
+    reader = ReadAhead(checkpoint, torch.device("cpu"))
+    reader.cuda = device
+    return reader
+
+
+def test_copies_wait_for_the_computing_before(tmp_path: Path) -> None:
+    _, model = opened("mixtral", tmp_path)
     checkpoint, device = model.checkpoint, LaggingDevice()
-    reader = ReadAhead(checkpoint, torch.device("cpu"), device)
-    reader.staging = Staging(device, size=1000)  # no multiple of any tensor's size
+    reader = reading_to(device, checkpoint)
     names = [name for name in checkpoint if ".layers.1." in name]
     for _ in range(2):
         device.log.clear()
@@ -157,11 +155,11 @@ def test_copies_wait_for_the_computing_before_and_for_the_buffer_that_they_fill(
         first = reader.take(names[:3])
         assert device.log[0] == "computed"
         rest = reader.take(names[3:])
-        assert device.log == ["computed"] + ["allocate"] * len(names) + ["hand over"] * len(names)
+        assert device.log == ["computed"] + ["copy"] * len(names) + ["hand over"] * len(names)
         for name, tensor in (first | rest).items():
             assert torch.equal(tensor, checkpoint.read(name)), name
             assert tensor.data_ptr() != checkpoint.read(name).data_ptr()
-    assert stock is not None and readers() == []
+    assert readers() == []
 
 
 @pytest.mark.parametrize("device", [None, "lagging"])
@@ -203,15 +201,16 @@ def test_an_abandoned_pass_ends_its_thread(
             if how == "fail":
                 raise ValueError("a visitor's own")
 
-    end = loading._Work.end
+    stop = ReadAhead.stop
 
-    def ending(self: loading._Work) -> None:
-        self.ended.set()
-        go_on.set()
-        end(self)
+    def stopping(self: ReadAhead) -> None:
+        if self._pool is not None:
+            self._abandoned.set()
+            go_on.set()
+        stop(self)
 
     monkeypatch.setattr(loading, "refuse_nan", slowly)
-    monkeypatch.setattr(loading._Work, "end", ending)
+    monkeypatch.setattr(ReadAhead, "stop", stopping)
     units = model.architecture.units
     passing = Pass(model, [torch.ones(1, 4, dtype=torch.long)]).layers(Failing())
     if how == "fail":
@@ -223,7 +222,7 @@ def test_an_abandoned_pass_ends_its_thread(
             passing.close()
     del passing
     gc.collect()
-    assert readers() == [] and model.partial.ahead._work is None
+    assert readers() == [] and model.partial.ahead._pool is None
     assert len(read) == 1  # it does not read its layer to the end
 
 
@@ -237,7 +236,7 @@ def test_only_where_there_is_room_and_something_to_read(tmp_path: Path, monkeypa
 
     def begins(reader: ReadAhead) -> bool:
         reader.begin(names)
-        begun = reader._work is not None
+        begun = reader._pool is not None
         assert {name: tensor.sum() for name, tensor in reader.take(names).items()} == expected
         reader.stop()
         return begun
@@ -249,16 +248,16 @@ def test_only_where_there_is_room_and_something_to_read(tmp_path: Path, monkeypa
     room[0], cached[0] = 2 * size, True
     assert not begins(reader)
     device = LaggingDevice(free=2 * size)
-    assert begins(ReadAhead(model.checkpoint, torch.device("cpu"), device))  # a copy is worth it, cached or not
+    assert begins(reading_to(device, model.checkpoint))  # a copy is worth it, cached or not
     device.free -= 1
-    assert not begins(ReadAhead(model.checkpoint, torch.device("cpu"), device))
+    assert not begins(reading_to(device, model.checkpoint))
     device.free += 1
 
-    def full(like: Tensor) -> Tensor:
+    def full(tensor: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(device, "empty", full)
-    assert begins(ReadAhead(model.checkpoint, torch.device("cpu"), device))  # and is then read without haste
+    monkeypatch.setattr(device, "copy", full)
+    assert begins(reading_to(device, model.checkpoint))  # and is then read without haste
 
 
 def test_whether_files_are_cached_is_asked_of_the_system(tmp_path: Path) -> None:
