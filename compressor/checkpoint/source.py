@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import filter_repo_objects, tqdm
 
 from compressor.checkpoint.reader import (
     INDEX_NAME,
@@ -36,13 +36,7 @@ from compressor.replaceable import TEMPLATES
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether the Hub answered, and said no; otherwise it could not be asked, or is in trouble itself."""
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
-    return status < 500 and status not in PASSING
-
-
-def told_reason(error: Exception) -> str:
+def reason_for(error: Exception) -> str:
     """The first line of what went wrong; where the client only says that it found nothing, of what led to that."""
     led = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
     return first_line(led or error)
@@ -52,22 +46,22 @@ def hub_fault(model: str, revision: str | None, error: Exception, file: str | No
     """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
     at = f" at revision {revision!r}" if revision else ""
     if isinstance(error, errors.GatedRepoError):
-        said = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
+        fault = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError):
-        said = f"{model} has no revision {revision!r} on the Hub; check --revision"
+        fault = f"{model} has no revision {revision!r} on the Hub; check --revision"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        said = f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
+        fault = f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
     elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-        said = f"{model}{at} lacks a file that is needed on the Hub: {first_line(error)}"
+        fault = f"{model}{at} lacks a file that is needed on the Hub: {first_line(error)}"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk is full, {file or 'the files'} of {model} could not be kept"
-        said = f"{what}; free some space, or set HF_HOME to a folder on a larger disk"
+        fault = f"{what}; free some space, or set HF_HOME to a folder on a larger disk"
     elif file is not None:
-        said = f"{file} of {model} could not be downloaded ({told_reason(error)}); run the same command again to go on"
+        fault = f"{file} of {model} could not be downloaded ({reason_for(error)}); run the same command again to go on"
     else:
-        what = f"{model!r} is no folder here, and the Hub could not be asked for it ({told_reason(error)})"
-        said = f"{what}; check the path or the network"
-    return CompressionError(said)
+        what = f"{model!r} is no folder here, and the Hub could not be asked for it ({reason_for(error)})"
+        fault = f"{what}; check the path or the network"
+    return CompressionError(fault)
 
 
 logger = logging.getLogger(__name__)
@@ -110,7 +104,14 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
     wanted = [found.files[name] for name in shard_names(found, folder, head)]
     missing = [file for file in wanted if _kept_size(folder, file) != file.size]
     if missing:
-        check_room(model, sum(file.size for file in missing))
+        needed = sum(file.size for file in missing) + SPARE_BYTES
+        cache = Path(constants.HF_HUB_CACHE).absolute()
+        free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.is_dir())).free
+        if free < needed:
+            raise CompressionError(
+                f"downloading {model} needs {needed / 1e9:.2f} GB, {cache} has {free / 1e9:.2f} GB free; free some "
+                "space, or set HF_HOME to a folder on a larger disk"
+            )
         progress.start("download (MB)", sum(steps(file.size) for file in missing))
     for file in missing:
         _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)
@@ -129,14 +130,19 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
             entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
         return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
     except Exception as error:
-        known = [] if is_refusal(error) else [try_to_load_from_cache(model, name, None, revision) for name in CACHED]
+        status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
+        refused = status < 500 and status not in PASSING  # otherwise the Hub was not reached, or is in trouble itself
+        known = [] if refused else [try_to_load_from_cache(model, name, None, revision) for name in CACHED]
         folder = next((Path(place).parent for place in known if isinstance(place, str)), None)  # as it was last seen
         if folder is None:
             raise hub_fault(model, revision, error) from error
-        if lost := _lost(folder, weights):
+        names = {path.name for path in folder.iterdir()}
+        heads = (INDEX_NAME, SINGLE_NAME, *((MODEL_NAME,) if weights == "any" else ()))
+        head = next((name for name in heads if name in names), SINGLE_NAME)
+        if missing := [name for name in _placed(folder, head) if name not in names]:
             raise CompressionError(
-                f"{model}: {lost} is not in the cache, and the Hub could not be asked for it ({told_reason(error)}); "
-                "run the command again with a network"
+                f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
+                f"({reason_for(error)}); run the command again with a network"
             ) from error
         logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
         return folder
@@ -164,15 +170,13 @@ def weights_file(model: str, names: Collection[str], weights: Weights = "safeten
     )
 
 
-def companions(names: Iterable[str]) -> list[str]:
+def companions(names: Collection[str]) -> list[str]:
     """The small files that are read or travel with the weights, in the order in which they are fetched."""
-    found = [
-        name
-        for name in names
-        if name in (CARD, INDEX_NAME)
-        or (any(fnmatchcase(name, pattern) for pattern in COMPANIONS) and not name.endswith(NOT_COMPANIONS))
-    ]
-    return sorted(found, key=lambda name: (name != CONFIG, name != INDEX_NAME, name))
+    matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
+    small = [name for name in matching if not name.endswith(NOT_COMPANIONS)]
+    return sorted(
+        {*small, *({CARD, INDEX_NAME} & {*names})}, key=lambda name: (name != CONFIG, name != INDEX_NAME, name)
+    )
 
 
 def fetch_small(found: Repository, revision: str | None, names: Sequence[str]) -> Path:
@@ -202,14 +206,6 @@ def _placed(folder: Path, head: str) -> list[str]:
     return sorted({str(file) for file in read_weight_map(folder / head).values()}) if head == INDEX_NAME else [head]
 
 
-def _lost(folder: Path, weights: Weights) -> str | None:
-    """What a folder in the cache lacks of its weights; None if nothing."""
-    names = {path.name for path in folder.iterdir()}
-    heads = (INDEX_NAME, SINGLE_NAME, *((MODEL_NAME,) if weights == "any" else ()))
-    head = next((name for name in heads if name in names), SINGLE_NAME)
-    return next((name for name in _placed(folder, head) if name not in names), None)
-
-
 def _kept_size(folder: Path, file: RepoFile) -> int | None:
     """Bytes that the cache has of a file, for this commit or for another one with the same content."""
     tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
@@ -217,17 +213,6 @@ def _kept_size(folder: Path, file: RepoFile) -> int | None:
         if path.is_file():
             return path.stat().st_size
     return None
-
-
-def check_room(model: str, nbytes: int) -> None:
-    """Refuse when the disk of the cache cannot hold what is still to be fetched."""
-    cache = Path(constants.HF_HUB_CACHE).absolute()
-    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
-    if free < nbytes + SPARE_BYTES:
-        raise CompressionError(
-            f"downloading {model} needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {cache} has {free / 1e9:.2f} GB free; "
-            "free some space, or set HF_HOME to a folder on a larger disk"
-        )
 
 
 def steps(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What a model is made of, asked of the stock transformers model built on meta: no tables of module names.
+"""What a model is made of, found by building the stock transformers model on meta: no tables of module names.
 
 Bounds on what a config may ask for, routers and the numbers of experts that they can take, and the MoE layers.
 """
@@ -6,10 +6,10 @@ Bounds on what a config may ask for, routers and the numbers of experts that the
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +62,7 @@ def check_count(layer: Router, count: int, where: str) -> None:
 
 
 def takes(layer: Router, count: int) -> bool:
-    """Whether the router can take that many experts."""
+    """Return True if the router can take that many experts."""
     try:
         check_count(layer, count, "")
     except CompressionError:
@@ -70,27 +70,11 @@ def takes(layer: Router, count: int) -> bool:
     return True
 
 
-def find_router(block: nn.Module, experts: nn.Module, prefix: str, keys: set[str]) -> tuple[str, nn.Module]:
-    """The one child of an MoE block, beside its experts, that owns expert-sized tensors."""
-    routers = [
-        (name, child)
-        for name, child in block.named_children()
-        if child is not experts and any(key.startswith(f"{prefix}{name}.") for key in keys)
-    ]
-    if len(routers) != 1:
-        raise CompressionError(
-            f"MoE block {prefix[:-1]!r} has {len(routers)} routers beside its experts; one is supported"
-        )
-    return routers[0]
-
-
 def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
-    """Experts that a token visits."""
+    """Experts that a token is routed to."""
     text = config.get_text_config()
-    named = [(owner, "top_k") for owner in (router, block)]
-    for owner in (getattr(router, "config", text), text):
-        named += [(owner, name) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
-    for owner, name in named:
+    fields = product((getattr(router, "config", text), text), ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
         if isinstance(value := getattr(owner, name, None), int):
             if value < 1:
                 raise CompressionError(
@@ -111,15 +95,6 @@ def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
     chosen = getattr(router, "topk_group", None) or groups
     # a group's score is the sum of its two best experts, except where the method scores it by its best one
     return int(groups), int(chosen), 1 if method else 2
-
-
-def value_tables(router: nn.Module, prefix: str, top_k: int) -> tuple[str, ...]:
-    """Integer tables [rows, top-k] of a router: their values are expert ids."""
-    return tuple(
-        f"{prefix}{name}"
-        for name, value in router.state_dict().items()
-        if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
-    )
 
 
 REPEATED = re.compile(r"(?<!per_)(layers?|labels?|blocks?|depths?|stages?|kernel_size)$")  # made lists of by a config
@@ -214,7 +189,7 @@ class MoeLayer:
     chosen_groups: int = 1  # topk_group
     experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
     tensors: tuple[ExpertTensor, ...] = ()
-    tables: tuple[str, ...] = ()  # integer tables whose values are expert ids
+    tables: tuple[str, ...] = ()  # the router's integer tables [rows, top-k] whose values are expert ids
     parts: int = 1  # that each expert of the stored model has become
 
 
@@ -262,35 +237,40 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     return config
 
 
-def choose_kernels(config: Any) -> None:
-    """Leave the choice of attention and experts to transformers, in a config and in all that it holds.
+def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Fields of a config, or of its JSON, and of all that it holds that choose kernels: the mapping, and its key.
 
     A checkpoint may name a repository there, whose code would be fetched and run.
     """
-    held, seen = [config], set[int]()
-    while held:
-        node = held.pop()
+    nodes, seen = [config], set[int]()
+    while nodes:
+        node = nodes.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
         fields = vars(node) if hasattr(node, "model_type") else node if isinstance(node, dict) else {}
-        for name in KERNEL_FIELDS & fields.keys():
-            fields[name] = None
-        held += [*fields.values(), *(node if isinstance(node, list | tuple) else ())]
+        yield from ((fields, name) for name in KERNEL_FIELDS & fields.keys())
+        nodes += [*fields.values(), *(node if isinstance(node, list | tuple) else ())]
+
+
+def choose_kernels(config: Any) -> None:
+    """Leave the choice of attention and experts to transformers, in a config and in all that it holds."""
+    for fields, name in kernel_fields(config):
+        fields[name] = None
 
 
 def model_class(config: Any) -> type[Any]:
     """The stock class that the config's `architectures` names, or the causal language model of its type."""
     import transformers
 
-    said = getattr(config, "architectures", None)
-    said = [name for name in said if isinstance(name, str)] if isinstance(said, list | tuple) else []
-    named = (getattr(transformers, name, None) for name in said)
+    names = getattr(config, "architectures", None)
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
+    named = (getattr(transformers, name, None) for name in names)
     kinds = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForTokenClassification")
     automatic = (getattr(transformers, kind)._model_mapping.get(type(config), None) for kind in kinds)
-    for found in chain(named, automatic):
-        if isinstance(found, type):
-            return found
+    for stock_class in chain(named, automatic):
+        if isinstance(stock_class, type):
+            return stock_class
     raise CompressionError(
         f"transformers has no language model for model type {config.model_type!r}; only stock architectures "
         "are supported"
@@ -328,11 +308,11 @@ def build_stored(checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None 
     Its modules would take long to build, and its computed buffers would fill the memory.
     """
     model = build_meta(config, dtype, SPARE_PARTS + PARTS_EACH * len(checkpoint.tensors))
-    asked = sum(value.numel() for value in (*model.parameters(), *model.buffers()))
+    elements = sum(value.numel() for value in (*model.parameters(), *model.buffers()))
     stored = sum(info.nbytes for info in checkpoint.tensors.values())
-    if asked > SPARE_ELEMENTS + ELEMENTS_EACH * stored:
+    if elements > SPARE_ELEMENTS + ELEMENTS_EACH * stored:
         raise CompressionError(
-            f"config.json asks for a model of {asked:,} elements, the checkpoint stores {stored:,} bytes; {RESTORE}"
+            f"config.json asks for a model of {elements:,} elements, the checkpoint stores {stored:,} bytes; {RESTORE}"
         )
     return model
 
@@ -368,22 +348,6 @@ def layer_number(unit: str) -> int:
     return int(unit.rsplit(".", 1)[-1])
 
 
-def _candidate_fields(config: Any, count: int) -> list[str]:
-    """Dotted config fields whose value is `count`, those that speak of experts first."""
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for key, value in vars(node).items():
-            if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-                yield from walk(value, f"{prefix}{key}.")
-            elif isinstance(value, int) and not isinstance(value, bool) and value == count:
-                yield f"{prefix}{key}"
-
-    names = [name for name in walk(config, "") if not re.search(r"per_tok|top_?k|shared", name.rsplit(".", 1)[-1])]
-    return sorted(
-        names, key=lambda name: ("expert" not in name, "vision" in name or "audio" in name, name.count("."), name)
-    )
-
-
 def expert_counts(model: nn.Module) -> dict[str, int]:
     """Experts of each experts module."""
     return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
@@ -397,7 +361,18 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
         raise CompressionError(
             f"layers hold unequal numbers of experts ({[count, *others]}); one count for all layers is supported"
         )
-    for candidate in _candidate_fields(config, count)[:MOST_CANDIDATES]:
+
+    def candidates(node: Any, prefix: str) -> Iterator[str]:
+        for key, value in vars(node).items():
+            if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+                yield from candidates(value, f"{prefix}{key}.")
+            elif type(value) is int and value == count and not re.search(r"per_tok|top_?k|shared", key):
+                yield f"{prefix}{key}"
+
+    def order(path: str) -> tuple[bool, bool, int, str]:  # the likeliest first
+        return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
+
+    for candidate in sorted(candidates(config, ""), key=order)[:MOST_CANDIDATES]:
         with suppress(CompressionError, ValueError, TypeError):
             doubled = build_meta(with_fields(config, {candidate: 2 * count}))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
@@ -407,7 +382,7 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
 
 def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str, ExpertTensor]:
     """State-dict entries that count experts: those whose shape differs between builds with E and 2E experts."""
-    larger, found = doubled.state_dict(), {}
+    larger, tensors = doubled.state_dict(), {}
     for key, value in model.state_dict().items():
         if key not in larger:
             raise CompressionError(
@@ -418,60 +393,64 @@ def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str
         if changed and (len(changed) > 1 or after[changed[0]] - before[changed[0]] != count):
             raise CompressionError(f"tensor {key!r} grows from {before} to {after} with the experts; not supported")
         for dim in changed:
-            found[key] = ExpertTensor(key, dim, before[dim] - count)
-    return found
+            tensors[key] = ExpertTensor(key, dim, before[dim] - count)
+    return tensors
 
 
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     """Find every MoE layer of the stock model of `config`; raises `CompressionError` for a dense or unknown one."""
     model = model if model is not None else build_meta(config)
-    found = dict(experts_modules(model))
-    stock = type(model).__name__
-    if not found:
+    stock, names = type(model).__name__, [name for name, _ in experts_modules(model)]
+    if not names:
         raise CompressionError(
             f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is a dense "
             "model, or an MoE architecture of another interface, which is not supported"
         )
     count_field, doubled = find_count_field(config, model)
-    count = int(attrgetter(count_field)(config))
-    tensors = expert_tensors(model, doubled, count)
+    tensors = expert_tensors(model, doubled, int(attrgetter(count_field)(config)))
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    modules = dict(model.named_modules())
-    layers = []
-    for name, experts in found.items():
-        block_name = name.rpartition(".")[0]
-        block, prefix = modules[block_name], f"{block_name}."
-        own = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        if any(key.startswith(f"{name}.") and key in tied for key in own):
-            continue  # the same weights under a second name
-        child, router = find_router(block, experts, prefix, set(own))
-        top_k, groups = top_k_of(router, block, config), routing_groups_of(router)
-        unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
-        layers.append(
-            MoeLayer(
-                name,
-                block_name,
-                f"{prefix}{child}",
-                unit,
-                layer_number(unit),
-                count,
-                top_k,
-                *groups,
-                tensors=tuple(own.values()),
-                tables=value_tables(router, f"{prefix}{child}.", top_k),
-            )
-        )
+    # the same weights under a second name are no layer of their own
+    names = [name for name in names if not any(key.startswith(f"{name}.") and key in tied for key in tensors)]
+    layers = tuple(_moe_layer(name, model, config, tensors, units) for name in names)
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     stray = sorted(key for key in tensors if key not in covered and key not in tied)
     if stray:
         raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
-    return Architecture(str(config.model_type), stock, count_field, tuple(layers), units, config)
+    return Architecture(str(config.model_type), stock, count_field, layers, units, config)
+
+
+def _moe_layer(
+    name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], units: Sequence[str]
+) -> MoeLayer:
+    """The layer of the experts module `name`; its router is the one other child of its block with expert tensors."""
+    block_name = name.rpartition(".")[0]
+    block, experts = model.get_submodule(block_name), model.get_submodule(name)
+    own = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
+    routers = [
+        (f"{block_name}.{child}", module)
+        for child, module in block.named_children()
+        if module is not experts and any(tensor.key.startswith(f"{block_name}.{child}.") for tensor in own)
+    ]
+    if len(routers) != 1:
+        raise CompressionError(
+            f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is supported"
+        )
+    router_name, router = routers[0]
+    top_k, groups = top_k_of(router, block, config), routing_groups_of(router)
+    unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
+    tables = tuple(
+        f"{router_name}.{key}"
+        for key, value in router.state_dict().items()
+        if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
+    )
+    number, count = layer_number(unit), int(experts.num_experts)  # type: ignore[arg-type]
+    return MoeLayer(name, block_name, router_name, unit, number, count, top_k, *groups, tensors=own, tables=tables)
 
 
 def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
     """MoE layers by the decoder layer that holds them."""
-    found: dict[str, list[MoeLayer]] = {}
+    by_unit: dict[str, list[MoeLayer]] = {}
     for layer in layers:
-        found.setdefault(layer.unit, []).append(layer)
-    return found
+        by_unit.setdefault(layer.unit, []).append(layer)
+    return by_unit

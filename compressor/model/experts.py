@@ -155,43 +155,35 @@ class Watch:
     def attach(self) -> Self:
         """Begin to watch; once attached, begin anew."""
         self.detach()
-        layer, removals = self.layer, self._removals
-        router, experts, block = map(self.model.get_submodule, (layer.router, layer.name, layer.block))
+        router, experts, block = map(self.model.get_submodule, (self.layer.router, self.layer.name, self.layer.block))
 
-        def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        def choices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
             return [*args, *kwargs.values()][:3]
 
+        def watch(module: Any, called: Called | None) -> None:
+            if called is not None:  # a pass may end a batch in a hook of the block, and nothing comes after that
+                hook = module.register_forward_hook(
+                    lambda _, *call: called(*call), with_kwargs=True, prepend=module is block
+                )
+                self._removals.append(hook.remove)
+
         if (on_experts := self.on_experts) is not None:
-            removals.append(
-                experts.register_forward_pre_hook(
-                    lambda _, args, kwargs: on_experts(*given(args, kwargs)), with_kwargs=True
-                ).remove
-            )
+            hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*choices(*call)), with_kwargs=True)
+            self._removals.append(hook.remove)
         if self.on_expert_output is not None:
             experts.forward = partial(observed_forward, experts, observe=self.on_expert_output)
-            removals.append(partial(experts.__dict__.pop, "forward", None))
+            self._removals.append(partial(experts.__dict__.pop, "forward", None))
         if (on_output := self.on_output) is not None:
-            removals.append(
-                experts.register_forward_hook(
-                    lambda _, args, kwargs, output: on_output(given(args, kwargs)[0], output), with_kwargs=True
-                ).remove
-            )
-        for module, called in ((router, self.on_router), (block, self.on_block)):
-            if called is not None:  # a pass may end a batch in a hook of the block, and nothing comes after that
-                removals.append(
-                    module.register_forward_hook(
-                        lambda _, args, kwargs, output, called=called: called(args, kwargs, output),
-                        with_kwargs=True,
-                        prepend=module is block,
-                    ).remove
-                )
+            watch(experts, lambda args, kwargs, output: on_output(choices(args, kwargs)[0], output))
+        watch(router, self.on_router)
+        watch(block, self.on_block)
         return self
 
     def detach(self) -> None:
         """Stop watching; the modules are as they were."""
         for remove in self._removals:
             remove()
-        self._removals = []
+        self._removals.clear()
 
     def __enter__(self) -> Self:
         return self.attach()

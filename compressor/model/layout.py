@@ -1,9 +1,6 @@
 """How a checkpoint stores its experts: one tensor each, or fused along a dimension; found by asking the loader."""
 
 import copy
-import hashlib
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -47,27 +44,25 @@ class Layout:
     quantized: bool
 
 
-def _placements(checkpoint: Checkpoint, partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
+def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
     """(target, pattern, suffix) of stored tensors, a weight's scales beside it, and what the stock model leaves out."""
     keys, left_out = partial.plain_keys, list[str]()
     placed: dict[str, Key] = {name: (keys.targets[name], keys.patterns[name], "") for name in keys.targets}
     if not quantized:
         return placed, list(keys.unknown)
-    trials = {name: _weights_of(name) for name in keys.unknown}
-    found = map_keys(chain.from_iterable(trials.values()), partial.model, partial.plain_conversions)
-    for name, tried in trials.items():
-        weight = next((trial for trial in tried if trial in found.targets), None)
+    weights = dict[str, list[str]]()  # what the weight of a companion may be called: x.up_scale -> x.weight, x.up
+    for name in keys.unknown:
+        stem, _, last = name.rpartition(".")
+        cuts = range(1, last.count("_") + 1)
+        weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
+    mapped = map_keys(chain.from_iterable(weights.values()), partial.model, partial.plain_conversions)
+    for name, candidates in weights.items():
+        weight = next((candidate for candidate in candidates if candidate in mapped.targets), None)
         if weight is None:
             left_out.append(name)
         else:
-            placed[name] = (found.targets[weight], found.patterns[weight], f".{name.rpartition('.')[2]}")
+            placed[name] = (mapped.targets[weight], mapped.patterns[weight], f".{name.rpartition('.')[2]}")
     return placed, left_out
-
-
-def _weights_of(name: str) -> list[str]:
-    """What the weight may be called that a companion belongs to: x.up_scale -> x.weight, x.up."""
-    stem, _, last = name.rpartition(".")
-    return [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in range(1, last.count("_") + 1))]
 
 
 def _converter(partial: Any, pattern: str | None) -> Any:
@@ -106,7 +101,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     raw, experts = checkpoint.raw_config, architecture.experts
     nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
     quantized = any(node.get("quantization_config") for node in nodes)
-    placed, left_out = _placements(checkpoint, partial, quantized)
+    placed, left_out = _placements(partial, quantized)
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
     families: dict[Key, list[str]] = {}
@@ -167,25 +162,11 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
     """For per-expert storage: the name that an expert's tensors share, up to and including its number."""
-    names = {
-        role.expert: name for name, role in layout.roles.items() if role.kind == "expert" and role.layer == layer.name
-    }
-    found = {}
-    for expert, name in names.items():
-        parts = name.split(".")
-        places = [place for place, part in enumerate(parts) if re.fullmatch(r"\d+", part) and int(part) == expert]
-        if places:
-            found[expert] = ".".join(parts[: places[-1] + 1])
-    return found
-
-
-def fingerprint(checkpoint: Checkpoint, layout: Layout) -> str:
-    """SHA-256 over every tensor's name, dtype and shape and over all routers' bytes (small, and each model's own)."""
-    digest = hashlib.sha256()
-    digest.update(json.dumps(sorted((t.name, t.dtype, t.shape) for t in checkpoint.tensors.values())).encode())
-    for name in sorted(name for name, role in layout.roles.items() if role.is_router):
-        info = checkpoint.tensors[name]
-        with checkpoint.path(name).open("rb") as stream:
-            stream.seek(info.begin)
-            digest.update(stream.read(info.nbytes))
-    return digest.hexdigest()
+    prefixes = {}
+    for name, role in layout.roles.items():
+        if role.kind == "expert" and role.layer == layer.name:
+            parts = name.split(".")
+            places = [place for place, part in enumerate(parts) if part.isdecimal() and int(part) == role.expert]
+            if places:
+                prefixes[role.expert] = ".".join(parts[: places[-1] + 1])
+    return prefixes

@@ -265,6 +265,10 @@ class PartialModel:
             plan = self.model._get_dtype_plan(self.dtype)
             more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
+        self._settle(wanted)
+
+    def _settle(self, wanted: list[str]) -> None:
+        """Share tied tensors and check that everything requested has arrived."""
         state = self.model.state_dict()
         for key in wanted:
             source = self.tied.get(key, key)

@@ -1,5 +1,7 @@
 """An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from compressor.model.architecture import (
 )
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
-from compressor.model.layout import Layout, find_layout, fingerprint
+from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
 from compressor.serving.advice import Advice, Served, advise, broken, warnings
 
@@ -92,8 +94,15 @@ class OpenModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the source checkpoint (reads the routers)."""
-        return fingerprint(self.checkpoint, self.layout)
+        """SHA-256 over each stored tensor's name, dtype and shape, and over the bytes of all routers."""
+        stored = sorted((info.name, info.dtype, info.shape) for info in self.checkpoint.tensors.values())
+        digest = hashlib.sha256(json.dumps(stored).encode())
+        for name in sorted(name for name, role in self.layout.roles.items() if role.is_router):
+            info = self.checkpoint.tensors[name]
+            with self.checkpoint.path(name).open("rb") as stream:
+                stream.seek(info.begin)
+                digest.update(stream.read(info.nbytes))
+        return digest.hexdigest()
 
     @property
     def dtype_name(self) -> str:

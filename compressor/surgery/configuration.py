@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import KERNEL_FIELDS, Architecture
+from compressor.model.architecture import Architecture, kernel_fields
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.recipe.plan import CompressionPlan
 
@@ -68,15 +68,6 @@ def zero_extra_heads(raw: dict[str, Any], prefix: str = "") -> list[str]:
             raw[key] = 0
             changed.append(f"{prefix}{key}")
     return changed
-
-
-def _drop_kernels(node: Any) -> None:
-    """Leave out how attention and experts are to be computed: not obeyed here, it would fetch code elsewhere."""
-    if isinstance(node, dict):
-        for name in KERNEL_FIELDS & node.keys():
-            del node[name]
-    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _drop_kernels(value)
 
 
 def _renumbered(text: str, renames: Mapping[str, str | None]) -> str | None:
@@ -155,7 +146,8 @@ def config_with(
     """
     config = fields_set(raw, architecture.config, fields)
     config.pop("auto_map", None)  # stock loading only: remote code does not travel
-    _drop_kernels(config)
+    for node, field in kernel_fields(config):  # not obeyed here, it would fetch code elsewhere
+        del node[field]
     return config, zero_extra_heads(config) if layout.left_out and not heads else []
 
 
