@@ -10,7 +10,7 @@ from typing import Any
 from compressor.checkpoint.reader import Size
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep, layer_to_dict
-from compressor.report.data import LayerReport, Report
+from compressor.report.data import LayerReport, Report, named
 from tests.gates import mixed
 
 HOSTILE = "<script>alert(1)</script> & \"q\" 'a' $x_1$ \x00\x1b \ud800 \u202e ]]> --> </style></svg>"
@@ -39,7 +39,8 @@ def layer(number: int, experts: int = 16, kept: int = 12, gone: int = 1, **other
         "figures": {"largest_group": 2, "cost": {"a_b": 1.5}},
     }  # fmt: skip
     fields: dict[str, Any] = {
-        "module": f"model.layers.{number}.mlp.experts", "protected": (kept - 1,) if number == 1 else (),
+        "module": f"model.layers.{number}.mlp.experts", "name": f"Layer {number}",
+        "protected": (kept - 1,) if number == 1 else (),
         "similarity": tuple(map(tuple, matrix)),
         "similarity_label": "linear CKA of expert outputs, 256 tokens", "visits_before": shares(made, experts),
         "visits_after": shares(made, kept), "error": round(0.002 * (number + 1) + made.random() / 100, 6),
@@ -98,6 +99,7 @@ def report(depth: int = 4, experts: int = 16, kept: int = 12, **others: Any) -> 
     }  # fmt: skip
     planned |= {name: others.pop(name) for name in planned if name in others}
     fields |= others
+    fields["layers"] = named(fields["layers"])
     return Report(plan=a_plan(fields["layers"], **planned), **fields)
 
 

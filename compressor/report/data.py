@@ -7,19 +7,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import chain
+from dataclasses import dataclass, fields, replace
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
-from compressor.gates.verdict import gate_content
+from compressor.gates.verdict import GateResult, gate_content
 from compressor.pipeline.outcome import Outcome, read_outcome
 from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.records import plain_json, read_as, read_json
+from compressor.records import plain_json, read_json
 from compressor.words import counted, joined, one_line, ranges
 
 FORMAT = "moe-compressor-report/3"
@@ -28,22 +28,21 @@ NO_RECORD = "This machine has no record of the run, so its times and memory are 
 Matrix = tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How evenly the visits spread over experts."""
+class Load(NamedTuple):
+    """How evenly routed tokens spread over experts."""
 
     maximum_to_mean: float  # 1: all alike; the number of experts: one takes all
     entropy: float  # of the shares, over that of equal shares: 1: all alike; 0: one takes all
 
 
-def load_of(visits: tuple[float, ...] | None) -> Load | None:
-    """How evenly shares [E] that sum to 1 are spread; None where there are no visits or no experts to choose from."""
-    total = sum(visits or ())
-    if not visits or total <= 0:
+def load_of(shares: Sequence[float] | None) -> Load | None:
+    """How evenly shares [E] that sum to 1 are spread; None where there are none or no experts to choose from."""
+    total = sum(shares or ())
+    if not shares or total <= 0:
         return None
-    shares = [visit / total for visit in visits]
-    entropy = -sum(share * math.log(share) for share in shares if share > 0)
-    return Load(max(shares) * len(shares), entropy / math.log(len(shares)) if len(shares) > 1 else 1.0)
+    parts = [share / total for share in shares]
+    entropy = -sum(part * math.log(part) for part in parts if part > 0)
+    return Load(max(parts) * len(parts), entropy / math.log(len(parts)) if len(parts) > 1 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,18 @@ class LayerMeasures:
     """What was measured of one MoE layer; None where it could not be."""
 
     module: str
-    similarity: Matrix | None = None  # [E, E] of the source's experts, 0 to 1
+    similarity: Matrix | None = None  # [E, E] of the base's experts, 0 to 1
     similarity_label: str = ""  # how it was measured
-    visits_before: tuple[float, ...] | None = None  # [E] share of the source's routed tokens; zeros without tokens
+    visits_before: tuple[float, ...] | None = None  # [E] share of the base's routed tokens; zeros without tokens
     visits_after: tuple[float, ...] | None = None  # [N] of the compressed model's, on its own hidden states
-    error: float | None = None  # ||y' - y||^2 / ||y||^2 of the MoE block's output on the source's own inputs
+    error: float | None = None  # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
     cosine: float | None = None  # of y' and y, the mean over tokens
     stream_error: float | None = None  # the same of the decoder layer's output, each model run on its own
     stream_cosine: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Values by name."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +73,23 @@ class Measured:
     text: str | None = None  # its name, without folders
     missing: tuple[str, ...] = ()  # what could not be measured, and the option that gives it, a sentence each
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        content: dict[str, Any] = plain_json(asdict(self))
-        return content
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """What `to_dict` made; raises `CompressionError` for anything else."""
-        return read_as(cls, content)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport(LayerMeasures):
     """One MoE layer: what the plan does to it, and what was measured of it."""
 
     plan: LayerPlan
+    name: str = ""  # 'Layer 3', or the module's where two have the same number
     protected: tuple[int, ...] = ()
 
     @property
-    def load_before(self) -> Load | None:
-        """How evenly the source's visits spread."""
-        return load_of(self.visits_before)
-
-    @property
-    def load_after(self) -> Load | None:
-        """How evenly the compressed model's visits spread."""
-        return load_of(self.visits_after)
-
-    @property
     def heldout_error_before(self) -> float | None:
-        """Error on tokens that the correction did not see, before it."""
+        """Error on tokens that the reconstruction did not see, before it."""
         return heldout_errors(self.plan)[0]
 
     @property
     def heldout_error_after(self) -> float | None:
-        """Error on tokens that the correction did not see, after it."""
+        """Error on tokens that the reconstruction did not see, after it."""
         return heldout_errors(self.plan)[1]
 
 
@@ -128,12 +112,7 @@ class Report(Outcome):
     def to_json(self) -> str:
         """All of it as JSON."""
         layers = [
-            {
-                **{entry.name: getattr(layer, entry.name) for entry in fields(LayerMeasures)},
-                **layer_to_dict(layer.plan),
-                "protected": layer.protected,
-            }
-            for layer in self.layers
+            {**layer.fields(), **layer_to_dict(layer.plan), "protected": layer.protected} for layer in self.layers
         ]
         own = {name: getattr(self, name) for name in ("hubs", "missing", "measured_tokens", "measured_text")}
         steps = [{name: each for name, each in step.to_dict().items() if name != "plan"} for step in self.plan.steps]
@@ -141,11 +120,43 @@ class Report(Outcome):
         gate = None if self.gate is None else gate_content(self.gate)
         return json.dumps({"format": FORMAT, **content, "gate": gate}, ensure_ascii=False, allow_nan=False)
 
+    @property
+    def measured_on(self) -> str:
+        """'16,384 tokens of texts.jsonl'."""
+        return counted(self.measured_tokens, "token") + (f" of {self.measured_text}" if self.measured_text else "")
 
-def read_hubs(path: Path | None, most: int) -> tuple[Mapping[str, Any], ...]:
-    """The rows of a hubs.json, the strongest first, of a model with `most` experts; none without a path."""
-    if path is None:
-        return ()
+
+def report_data(
+    folder: Path,
+    measured: Measured | None = None,
+    hubs: Path | None = None,
+    gate: Path | GateResult | None = None,
+) -> Report:
+    """What an output folder says of itself, and what was `measured` of it.
+
+    `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
+    """
+    outcome, measured = read_outcome(folder, gate), measured or Measured()
+    stage, measures = outcome.stage, {layer.module: layer for layer in measured.layers}
+    return Report(
+        **{entry.name: getattr(outcome, entry.name) for entry in fields(Outcome)},
+        layers=named(
+            LayerReport(
+                **measures.get(layer.module, LayerMeasures(layer.module)).fields(),
+                plan=layer,
+                protected=tuple(stage.protected.get(layer.module, ())),
+            )
+            for layer in stage.layers
+        ),
+        hubs=() if hubs is None else _read_hubs(hubs, sum(layer.experts for layer in stage.layers)),
+        missing=measured.missing if outcome.seconds else (*measured.missing, NO_RECORD),
+        measured_tokens=measured.tokens,
+        measured_text=measured.text,
+    )
+
+
+def _read_hubs(path: Path, most: int) -> tuple[Mapping[str, Any], ...]:
+    """The rows of a hubs.json, the strongest first, of a model with `most` experts."""
     remedy = "name a hubs.json that moe-compress attribute has written"
     content = read_json(path, remedy, remedy)
     if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
@@ -155,41 +166,14 @@ def read_hubs(path: Path | None, most: int) -> tuple[Mapping[str, Any], ...]:
     return tuple(content)
 
 
-def report_on(outcome: Outcome, measured: Measured | None = None, hubs: Path | None = None) -> Report:
-    """An outcome that was read from its folder, and what was `measured` of it; `hubs` is a hubs.json."""
-    stage, measured = outcome.stage, measured or Measured()
-    measures = {layer.module: layer for layer in measured.layers}
-    layers = []
-    for layer in stage.layers:
-        found = measures.get(layer.module, LayerMeasures(layer.module))
-        measured_here = {entry.name: getattr(found, entry.name) for entry in fields(found)}
-        protected = tuple(stage.protected.get(layer.module, ()))
-        layers.append(LayerReport(**measured_here, plan=layer, protected=protected))
-    missing = measured.missing if outcome.seconds else (*measured.missing, NO_RECORD)
-    return Report(
-        **{entry.name: getattr(outcome, entry.name) for entry in fields(Outcome)},
-        layers=tuple(layers),
-        hubs=read_hubs(hubs, sum(layer.experts for layer in stage.layers)),
-        missing=missing,
-        measured_tokens=measured.tokens,
-        measured_text=measured.text,
-    )
-
-
-def report_data(
-    folder: Path, measured: Measured | None = None, hubs: Path | None = None, gate: Path | None = None
-) -> Report:
-    """What an output folder says of itself, and what was `measured` of it.
-
-    `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
-    """
-    return report_on(read_outcome(folder, gate), measured, hubs)
-
-
-def named(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, str]]:
-    """Each layer with its name: 'Layer 3', or the module's where two have the same number."""
+def named(layers: Iterable[LayerReport]) -> tuple[LayerReport, ...]:
+    """The layers with their names."""
+    layers = tuple(layers)
     often = Counter(layer.plan.layer for layer in layers)
-    return [(each, f"Layer {each.plan.layer}" if often[each.plan.layer] == 1 else each.module) for each in layers]
+    return tuple(
+        replace(each, name=f"Layer {each.plan.layer}" if often[each.plan.layer] == 1 else each.module)
+        for each in layers
+    )
 
 
 def order(plan: LayerPlan) -> tuple[int, ...]:
@@ -198,7 +182,7 @@ def order(plan: LayerPlan) -> tuple[int, ...]:
     return tuple(chain(*sorted(plan.merged, key=len, reverse=True), *alone, plan.dropped))
 
 
-def dispositions(layer: LayerReport) -> Mapping[int, str]:
+def dispositions(layer: LayerReport) -> dict[int, str]:
     """What became of each expert, in words."""
     gone = "replaced by a constant" if layer.plan.constants else "dropped"
     found = dict.fromkeys(range(layer.plan.experts), gone)
@@ -212,8 +196,11 @@ def dispositions(layer: LayerReport) -> Mapping[int, str]:
 
 def roles(layer: LayerReport) -> list[str]:
     """Kept, merged or dropped, also for a constant: [E]."""
-    found = {"merged": "merged", "dropped": "dropped", "replaced": "dropped"}
-    return [found.get(said.split()[0], "kept") for said in dispositions(layer).values()]
+    merged = {expert for group in layer.plan.merged for expert in group}
+    dropped = set(layer.plan.dropped)
+    return [
+        "merged" if each in merged else "dropped" if each in dropped else "kept" for each in range(layer.plan.experts)
+    ]
 
 
 def gone(layers: Iterable[LayerPlan]) -> str:
@@ -251,7 +238,12 @@ def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
         won = layer.figures.get("won")  # where several strategies were tried
         return one_line(f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by or "-")
 
-    has_errors = any(correction_of(layer) for layer in plan.layers)
+    def error(layer: LayerPlan) -> str:
+        (before, after), kept = heldout_errors(layer), correction_of(layer).get("kept")
+        if before is None or after is None:
+            return "-"
+        return f"{before:.4g}, not corrected" if kept == "none" else f"{before:.4g} to {after:.4g} ({kept})"
+
     columns = {
         "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if often[each.layer] > 1 else str(each.layer),
         "kept": lambda layer: ranges(group.members[0] for group in layer.groups if group.untouched),
@@ -259,46 +251,17 @@ def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
         "dropped" if plan.constants is None else "constants": lambda layer: ranges(layer.dropped),
         **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
         "decided by": decided_by,
-        **({"held-out error": error_change} if has_errors else {}),
+        **({"held-out error": error} if any(map(correction_of, plan.layers)) else {}),
     }
     rows = tuple(tuple(cell(layer) for cell in columns.values()) for layer in plan.layers)
     return Table(caption, tuple(columns), rows, frozenset(columns))
 
 
-def error_change(layer: LayerPlan) -> str:
-    """The held-out reconstruction error before and after the reconstruction."""
-    (before, after), kept = heldout_errors(layer), correction_of(layer).get("kept")
-    if before is None or after is None:
-        return "-"
-    return f"{before:.4g}, not corrected" if kept == "none" else f"{before:.4g} to {after:.4g} ({kept})"
-
-
-def experts_legend(plan: CompressionPlan) -> str:
-    """How to read the table."""
-    legend = (
-        "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
-        "Merged: the experts joined by + became one; one that stands there alone was rescaled."
-    )
-    if any(correction_of(layer) for layer in plan.layers):
-        legend += (
-            " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
-            "to which neither plan nor reconstruction was fitted, before and after the reconstruction."
-        )
-    return legend
-
-
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
     """Similarities of a group's pairs; none without a matrix."""
-    if layer.similarity is None:
-        return []
-    return [layer.similarity[a][b] for place, a in enumerate(group) for b in group[place + 1 :]]
+    return [layer.similarity[a][b] for a, b in combinations(group, 2)] if layer.similarity is not None else []
 
 
 def mean(values: Sequence[float]) -> float | None:
     """Their mean, or None without any."""
     return fmean(values) if values else None
-
-
-def brief_end(text: str, most: int = 24) -> str:
-    """The end of a name that is too long for a drawing: what tells modules apart stands there."""
-    return text if len(text) <= most else f"…{text[1 - most :]}"

@@ -27,25 +27,11 @@ from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
 from compressor.gates.report import gate_figure
 from compressor.recipe.document import changed, result_of
-from compressor.report.data import (
-    LayerReport,
-    Load,
-    Report,
-    all_dispositions,
-    brief_end,
-    gone,
-    mean,
-    named,
-    order,
-    roles,
-    within,
-)
-from compressor.steps.distill.describe import Evaluation, curve
+from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
+from compressor.steps.distill.describe import curve
 from compressor.words import counted, listed, percent, readable, share, short, span
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from matplotlib.figure import FigureBase
 
 WIDTH = 3.6  # inches
@@ -56,10 +42,9 @@ FARTHEST = 1e30  # errors and divergences beyond it are drawn there: no axis hol
 HELDOUT = ("heldout_error_before", "heldout_error_after")
 ERRORS = {  # by field of a layer: what it is and how it is drawn
     "error": Dots("of the MoE block", (), "after"),
-    HELDOUT[0]: Dots("held-out, before correction", (), "before", "D", False),
-    HELDOUT[1]: Dots("held-out, after correction", (), "merged", "D"),
+    HELDOUT[0]: Dots("held-out, before reconstruction", (), "before", "D", False),
+    HELDOUT[1]: Dots("held-out, after reconstruction", (), "merged", "D"),
 }
-Row = tuple[str, Mapping[str, float]]  # a layer's name, and its errors by field, those that are known and finite
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
 NUMBERED_CELL = 0.2  # from this size on a cell holds the number of the expert that its group is called by
@@ -70,8 +55,20 @@ SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of wh
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
 MOST_NAMED = 8  # groups in a text alternative
+MOST_LETTERS = 24  # of a layer's name
 DASHES = (0, (3, 2))
 CASING, LINE = ("#0b0d10", 2.4), ("#fefefe", 1.1)  # an outline that any colour shows: white on black
+MERGED, DROPPED = ("merged", "solid"), ("✕ dropped", DASHES)
+
+
+def _brief(layer: LayerReport) -> str:
+    """A layer's name; of a long one the end, where modules differ."""
+    name = layer.name
+    return readable(name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}")
+
+
+def _drawable(value: float) -> float:
+    return min(max(value, -FARTHEST), FARTHEST)
 
 
 def sizes(data: Report) -> Figure:
@@ -86,39 +83,57 @@ def sizes(data: Report) -> Figure:
         lambda canvas: draw_left(canvas.subplots(), bars),
         margins=(0.05,) * 4,
     )
-    caption = "The whole bar is the source, the filled part what the compressed model has of it."
+    caption = "The whole bar is the base, the filled part what the compressed model has of it."
     return Figure("sizes", "What is left of experts, parameters and bytes", caption, (drawing,))
 
 
 def experts(data: Report) -> Figure | None:
-    """The grid of all experts: a row for each layer, a column for each expert of the source; none of too many."""
-    rows, columns = len(data.layers), max((layer.plan.experts for layer in data.layers), default=0)
+    """The grid of all experts: a row for each layer, a column for each expert of the base; none of too many."""
+    layers = data.layers
+    rows, columns = len(layers), max((layer.plan.experts for layer in layers), default=0)
     if not 0 < rows * columns <= MOST_CELLS:
         return None
     cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
     is_numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
-    grid = [cells(layer) for layer in data.layers]
-    each, found = span(layer.plan.experts for layer in data.layers), all_dispositions([x.plan for x in data.layers])
-    looks = _looks(data.layers, is_numbered)
-    lines = sum(label.count("\n") + 1 for label, _ in looks)
+    most = max(sum(not group.untouched for group in layer.plan.groups) for layer in layers)  # merged ones in a row
+    sign = "number (its least member)" if is_numbered else "mark"
+    repeat = " (signs repeat)" if not is_numbered and most > len(MARKS) * len(COLOURS) else ""
+    cross = {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5}
+    kinds: list[tuple[str, dict[str, Any], bool]] = [
+        ("kept", {"facecolor": KEPT}, True),
+        (f"merged into one: same colour and {sign} in a row{repeat}", {"facecolor": COLOURS[0]}, most > 0),
+        (f"cross: {gone(layer.plan for layer in layers)}", cross, any(layer.plan.dropped for layer in layers)),
+        ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(each.protected for each in layers)),
+    ]
+    looks = [(textwrap.fill(label, 54), style) for label, style, is_there in kinds if is_there]
     legend = Drawing(
         "What the cells are",
         f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
-        (3.6, 0.17 * lines + 0.12),
+        (3.6, 0.17 * sum(label.count("\n") + 1 for label, _ in looks) + 0.12),
         partial(draw_key, looks=looks),
         is_legend=True,
         margins=(0.0,) * 4,
     )
+
+    def draw(canvas: "FigureBase") -> None:
+        axes = canvas.subplots()
+        draw_cells(axes, [cells(layer) for layer in layers], cell, is_numbered)
+        names = [str(layer.plan.layer) for layer in layers]
+        label_axes(axes, names, list(map(str, range(columns))), cell * columns, cell * rows)
+        axes.set_ylabel("layer")
+        axes.set_xlabel("expert of the base", loc="left")
+
+    became = all_dispositions([layer.plan for layer in layers])
+    each = span(layer.plan.experts for layer in layers)
     size = (max(cell * columns + 0.7, 3.6), cell * rows + 0.5)
-    names = [str(layer.plan.layer) for layer in data.layers]
     drawing = Drawing(
         "What became of each expert",
-        f"Grid of {counted(rows, 'MoE layer')} by {each} experts: {found}. The table below says the same in numbers.",
+        f"Grid of {counted(rows, 'MoE layer')} by {each} experts: {became}. The table below says the same in numbers.",
         size,
-        partial(_draw_grid, grid=grid, names=names, cell=cell, is_numbered=is_numbered),
+        draw,
         margins=(0.5, 0.45, size[0] - 0.5 - cell * columns, 0.05),
     )
-    caption = f"A row for each MoE layer, a column for each expert of the source; {found}."
+    caption = f"A row for each MoE layer, a column for each expert of the base; {became}."
     return Figure("experts", "What became of each expert", caption, (legend, drawing))
 
 
@@ -136,69 +151,58 @@ def cells(layer: LayerReport) -> list[Cell]:
     return found
 
 
-def _looks(layers: Sequence[LayerReport], is_numbered: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Each kind of cell in words, and how matplotlib's legend draws it."""
-    most = max(sum(not group.untouched for group in layer.plan.groups) for layer in layers)  # in a row
-    sign = "number (its least member)" if is_numbered else "mark"
-    repeat = " (signs repeat)" if not is_numbered and most > len(MARKS) * len(COLOURS) else ""
-    cross = {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5}
-    found: list[tuple[str, dict[str, Any], bool]] = [
-        ("kept", {"facecolor": KEPT}, True),
-        (f"merged into one: same colour and {sign} in a row{repeat}", {"facecolor": COLOURS[0]}, most > 0),
-        (f"cross: {gone(layer.plan for layer in layers)}", cross, any(layer.plan.dropped for layer in layers)),
-        ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(each.protected for each in layers)),
-    ]
-    return [(textwrap.fill(label, 54), style) for label, style, is_there in found if is_there]
-
-
-def _draw_grid(
-    canvas: "FigureBase", grid: Sequence[Sequence[Cell]], names: Sequence[str], cell: float, is_numbered: bool
-) -> None:
-    axes = canvas.subplots()
-    draw_cells(axes, grid, cell, is_numbered)
-    columns = max(map(len, grid))
-    label_axes(axes, names, list(map(str, range(columns))), cell * columns, cell * len(grid))
-    axes.set_ylabel("layer")
-    axes.set_xlabel("expert of the source", loc="left")
-
-
 def similarity(data: Report) -> Figure | None:
     """The scale and a matrix for each layer that has one; none if no layer has.
 
     As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning in Sparse
     Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are outlined.
     """
-    shown = [(layer, name) for layer, name in named(data.layers) if layer.similarity is not None]
-    if not shown:
+    from matplotlib import colormaps
+
+    layers = [layer for layer in data.layers if layer.similarity is not None]
+    if not layers:
         return None
-    low, high = limits(layer for layer, _ in shown)
-    kinds = [
-        ("merged", "solid", any(layer.plan.merged for layer, _ in shown)),
-        ("✕ dropped", DASHES, any(layer.plan.dropped for layer, _ in shown)),
-    ]
+    low, high = limits(layers)
+    colours = colormaps[HEAT].resampled(LEVELS)
+    kinds = [MERGED] if any(layer.plan.merged for layer in layers) else []
+    kinds += [DROPPED] if any(layer.plan.dropped for layer in layers) else []
+
+    def draw_scale(canvas: "FigureBase") -> None:
+        bar, marks = canvas.subplots(), [low, (low + high) / 2, high]
+        steps = [low + (high - low) * step / (LEVELS - 1) for step in range(LEVELS)]
+        draw_heat(bar, [steps], low, high, cmap=colours, extent=(low, high, 0, 1))
+        bar.set_yticks([])
+        bar.set_xticks(marks, labels=[f"{mark:g}" for mark in marks])
+        bar.spines[:].set_visible(False)
+        looks = [
+            (
+                said,
+                [
+                    {"facecolor": "#808080", "edgecolor": shade, "linewidth": width, "linestyle": dashes}
+                    for (shade, width), dashes in ((CASING, "solid"), (LINE, style))
+                ],
+            )
+            for said, style in kinds
+        ]
+        draw_key(canvas, looks, ncols=2, bbox_to_anchor=(0.52, 0.55))
+
     legend = Drawing(
         "Scale of similarity",
         f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
         "ones the dropped experts.",
         (3.6, 0.5),
-        partial(_draw_scale, low=low, high=high, kinds=[kind[:2] for kind in kinds if kind[2]]),
+        draw_scale,
         is_legend=True,
         margins=(0.2, 0.2, 1.9, 0.15),
     )
     size, margins = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW), (LEFT, BELOW, 0.08, ABOVE)
+    draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
     drawings = [
-        Drawing(
-            name,
-            matrix_alt(layer),
-            size,
-            partial(_draw_matrix, layer=layer, name=name, low=low, high=high),
-            margins=margins,
-        )
-        for layer, name in shown
+        Drawing(layer.name, matrix_alt(layer), size, partial(draw, layer=layer), margins=margins) for layer in layers
     ]
     labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in data.layers if layer.similarity_label))
     caption = (
-        f"A square for each layer shows how alike the source's experts are{f' ({labels})' if labels else ''}. "
+        f"A square for each layer shows how similar the base's experts are{f' ({labels})' if labels else ''}. "
         "They are ordered so that merged ones lie side by side; ✕ marks a dropped expert, ★ a protected one."
     )
     return Figure("similarity", "Similarity of the experts, with the chosen groups", caption, (legend, *drawings))
@@ -232,87 +236,53 @@ def matrix_alt(layer: LayerReport) -> str:
     if pairs:
         places = ((row, column) for row in range(layer.plan.experts) for column in range(row))
         (second, first), most = max(zip(places, pairs, strict=False), key=lambda pair: pair[1])
-        said.append(f"The most alike are {first} and {second} with {short(most)}.")
+        said.append(f"The most similar are {first} and {second} with {short(most)}.")
     return " ".join(said)
 
 
-def _colours() -> "Colormap":
-    from matplotlib import colormaps
+def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any) -> None:
+    """The matrix with its groups outlined, and the experts' numbers at both sides where they fit."""
+    from matplotlib.patches import Rectangle
 
-    return colormaps[HEAT].resampled(LEVELS)
-
-
-def _draw_matrix(canvas: "FigureBase", layer: LayerReport, name: str, low: float, high: float) -> None:
     assert layer.similarity is not None
     axes, placed = canvas.subplots(), order(layer.plan)
-    draw_heat(axes, [[layer.similarity[a][b] for b in placed] for a in placed], low, high, cmap=_colours())
-    sizes = sorted(map(len, layer.plan.merged), reverse=True)
-    groups = [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
-    _outline(axes, len(placed), groups, "solid")
-    dropped = len(layer.plan.dropped)
-    _outline(axes, len(placed), [(len(placed) - dropped, dropped)] if dropped else [], DASHES)
-    axes.set_title(readable(brief_end(name)), loc="left", fontweight="bold")
+    draw_heat(axes, [[layer.similarity[a][b] for b in placed] for a in placed], low, high, cmap=cmap)
+    count, dropped, start = len(placed), len(layer.plan.dropped), 0
+    blocks: list[tuple[int, int, Any]] = []  # where each begins on the diagonal, its size, its line
+    for size in sorted(map(len, layer.plan.merged), reverse=True):
+        blocks.append((start, size, "solid"))
+        start += size
+    blocks += [(count - dropped, dropped, DASHES)] if dropped else []
+    thin = min(1.0, max(0.4, MOST_NUMBERED / count))  # so that small groups are still to be seen inside
+    for start, size, style in blocks:
+        for (shade, width), dashes in ((CASING, "solid"), (LINE, style)):
+            look: Any = {"edgecolor": shade, "linewidth": thin * width, "linestyle": dashes, "joinstyle": "miter"}
+            axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, clip_on=False, **look))
+    axes.set_title(_brief(layer), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])
-    if len(placed) <= MOST_NUMBERED:
-        _number(axes, layer, placed)
-    else:
+    if count > MOST_NUMBERED:
         axes.set_xlabel(f"{layer.plan.experts} experts, groups first", loc="left", color=ROLES["muted"])
-
-
-def _number(axes: "Axes", layer: LayerReport, placed: Sequence[int]) -> None:
-    """The experts' numbers at both sides, the dropped ones with a cross, the protected ones with a star."""
+        return
     marks = ["✕" if each in layer.plan.dropped else "★" if each in layer.protected else "" for each in placed]
-    axes.set_yticks(range(len(placed)), labels=[f"{mark}{each}" for mark, each in zip(marks, placed, strict=True)])
-    turn = 90 if len(placed) > MOST_UPRIGHT else 0
-    axes.set_xticks(range(len(placed)), labels=list(map(str, placed)), rotation=turn)
-    axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / len(placed) / 1.1))
+    axes.set_yticks(range(count), labels=[f"{mark}{each}" for mark, each in zip(marks, placed, strict=True)])
+    axes.set_xticks(range(count), labels=list(map(str, placed)), rotation=90 if count > MOST_UPRIGHT else 0)
+    axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / count / 1.1))
     for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
         for label, mark in zip(labels, marks, strict=True):
             label.set_color(ROLES["dropped" if mark == "✕" else "ink"])
 
 
-def _outline(axes: "Axes", experts: int, blocks: Sequence[tuple[int, int]], style: Any) -> None:
-    """Squares on the diagonal: where each starts and its size; white on black, to be seen on any colour."""
-    from matplotlib.patches import Rectangle
-
-    thin = min(1.0, max(0.4, MOST_NUMBERED / experts))  # so that small groups are still to be seen inside
-    for (shade, width), dashes in ((CASING, "solid"), (LINE, style)):
-        look: Any = {"edgecolor": shade, "linewidth": thin * width, "linestyle": dashes, "joinstyle": "miter"}
-        for start, size in blocks:
-            axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, clip_on=False, **look))
-
-
-def _draw_scale(canvas: "FigureBase", low: float, high: float, kinds: Sequence[tuple[str, Any]]) -> None:
-    bar, marks = canvas.subplots(), [low, (low + high) / 2, high]
-    steps = [low + (high - low) * step / (LEVELS - 1) for step in range(LEVELS)]
-    draw_heat(bar, [steps], low, high, cmap=_colours(), extent=(low, high, 0, 1))
-    bar.set_yticks([])
-    bar.set_xticks(marks, labels=[f"{mark:g}" for mark in marks])
-    bar.spines[:].set_visible(False)
-    looks = [
-        (
-            said,
-            [
-                {"facecolor": "#808080", "edgecolor": shade, "linewidth": width, "linestyle": dashes}
-                for (shade, width), dashes in ((CASING, "solid"), (LINE, style))
-            ],
-        )
-        for said, style in kinds
-    ]
-    draw_key(canvas, looks, ncols=2, bbox_to_anchor=(0.52, 0.55))
-
-
 def visits(data: Report) -> Figure | None:
-    """A legend, and for each layer with visits the share of every expert and slot; none if nothing was counted.
+    """A legend, and for each layer the share of tokens of every expert and slot; none if nothing was counted.
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
     """
-    shown = [(layer, name) for layer, name in named(data.layers) if layer.visits_before or layer.visits_after]
-    if not shown:
+    layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
+    if not layers:
         return None
-    highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer, _ in shown) or 1.0
-    kinds = [kind for kind in ("kept", "merged", "dropped") if any(kind in roles(layer) for layer, _ in shown)]
+    highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer in layers) or 1.0
+    kinds = [kind for kind in ("kept", "merged", "dropped") if any(kind in roles(layer) for layer in layers)]
     looks = [
         (
             "slot after" if kind == "after" else kind,
@@ -322,138 +292,119 @@ def visits(data: Report) -> Figure | None:
     ]
     legend = Drawing(
         "What the bars are",
-        f"Bars of the source's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
+        f"Bars of the base's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
         f"All bars are on one scale up to {percent(highest)}.",
         (WIDTH, 0.3),
         partial(draw_key, looks=looks, ncols=4),
         is_legend=True,
         margins=(0.0,) * 4,
     )
+
+    def draw(canvas: "FigureBase", layer: LayerReport) -> None:
+        above, below = canvas.subplots(2, 1, gridspec_kw={"hspace": 0.75})
+        above.set_title(_brief(layer), loc="left", fontweight="bold", pad=6)
+        sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
+        for axes, shares, when, kinds in sides:
+            axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
+            axes.set_yticks([0, highest], labels=["0", percent(highest)])
+            axes.set_title(when, loc="right", pad=2, color=ROLES["muted"])
+            if shares:
+                draw_bars(axes, shares, kinds or ["after"] * len(shares), 1 / len(shares))
+            else:
+                axes.spines["left"].set_visible(False)
+                axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
+
+    margins = (0.42, 0.2, 0.1, 0.32)
     drawings = [
-        Drawing(
-            name,
-            visit_alt(layer),
-            VISITS,
-            partial(_draw_visits, layer=layer, name=name, highest=highest),
-            margins=(0.42, 0.2, 0.1, 0.32),
-        )
-        for layer, name in shown
+        Drawing(layer.name, visit_alt(layer), VISITS, partial(draw, layer=layer), margins=margins) for layer in layers
     ]
     caption = (
-        f"Share of the routed tokens{_tokens(data)}: the source's experts above, the compressed model's slots below, "
+        f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed model's slots below, "
         "each model with its own routing; the dashed line is an even share."
     )
-    return Figure("visits", "Visits of the experts before, and of the slots after", caption, (legend, *drawings))
+    return Figure("visits", "Routed tokens of the experts before, and of the slots after", caption, (legend, *drawings))
 
 
 def _tokens(data: Report) -> str:
-    text = f" of {data.measured_text}" if data.measured_text else ""
-    return f" on {counted(data.measured_tokens, 'token')}{text}" if data.measured_tokens else ""
+    return f" on {data.measured_on}" if data.measured_tokens else ""
 
 
 def visit_alt(layer: LayerReport) -> str:
     """What a layer's bars show, in numbers."""
-    before = _side("Before", "expert", layer.visits_before, layer.load_before)
-    return f"{before} {_side('After', 'slot', layer.visits_after, layer.load_after)}"
-
-
-def _side(when: str, unit: str, visits: Sequence[float] | None, load: Load | None) -> str:
-    if not visits:
-        return f"{when}: not counted."
-    if load is None:
-        return f"{when}: {counted(len(visits), unit)}, which no token reached."
-    most, least = max(visits), min(visits)
-    return (
-        f"{when}: {counted(len(visits), unit)}, from {percent(least)} ({unit} {list(visits).index(least)}) to "
-        f"{percent(most)} ({unit} {list(visits).index(most)}); maximum {short(load.maximum_to_mean)} times the mean, "
-        f"entropy {short(load.entropy)}."
-    )
-
-
-def _draw_visits(canvas: "FigureBase", layer: LayerReport, name: str, highest: float) -> None:
-    above, below = canvas.subplots(2, 1, gridspec_kw={"hspace": 0.75})
-    above.set_title(readable(brief_end(name)), loc="left", fontweight="bold", pad=6)
-    sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
-    for axes, visits, when, kinds in sides:
-        axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
-        axes.set_yticks([0, highest], labels=["0", percent(highest)])
-        axes.set_title(when, loc="right", pad=2, color=ROLES["muted"])
-        if visits:
-            draw_bars(axes, visits, kinds or ["after"] * len(visits), 1 / len(visits))
+    said = []
+    for when, unit, shares in (("Before", "expert", layer.visits_before), ("After", "slot", layer.visits_after)):
+        if not shares:
+            said.append(f"{when}: not counted.")
+        elif (load := load_of(shares)) is None:
+            said.append(f"{when}: {counted(len(shares), unit)}, which no token reached.")
         else:
-            axes.spines["left"].set_visible(False)
-            axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
+            least, most = (f"{percent(end)} ({unit} {shares.index(end)})" for end in (min(shares), max(shares)))
+            said.append(
+                f"{when}: {counted(len(shares), unit)}, from {least} to {most}; maximum {short(load.maximum_to_mean)} "
+                f"times the mean, entropy {short(load.entropy)}."
+            )
+    return " ".join(said)
 
 
 def errors(data: Report) -> Figure | None:
     """Dots of each layer's errors; none where no error is known."""
-    rows: list[Row] = []
-    for layer, name in named(data.layers):
-        found = {field: getattr(layer, field) for field in ERRORS}
-        if known := {field: value for field, value in found.items() if value is not None and math.isfinite(value)}:
-            rows.append((name, known))
+    rows: list[tuple[LayerReport, Mapping[str, float]]] = []  # of each layer its errors that are known and finite
+    for layer in data.layers:
+        known = {field: value for field in ERRORS if (value := getattr(layer, field)) is not None}
+        if known := {field: value for field, value in known.items() if math.isfinite(value)}:
+            rows.append((layer, known))
     if not rows:
         return None
+    said, kinds = [], []
+    for field, dots in ERRORS.items():
+        if values := {layer.name: known[field] for layer, known in rows if field in known}:
+            least, most = (
+                f"{short(values[name])} ({name})"
+                for name in (choose(values, key=values.__getitem__) for choose in (min, max))
+            )
+            said.append(f"Error {dots.label}: from {least} to {most}.")
+            drawn = [_drawable(known[field]) if field in known else None for _, known in rows]
+            kinds.append(replace(dots, values=drawn))
+
+    def draw(canvas: "FigureBase") -> None:
+        axes = canvas.subplots()
+        draw_dots(axes, [_brief(layer) for layer, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
+        for place, (_, known) in enumerate(rows):
+            if all(field in known for field in HELDOUT):
+                ends = [_drawable(known[field]) for field in HELDOUT]
+                axes.hlines(place, *ends, color=ROLES["muted"], linewidth=0.8, zorder=1)
+        canvas.legend(loc="outside upper left", fontsize=FONT)
+
     row = min(max(TALLEST / len(rows), LEAST_ROW), MOST_ROW)
-    kinds = len({field for _, values in rows for field in values})
-    size = (WIDTH, 0.17 * kinds + row * len(rows) + 0.6)
-    drawing = Drawing("Reconstruction error by layer", error_alt(rows), size, partial(_draw_errors, rows=rows))
-    corrected = any(HELDOUT[1] in values for _, values in rows)
+    size = (WIDTH, 0.17 * len(kinds) + row * len(rows) + 0.6)
+    drawing = Drawing("Reconstruction error by layer", " ".join(said), size, draw)
+    corrected = any(HELDOUT[1] in known for _, known in rows)
     caption = (
-        f"Squared error of the compressed MoE block's output over the squared output of the source's{_tokens(data)}, "
-        "on the source's own inputs; 0 is no change."
-        + (" Held-out errors are those of the correction, on tokens that it did not see." if corrected else "")
+        f"Squared error of the compressed MoE block's output over the squared output of the base's{_tokens(data)}, "
+        "on the base's own inputs; 0 is no change."
+        + (" Held-out errors are those of the reconstruction, on tokens that it did not see." if corrected else "")
     )
     return Figure("errors", "Reconstruction error of each layer", caption, (drawing,))
 
 
-def error_alt(rows: Sequence[Row]) -> str:
-    """The least and the greatest error of each kind."""
-    said = []
-    for field, dots in ERRORS.items():
-        if known := [(values[field], name) for name, values in rows if field in values]:
-            (least, first), (most, last) = (choose(known, key=lambda each: each[0]) for choose in (min, max))
-            said.append(f"Error {dots.label}: from {short(least)} ({first}) to {short(most)} ({last}).")
-    return " ".join(said)
-
-
-def _draw_errors(canvas: "FigureBase", rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    rows = [
-        (name, {field: min(max(value, -FARTHEST), FARTHEST) for field, value in known.items()}) for name, known in rows
-    ]
-    kinds = [
-        replace(dots, values=[values.get(field) for _, values in rows])
-        for field, dots in ERRORS.items()
-        if any(field in values for _, values in rows)
-    ]
-    draw_dots(axes, [brief_end(name) for name, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
-    for place, (_, values) in enumerate(rows):
-        if all(field in values for field in HELDOUT):
-            axes.hlines(place, values[HELDOUT[0]], values[HELDOUT[1]], color=ROLES["muted"], linewidth=0.8, zorder=1)
-    canvas.legend(loc="outside upper left", fontsize=FONT)
-
-
-def phases(data: Report) -> list[tuple[str, float]]:
-    """Phases of the run and their seconds, those that took any, without a sum of the others."""
-    taken = ((name, value) for name, value in data.seconds.items() if name != "total")
-    return [(name, value) for name, value in taken if math.isfinite(value) and value >= 0]
+def phases(data: Report) -> dict[str, float]:
+    """Seconds of the run's phases, those that took any, without a sum of the others."""
+    return {
+        name: value for name, value in data.seconds.items() if name != "total" and math.isfinite(value) and value >= 0
+    }
 
 
 def times(data: Report) -> Figure | None:
     """One bar of the time by phase; none without a record."""
-    found = phases(data)
-    total = sum(value for _, value in found)
-    if not total:
+    parts = phases(data)
+    if not (total := sum(parts.values())):
         return None
-    said = ", ".join(f"{name} {value:.1f} s ({100 * value / total:.0f}%)" for name, value in found)
-    alt = f"{counted(len(found), 'phase')} in {total:.1f} seconds: {said}."
-    parts = [value for _, value in found]
+    said = ", ".join(f"{name} {value:.1f} s ({100 * value / total:.0f}%)" for name, value in parts.items())
     drawing = Drawing(
         "Time by phase",
-        alt,
+        f"{counted(len(parts), 'phase')} in {total:.1f} seconds: {said}.",
         (WIDTH, 0.7),
-        lambda canvas: draw_parts(canvas.subplots(), parts, "s"),
+        lambda canvas: draw_parts(canvas.subplots(), list(parts.values()), "s"),
         margins=(0.05, 0.3, 0.05, 0.1),
     )
     return Figure("times", "Time by phase", "The numbers are those of the table's rows.", (drawing,))
@@ -463,15 +414,29 @@ def distillation(data: Report) -> Figure | None:
     """For each distillation its curve on held-out text, with the state that was taken; None without two evaluations."""
     drawings = []
     for step in data.steps:
-        if step.get("name") != "distill" or len(found := curve(step)) < 2:
+        if step.get("name") != "distill" or len(points := curve(step)) < 2:
             continue
-        best = result_of(step).get("best")
-        taken = next((entry for entry in found if entry[0] == best), None) if changed(step) else None
-        (first, before, _), (last, after, _) = found[0], found[-1]
+        best = result_of(step).get("best") if changed(step) else None
+        taken = next((point for point in points if point[0] == best), None)
+        (first, before, _), (last, after, _) = points[0], points[-1]
         chosen = f"the state after {taken[0]} was taken, at {short(taken[1])}" if taken else "nothing was changed"
         ends = f"{short(before)} after {first} steps, {short(after)} after {last}"
-        alt = f"{counted(len(found), 'evaluation')}: {ends}; {chosen}."
-        drawings.append(Drawing("KL from the base", alt, CURVE, partial(_draw_curve, found=found, taken=taken)))
+        alt = f"{counted(len(points), 'evaluation')}: {ends}; {chosen}."
+
+        def draw(canvas: "FigureBase", points: Sequence[Any] = points, taken: Any = taken) -> None:
+            axes, steps = canvas.add_subplot(), [step for step, *_ in points]
+            apart = [_drawable(value) for _, value, _ in points]
+            axes.axhline(apart[0], color=ROLES["muted"], linewidth=0.8, linestyle="dashed")
+            draw_lines(axes, [Line("held out", steps, apart, ROLES["after"], marker="o")], first_is_start=False)
+            if taken is not None:
+                ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": ROLES["good"]}
+                axes.plot([taken[0]], [_drawable(taken[1])], **ring)
+            axes.set_xticks(spaced(steps))
+            axes.set_xlabel("steps")
+            axes.set_ylabel("nats per token from the base")
+            axes.grid(axis="y")
+
+        drawings.append(Drawing("KL from the base", alt, CURVE, draw))
     if not drawings:
         return None
     caption = (
@@ -479,21 +444,6 @@ def distillation(data: Report) -> Figure | None:
         "where training began, a ring the state that was taken."
     )
     return Figure("distillation", "Held-out text during the distillation", caption, tuple(drawings))
-
-
-def _draw_curve(canvas: "FigureBase", found: Sequence[Evaluation], taken: Evaluation | None) -> None:
-    axes = canvas.add_subplot()
-    steps = [step for step, *_ in found]
-    apart = [min(max(value, -FARTHEST), FARTHEST) for _, value, _ in found]
-    axes.axhline(apart[0], color=ROLES["muted"], linewidth=0.8, linestyle="dashed")
-    draw_lines(axes, [Line("held out", steps, apart, ROLES["after"], marker="o")], first_is_start=False)
-    if taken is not None:
-        place = min(max(taken[1], -FARTHEST), FARTHEST)
-        axes.plot([taken[0]], [place], marker="o", markersize=11, markerfacecolor="none", color=ROLES["good"])
-    axes.set_xticks(spaced(steps))
-    axes.set_xlabel("steps")
-    axes.set_ylabel("nats per token from the base")
-    axes.grid(axis="y")
 
 
 MADE: Mapping[str, Callable[[Report], Figure | None]] = {

@@ -31,6 +31,7 @@ from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
+from compressor.records import plain_json, read_as
 from compressor.report.data import FORMAT, LayerMeasures, Measured
 from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers, own_likeness, shares
 from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
@@ -111,7 +112,7 @@ class _AtHand:
             for model in (self.source, self.output)
         ]
         text = self.text and [_name(self.text.identity), *(batch.tolist() for batch in self.text.batches)]
-        facts = [FORMAT, models, text, self.noted.to_dict(), versions()]
+        facts = [FORMAT, models, text, plain_json(self.noted), versions()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -281,7 +282,7 @@ def keep_measures(folder: Path, measured: Measured, by: By, key: str = "") -> No
     Where that cannot be written, nothing is kept.
     """
     if measured.layers:
-        write_cached(_path(folder, by), {**_facts(folder), "key": key, "measured": measured.to_dict()})
+        write_cached(_path(folder, by), {**_facts(folder), "key": key, "measured": plain_json(measured)})
 
 
 def kept_measures(folder: Path, by: By = "report", key: str | None = None) -> Measured | None:
@@ -290,7 +291,7 @@ def kept_measures(folder: Path, by: By = "report", key: str | None = None) -> Me
     content = read_cached(path)
     try:
         fits = content is not None and all(content[name] == value for name, value in wanted.items())
-        return Measured.from_dict(content["measured"]) if content is not None and fits else None
+        return read_as(Measured, content["measured"]) if content is not None and fits else None
     except (KeyError, CompressionError) as error:
         logger.debug("the measures in %s are ignored: %s", path, error)
         return None

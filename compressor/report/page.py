@@ -33,27 +33,18 @@ from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import alone, check_folder, replacing, whole_folder
 from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
-from compressor.recipe.document import changed, step_blocks, step_line
-from compressor.recipe.plan import told_split
+from compressor.recipe.document import changed, first_of, step_blocks, step_line
+from compressor.recipe.plan import CompressionPlan, correction_of, told_split
 from compressor.replaceable import is_page
-from compressor.report.data import (
-    LayerReport,
-    Report,
-    dispositions,
-    experts_legend,
-    experts_table,
-    gone,
-    mean,
-    named,
-    within,
-)
+from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
 from compressor.report.figures import NAMES, figures, phases
-from compressor.words import counted, human_bytes, joined, listed, percent, setting, share, short
+from compressor.words import counted, human_bytes, joined, label, listed, percent, setting, share, short
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
+MOST_NAMED = 8  # of a list of tensors
 MOST_OPEN = 8  # layers whose tables are not folded away together
 HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
 ERROR_COLUMNS = {
@@ -61,61 +52,72 @@ ERROR_COLUMNS = {
     "cosine": "cosine",
     "stream_error": "error of the stream",
     "stream_cosine": "cosine of the stream",
-    "heldout_error_before": "held-out, before correction",
-    "heldout_error_after": "held-out, after correction",
+    "heldout_error_before": "held-out, before reconstruction",
+    "heldout_error_after": "held-out, after reconstruction",
 }
 
 
-def done(data: Report) -> list[Block]:
-    """What was done, with what, and what this page cannot show."""
+def made_with(data: Report) -> Facts:
+    """What was done and with what, names without the machine's folders."""
     stage, source = data.stage, data.plan.source
-    measured = counted(data.measured_tokens, "token") + (f" of {data.measured_text}" if data.measured_text else "")
+    revision = f", revision {source.revision}" if source.revision else ""
+    sequential = "each layer was planned on what the compressed earlier layers output" if stage.sequential else "no"
     rows: list[tuple[str, Words | Items]] = [
-        ("Source", source.model + (f", revision {source.revision}" if source.revision else "")),
+        ("Base", f"{label(source.model)}{revision}, fingerprint {source.fingerprint}"),
         ("Strategy", data.strategy),
         *([("Options", setting(stage.options))] if stage.options else []),
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
         *([("Split", told_split(stage.split))] if stage.split else []),
         ("MoE layers", f"{len(data.layers):,}"),
-        ("Correction", setting(stage.correction) if stage.correction else "none"),
+        ("Reconstruction", setting(stage.correction) if stage.correction else "none"),
         *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),
-        ("Sequential", "each layer on what the compressed earlier ones put out" if stage.sequential else "no"),
-        *_calibration(data),
-        *([("Measured for this report", measured)] if data.measured_tokens else []),
-        *([("Left out of the output", setting(data.left_out))] if data.left_out else []),
-        *([("Fields set to zero", setting(data.zeroed_fields))] if data.zeroed_fields else []),
-        ("Versions", setting(data.versions)),
-        ("Plan digest", Code(data.plan.digest())),
+        ("Sequential", sequential),
     ]
-    told = Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
-    missing = (Heading("What is missing here", 3), Items(data.missing))
-    return [Facts(tuple(rows)), Heading("Command", 3), told, *(missing if data.missing else ())]
+    if data.plan.calibration is None:
+        rows.append(("Calibration", "none; no text was read" + (" to choose experts" if data.steps else "")))
+    texts = [("Calibration", data.plan.calibration)]
+    texts += [(f"Text of the step {step.name}", step.text) for step in data.plan.steps]
+    for name, text in texts:
+        rows += [] if text is None else _text(name, text)
+    rows += [("Measured for this report", data.measured_on)] if data.measured_tokens else []
+    if names := data.left_out:
+        said = f"{counted(len(names), 'tensor')} that stock transformers does not load: {first_of(names, MOST_NAMED)}"
+        rows.append(("Left out of the output", said))
+    if data.zeroed_fields:
+        rows.append(("Config fields set to zero, as their tensors are left out", setting(data.zeroed_fields)))
+    return Facts((*rows, ("Versions", setting(data.versions)), ("Plan, SHA-256", Code(data.plan.digest()))))
 
 
-def _calibration(data: Report) -> list[tuple[str, Words | Items]]:
-    if (identity := data.plan.calibration) is None:
-        return [("Calibration", "none; no text was read" + (" to choose experts" if data.steps else ""))]
+def _text(name: str, identity: Mapping[str, Any]) -> list[tuple[str, Words | Items]]:
+    """A text that was read, its size, its sources where there are several, and the digest of its token ids."""
     skipped, sources = ("source", "sources", "sha256", "asked"), identity.get("sources")
-    sizes = {str(name).replace("_", " "): value for name, value in identity.items() if name not in skipped}
-    several = isinstance(sources, Sequence) and len(sources) > 1
+    size = {str(key).replace("_", " "): value for key, value in identity.items() if key not in skipped}
+    parts = [part for part in sources if isinstance(part, Mapping)] if isinstance(sources, list) else []
+    said = tuple(setting({**part, "source": label(str(part.get("source")))}) for part in parts)
     return [
-        ("Calibration", str(identity.get("source", "unnamed text"))),
-        ("Calibration's size", setting(sizes)),
-        *([("Calibration's parts", Items(tuple(map(setting, sources or ()))))] if several else []),
-        *([("Calibration's digest", Code(str(identity["sha256"])))] if "sha256" in identity else []),
+        (name, label(str(identity.get("source", "unnamed text")))),
+        (f"{name}: size", setting(size)),
+        *([(f"{name}: sources", Items(said))] if len(said) > 1 else []),
+        *([(f"{name}: SHA-256 of the token ids", Code(str(identity["sha256"])))] if "sha256" in identity else []),
     ]
+
+
+def done(data: Report) -> list[Block]:
+    """What was done, with what, and what this page cannot show."""
+    command = Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
+    missing = (Heading("What is missing here", 3), Items(data.missing))
+    return [made_with(data), Heading("Command", 3), command, *(missing if data.missing else ())]
 
 
 def steps(data: Report) -> list[Block]:
     """What each step on the whole model did, in order."""
-    found = [block for step in data.steps for block in step_blocks(step)]
-    return found or [Text("No routers were calibrated, and nothing was distilled.")]
+    blocks = [block for step in data.steps for block in step_blocks(step)]
+    return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
 
 
 def sizes(data: Report) -> list[Block]:
     """Experts, parameters and bytes, exactly."""
     rows = [(name, *said, share(b, a), f"{a:,}", f"{b:,}") for name, a, b, *said in data.sizes()]
-    rows[0] = (*rows[0][:-2], "", "")  # its number is exact already
     columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
     return [Table("Sizes before and after", columns, tuple(rows))]
 
@@ -138,49 +140,77 @@ def gate(data: Report) -> list[Block]:
 
 def cost(data: Report) -> list[Block]:
     """Seconds by phase, and the memory that the run held at its peak."""
-    found = phases(data)
-    total = sum(value for _, value in found)
-    rows = [(str(number), name, f"{value:.2f}", share(value, total)) for number, (name, value) in enumerate(found, 1)]
+    taken = phases(data)
     peak = f"Peak memory: {human_bytes(data.peak_memory)}." if data.peak_memory else "The peak memory was not recorded."
-    if not found:
+    if not taken:
         return [Text("No times were recorded."), Text(peak)]
+    total = sum(taken.values())
+    rows = [(str(n), name, f"{value:.2f}", share(value, total)) for n, (name, value) in enumerate(taken.items(), 1)]
     rows.append(("", "all phases", f"{total:.2f}", share(total, total)))
     columns = ("number", "phase", "seconds", "share")
     return [Text(peak), Table("Seconds by phase", columns, tuple(rows), frozenset({"phase"}))]
 
 
-def experts(data: Report) -> list[Block]:
-    """What became of each expert: a row for each layer."""
-    table = experts_table(data.stage, "What became of each expert")
-    return [table, Text(experts_legend(data.stage), "note")]
+def experts(plan: CompressionPlan) -> list[Block]:
+    """What became of each expert: a row for each layer, and how to read it."""
+    legend = (
+        "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
+        "Merged: the experts joined by + became one; one that stands there alone was rescaled."
+    )
+    if any(map(correction_of, plan.layers)):
+        legend += (
+            " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
+            "to which neither plan nor reconstruction was fitted, before and after the reconstruction."
+        )
+    return [experts_table(plan, "What became of each expert"), Text(legend, "note")]
 
 
 def similarity(data: Report) -> list[Block]:
     """The groups of each layer, with the similarities in and between them."""
-    with_matrices = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
+    measured = [layer.plan.experts**2 for layer in data.layers if layer.similarity]
+    with_matrices = sum(measured) <= MOST_CELLS
     folds = []
-    for layer, name in named(data.layers):
-        said = (
-            f"{layer.plan.experts} experts in {counted(len(layer.plan.groups), 'slot')}, "
-            f"{counted(len(layer.plan.merged), 'merged group')}, {len(layer.plan.dropped)} {gone([layer.plan])}"
-        )
-        blocks = _layer(layer, name)
+    for layer in data.layers:
+        plan, alone = layer.plan, [group.members[0] for group in layer.plan.groups if len(group.members) == 1]
+        lost = gone([plan])
+        others = {
+            "protected": [expert for expert in alone if expert in layer.protected],
+            "kept alone": [expert for expert in alone if expert not in layer.protected],
+            lost: plan.dropped,
+        }
+        rows = [
+            (
+                f"merged, slot {slot}",
+                listed(group.members),
+                short(mean(pairs := within(layer, group.members))),
+                short(min(pairs, default=None)),
+            )
+            for slot, group in enumerate(plan.groups)
+            if len(group.members) > 1
+        ]
+        rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
+        decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
+        decided |= {name.replace("_", " ").capitalize(): setting(value) for name, value in plan.figures.items()}
+        columns = ("", "experts", "mean similarity", "least similarity")
+        blocks: list[Block] = [
+            Facts(tuple(decided.items())),
+            Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})),
+        ]
         if with_matrices and layer.similarity is not None:
             columns = ("expert", *map(str, range(len(layer.similarity))))
-            rows = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
-            blocks.append(Table(f"{name}: {layer.similarity_label or 'similarity'}", columns, rows))
-        folds.append(Details(_headed(name, said), tuple(blocks)))
+            lines = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
+            blocks.append(Table(f"{layer.name}: {layer.similarity_label or 'similarity'}", columns, lines))
+        note = (
+            f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
+            f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {lost}"
+        )
+        folds.append(Details((Strong(layer.name), " ", Note(note)), tuple(blocks)))
     too_large = "The matrices have too many numbers for tables; those of the groups are below."
-    is_told = with_matrices or not any(layer.similarity for layer in data.layers)
     return [
         *_unseen(data, "similarity", "similarity of experts"),
-        *([] if is_told else [Text(too_large, "note")]),
+        *([] if with_matrices else [Text(too_large, "note")]),
         *_together(folds, "groups of each layer"),
     ]
-
-
-def _headed(name: str, said: str) -> Words:
-    return Strong(name), " ", Note(said)
 
 
 def _together(folds: Sequence[Details], what: str) -> Sequence[Block]:
@@ -190,76 +220,43 @@ def _together(folds: Sequence[Details], what: str) -> Sequence[Block]:
 
 def _unseen(data: Report, field: str, what: str) -> list[Block]:
     """A sentence where layers were not measured."""
-    lacking = [name for layer, name in named(data.layers) if not getattr(layer, field)]
-    if not lacking:
-        return []
-    if len(lacking) == len(data.layers):
+    lacking = [layer.name for layer in data.layers if not getattr(layer, field)]
+    if lacking and len(lacking) == len(data.layers):
         return [Text((f"The {what} was not measured", *_remedy(data)))]
-    return [Text(f"Without a measured {what}: {', '.join(lacking)}.")]
+    return [Text(f"Without a measured {what}: {', '.join(lacking)}.")] if lacking else []
 
 
 def _remedy(data: Report) -> tuple[Words, ...]:
     return ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
 
 
-def _layer(layer: LayerReport, name: str) -> list[Block]:
-    """What decided a layer, and its groups."""
-    plan, rows = layer.plan, list[tuple[str, str, str, str]]()
-    for slot, group in enumerate(plan.groups):
-        if len(group.members) > 1:
-            found = within(layer, group.members)
-            similar = short(mean(found)), short(min(found, default=None))
-            rows.append((f"merged, slot {slot}", listed(group.members), *similar))
-    alone = [group.members[0] for group in plan.groups if len(group.members) == 1]
-    others = {
-        "protected": [expert for expert in alone if expert in layer.protected],
-        "kept alone": [expert for expert in alone if expert not in layer.protected],
-        gone([plan]): plan.dropped,
-    }
-    rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
-    columns = ("", "experts", "mean similarity", "least similarity")
-    told: list[tuple[str, Words]] = [("Module", Code(layer.module)), ("Decided by", plan.decided_by)]
-    told += [(str(name).replace("_", " ").capitalize(), setting(value)) for name, value in plan.figures.items()]
-    return [Facts(tuple(told)), Table(f"{name}: groups", columns, tuple(rows), frozenset({"experts"}))]
-
-
 def visits(data: Report) -> list[Block]:
     """How evenly tokens spread, and each expert's share."""
-    counted_layers = [each for each in named(data.layers) if each[0].visits_before or each[0].visits_after]
-    if not counted_layers:
+    layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
+    if not layers:
         return _unseen(data, "visits_before", "share of tokens")
-    columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
-    rows = tuple(
-        (
-            name,
-            *(
-                short(getattr(load, field, None))
-                for field in ("maximum_to_mean", "entropy")
-                for load in (layer.load_before, layer.load_after)
-            ),
+    rows, folds, what = [], [], "shares of experts and slots"
+    for layer in layers:
+        loads = load_of(layer.visits_before), load_of(layer.visits_after)
+        spread = [short(getattr(load, field, None)) for field in Load._fields for load in loads]
+        rows.append((layer.name, *spread))
+        slots, became = layer.plan.slots(), dispositions(layer)
+        before, after = layer.visits_before or (), layer.visits_after or ()
+        shares = tuple(
+            (str(expert), _at(before, expert), became.get(expert, "-"), _at(after, slots.get(expert)))
+            for expert in range(max(layer.plan.experts, len(before)))
         )
-        for layer, name in counted_layers
-    )
-    what = "shares of experts and slots"
-    folds = [Details(_headed(name, what), (_shares(layer, name),)) for layer, name in counted_layers]
-    spread = "Maximum to mean is 1 where all are visited alike; so is the entropy, which is 0 where one takes all."
+        columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
+        table = Table(f"{layer.name}: routed tokens", columns, shares, frozenset({"what became of it"}))
+        folds.append(Details((Strong(layer.name), " ", Note(what)), (table,)))
+    columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
+    note = "Both are 1 where all experts get equally many tokens; the entropy is 0 where one gets them all."
     return [
         *_unseen(data, "visits_before", "share of tokens"),
-        Table("How evenly the visits spread", columns, rows),
-        Text(spread, "note"),
+        Table("How evenly the routed tokens spread", columns, tuple(rows)),
+        Text(note, "note"),
         *_together(folds, what),
     ]
-
-
-def _shares(layer: LayerReport, name: str) -> Block:
-    slots, found = layer.plan.slots(), dispositions(layer)
-    before, after = layer.visits_before or (), layer.visits_after or ()
-    rows = tuple(
-        (str(expert), _at(before, expert), found.get(expert, "-"), _at(after, slots.get(expert)))
-        for expert in range(max(layer.plan.experts, len(before)))
-    )
-    columns = ("expert", "visits before", "what became of it", "visits of its slot after")
-    return Table(f"{name}: visits", columns, rows, frozenset({"what became of it"}))
 
 
 def _at(shares: Sequence[float], place: int | None) -> str:
@@ -275,8 +272,8 @@ def errors(data: Report) -> list[Block]:
     }
     if not heads:
         return [Text(("The reconstruction error was not measured", *_remedy(data)))]
-    rows = tuple((name, *(short(getattr(layer, field), 4) for field in heads)) for layer, name in named(data.layers))
-    alone = "Only the held-out errors of the correction are known; the block's error was not measured"
+    rows = tuple((layer.name, *(short(getattr(layer, field), 4) for field in heads)) for layer in data.layers)
+    alone = "Only the held-out errors of the reconstruction are known; the block's error was not measured"
     own = "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
     return [
         *([] if "error" in heads else [Text((alone, *_remedy(data)))]),
@@ -287,12 +284,19 @@ def errors(data: Report) -> list[Block]:
 
 def hubs(data: Report) -> list[Block]:
     """Named hubs with what became of them, and protected experts by layer."""
-    protected = tuple((name, listed(layer.protected)) for layer, name in named(data.layers) if layer.protected)
-    layers = {layer.module: (layer.plan.layer, dispositions(layer)) for layer in data.layers} if data.hubs else {}
-    rows = tuple(_hub(hub, *layers.get(str(hub.get("module")), (None, None))) for hub in data.hubs)
+    protected = tuple((layer.name, listed(layer.protected)) for layer in data.layers if layer.protected)
+    layers, rows = {layer.module: layer for layer in data.layers}, []
+    for hub in data.hubs:
+        expert, layer = hub.get("expert"), layers.get(str(hub.get("module")))
+        place = hub.get("layer", layer and layer.plan.layer)
+        is_known = isinstance(expert, int)
+        became = dispositions(layer).get(expert, "-") if layer is not None and is_known else "not in the plan"
+        figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
+        said = expert_label(place, expert) if isinstance(place, int) and is_known else setting(expert)
+        rows.append((said, became, *map(short, figures), percent(hub.get("share"))))
     return [
         Heading("Hubs", 3),
-        Table("Routing hubs", HUB_COLUMNS, rows, frozenset({"what became of it"}))
+        Table("Routing hubs", HUB_COLUMNS, tuple(rows), frozenset({"what became of it"}))
         if rows
         else Text("None: no hubs were named to this report."),
         Heading("Protected experts", 3),
@@ -302,21 +306,13 @@ def hubs(data: Report) -> list[Block]:
     ]
 
 
-def _hub(hub: Any, layer: int | None, found: Mapping[int, str] | None) -> tuple[str, ...]:
-    expert, place = hub.get("expert"), hub.get("layer", layer)
-    label = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else setting(expert)
-    disposition = found.get(expert, "-") if found is not None and isinstance(expert, int) else "not in the plan"
-    figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
-    return (label, disposition, *map(short, figures), percent(hub.get("share")))
-
-
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], list[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
     ("sizes", "Sizes", "sizes", sizes),
-    ("experts", "Experts", "experts", experts),
+    ("experts", "Experts", "experts", lambda data: experts(data.stage)),
     ("similarity", "Similarity and groups", "similarity", similarity),
-    ("visits", "Visits before and after", "visits", visits),
+    ("visits", "Routed tokens before and after", "visits", visits),
     ("errors", "Reconstruction error", "errors", errors),
     ("steps", "Router calibration and distillation", "distillation", steps),
     ("hubs", "Hubs and protected experts", None, hubs),

@@ -116,7 +116,7 @@ def test_alternative_of_a_matrix_by_hand() -> None:
     each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), similarity=matrix)
     assert matrix_alt(each) == (
         "3 experts in 2 slots; merged groups: 0+2; dropped: none. Mean similarity of all pairs 0.5, within merged "
-        "groups 0.9. The most alike are 0 and 2 with 0.9."
+        "groups 0.9. The most similar are 0 and 2 with 0.9."
     )
 
 
@@ -206,7 +206,7 @@ def test_short_figures_keep_three_digits(value: float) -> None:
 
 
 def test_layers_of_equal_number_are_told_apart_by_module() -> None:
-    names = [name for _, name in named([layer(0), layer(0, module="vision.0"), layer(1)])]
+    names = [each.name for each in named([layer(0), layer(0, module="vision.0"), layer(1)])]
     assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
 
 
@@ -215,7 +215,7 @@ def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:
     dots = {str(line.get_label()): np.asarray(line.get_xdata()).tolist() for line in axes.lines}
     layers = report().layers
     assert dots["of the MoE block"] == pytest.approx([each.error for each in layers])
-    assert dots["held-out, after correction"] == pytest.approx([each.heldout_error_after for each in layers])
+    assert dots["held-out, after reconstruction"] == pytest.approx([each.heldout_error_after for each in layers])
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"Layer {each.plan.layer}" for each in layers]
 
 
@@ -257,7 +257,7 @@ def test_what_is_not_known_is_not_drawn() -> None:
     half = report(2)
     half = replace(half, layers=(replace(half.layers[0], similarity=None, visits_before=(0.0,) * 16), half.layers[1]))
     assert len(by_name(half)["similarity"].drawings) == 2 and len(by_name(half)["visits"].drawings) == 3
-    assert phases(replace(half, seconds={"total": 3.0, "a": 1.0, "b": 2.0})) == [("a", 1.0), ("b", 2.0)]
+    assert phases(replace(half, seconds={"total": 3.0, "a": 1.0, "b": 2.0})) == {"a": 1.0, "b": 2.0}
     assert [each.name for each in figures(half, ("errors", "sizes"))] == ["errors", "sizes"]
 
 
