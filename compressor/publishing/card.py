@@ -3,60 +3,44 @@
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.document.blocks import (
-    Block,
-    Code,
-    Details,
-    Figure,
-    Heading,
-    Items,
-    Link,
-    Listing,
-    Strong,
-    Table,
-    Text,
-    Words,
-)
+from compressor.document.blocks import Block, Code, Details, Figure, Heading, Items, Link, Listing, Text, Words
 from compressor.document.markdown import markdown
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError, without_tokens
-from compressor.gates.report import change, level, method, verdict_line
-from compressor.gates.verdict import GateResult, TaskGate
+from compressor.gates.verdict import GateResult
 from compressor.pipeline.outcome import Outcome
 from compressor.publishing.facts import (
     Facts,
-    Graph,
     base_id,
     base_metadata,
     entry_of,
     is_hub_id,
     metadata,
     read_facts,
+    without_folders,
 )
-from compressor.recipe.document import changed, step_line
+from compressor.recipe.document import changed, entries, step_line
 from compressor.recipe.plan import CompressionPlan, Source, correction_of, told_split
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import CORRECT, PRUNE, Plan, source_files
-from compressor.report.data import Measured, all_dispositions, experts_legend, experts_table, report_on
+from compressor.report import page
+from compressor.report.data import Measured, all_dispositions
 from compressor.report.figures import figures
 from compressor.report.measuring import kept_measures
 from compressor.run_record import read_record
-from compressor.words import counted, human_bytes, joined, label, one_line, span, without_paths
+from compressor.words import counted, human_bytes, human_count, joined, label, one_line, share, span, without_paths
 
 Blocks = tuple[Block, ...]
-SEQUENTIAL = "Each layer was planned on what the compressed earlier layers put out."
-ACTIVE = "active parameters for a token"
 NOT_STOCK = (
     "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own forward: "
     "the written tensors give the logits that the base gives with these constants."
 )
 LOCAL_BASE = "The base was a local folder; which repository it came from is not recorded."
-MOST_NAMED = 8  # of a list of tensors
 MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
 MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
 MOST_RECIPE = 50_000  # letters
@@ -91,31 +75,31 @@ def card_text(
     """
     if not is_hub_id(repo_id):
         raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
-    facts = read_facts(folder, gate)
-    plan, names = facts.outcome.plan, ("experts", "gate", "distillation", *(MEASURED if measured else ()))
-    drawn = {figure.name: figure for figure in figures(report_on(facts.outcome, measured), names)}
-    images = {name: f"images/{name}.png" for name in drawn}
+    facts = read_facts(folder, gate, measured)
+    data, plan, name = facts.outcome, facts.outcome.plan, repo_id.rpartition("/")[2]
+    names = ("experts", "gate", "distillation", *(MEASURED if measured else ()))
+    drawn = {figure.name: figure for figure in figures(data, names)}
+    images = {figure: f"images/{figure}.png" for figure in drawn}
     header = metadata(facts, repo_id, base_metadata(plan.source, base))
-    name = repo_id.rpartition("/")[2]
+
+    def pictures(*names: str) -> list[Figure]:
+        return [drawn[name] for name in names if name in drawn]
+
     blocks = (
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        *_pictures(drawn, "gate", "distillation"),
-        *making(facts, None if command is None else without_paths(command), again(plan, name)),
+        *pictures("gate", "distillation"),
+        *making(facts, command, again(plan, name)),
         Heading("Experts"),
-        *_pictures(drawn, "experts"),
-        *experts_details(plan.stage),
-        *_pictures(drawn, *MEASURED),
+        *pictures("experts"),
+        *experts_details(data.stage),
+        *pictures(*MEASURED),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),
     )
     text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{markdown(blocks, images)}")
     return Card(text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()})
-
-
-def _pictures(drawn: Mapping[str, Figure], *names: str) -> list[Figure]:
-    return [drawn[name] for name in names if name in drawn]
 
 
 def known_here(folder: Path) -> dict[str, Any]:
@@ -142,7 +126,12 @@ def again(plan: Plan, out: str) -> Again | None:
     if not all(isinstance(text.get("asked"), Mapping) for text in texts):
         return None
     try:
-        made = recipe_of_plan(_without_folders(plan)).model_copy(update={"model": label(plan.source.model)})
+        for number, step in enumerate(plan.steps):
+            options = {name: without_folders(value) for name, value in step.options.items()}
+            if step.name == PRUNE and "options" in options:  # a strategy's own, which stay as they are
+                options["options"] = dict(step.options["options"])
+            plan = plan.with_entry(number, options=options)
+        made = recipe_of_plan(plan).model_copy(update={"model": label(plan.source.model)})
     except CompressionError:  # a step that is not installed, or options that were edited
         return None
     only = (plan.calibration or {}).get("only")
@@ -153,25 +142,6 @@ def again(plan: Plan, out: str) -> Again | None:
         commands = [("plan", RECIPE, "-o", "plan.json", "--per-source"), ("apply", str(file), "-o", out)]
     lines = tuple(shlex.join(["moe-compress", *map(one_line, command)]) for command in commands)
     return recipe_yaml(made).decode().rstrip(), lines
-
-
-def _without_folders(plan: Plan) -> Plan:
-    """The plan with folders left out of its options, those of strategies excepted."""
-    for number, step in enumerate(plan.steps):
-        options = {name: _named(value) for name, value in step.options.items()}
-        if step.name == PRUNE and "options" in options:
-            options["options"] = dict(step.options["options"])
-        plan = plan.with_entry(number, options=options)
-    return plan
-
-
-def _named(value: Any) -> Any:
-    """A value in which paths are names."""
-    if isinstance(value, Mapping):
-        return {name: _named(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_named(inner) for inner in value]
-    return label(value) if isinstance(value, str) else value
 
 
 def cited(name: str) -> str:
@@ -193,47 +163,39 @@ def base_name(source: Source) -> Words:
 
 def introduction(facts: Facts) -> Blocks:
     """What it is, in one paragraph, with the strategies that won layers where several were tried."""
-    plan, stage = facts.outcome.plan, facts.outcome.stage
+    outcome, stage, split = facts.outcome, facts.outcome.stage, facts.outcome.stage.split
+    kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if stage.layers else ".")
+    layers = counted(len(stage.layers), "MoE layer")
+    after_split = f", after a split of {told_split(split)}" if split else ""
     if stage.constants is not None:
-        what, kind = _replaced(stage), " Stock transformers cannot load it; vLLM can, from the version on that serves "
-        kind += "the config field approximate_experts."
+        replaced = sum(len(layer.constants) for layer in stage.layers)
+        before = sum(layer.experts for layer in stage.layers)
+        what = (
+            f" in which constants stand for {replaced:,} of the {before:,} experts of its {layers}; "
+            f"{span(len(layer.groups) for layer in stage.layers)} stay in each (MoNE, arXiv:2507.00390). The "
+            "routers are whole."
+        )
+        kind = (
+            " Stock transformers cannot load it; vLLM can, from the version on that serves the config field "
+            "approximate_experts."
+        )
+    elif not stage.layers:
+        same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
+        what = f", of which all experts stay{after_split}.{same}"
     else:
-        fewer = ", with fewer experts" if stage.layers else ""
-        what, kind = _pruned(facts), f" It is an ordinary checkpoint of its architecture{fewer}."
-    later = "".join(f" {step_line(step)}." for step in facts.outcome.steps)
-    corrected = f" {_corrected(facts.outcome)}" if stage.layers else ""
-    return (
-        Text(("This is ", base_name(plan.source), f"{what}{corrected}{later} It was made with moe-compressor.{kind}")),
-    )
-
-
-def _pruned(facts: Facts) -> str:
-    """How many experts stay, merge or go, and by which strategies."""
-    stage, split = facts.outcome.stage, facts.outcome.stage.split
-    finer = "" if split is None else f", after a split of {told_split(split)}"
-    if not stage.layers:
-        same = "" if split is None else " The sub-experts compute what the base's experts do, up to rounding."
-        return f", of which all experts stay{finer}.{same}"
-    winners = Counter(str(layer.figures["won"]) for layer in stage.layers if isinstance(layer.figures.get("won"), str))
-    won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in sorted(winners.items())]
-    decided = f"; decided by {joined(won)}" if won else ""
-    routed = f" A token is routed to {stage.top_k} of them." if stage.top_k is not None else ""
-    return (
-        f" with {stage.experts} instead of {span(layer.experts for layer in stage.layers)} experts in each of its "
-        f"{counted(len(stage.layers), 'MoE layer')}{finer}: {all_dispositions(stage.layers)}.{routed} "
-        f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
-    )
-
-
-def _replaced(stage: CompressionPlan) -> str:
-    """How many experts are constants."""
-    gone, before = sum(len(layer.constants) for layer in stage.layers), sum(layer.experts for layer in stage.layers)
-    each = span(len(layer.groups) for layer in stage.layers)
-    return (
-        f" in which constants stand for {gone:,} of the {before:,} experts of its "
-        f"{counted(len(stage.layers), 'MoE layer')}; {each} stay in each (MoNE, arXiv:2507.00390). The routers are "
-        "whole."
-    )
+        winners = Counter(won for layer in stage.layers if isinstance(won := layer.figures.get("won"), str))
+        won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in sorted(winners.items())]
+        decided = f"; decided by {joined(won)}" if won else ""
+        routed = f" A token is routed to {stage.top_k} of them." if stage.top_k is not None else ""
+        what = (
+            f" with {stage.experts} instead of {span(layer.experts for layer in stage.layers)} experts in each of its "
+            f"{layers}{after_split}: {all_dispositions(stage.layers)}.{routed} "
+            f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
+        )
+    corrected = f" {_corrected(outcome)}" if stage.layers else ""
+    later = "".join(f" {step_line(step)}." for step in outcome.steps)
+    made = f"{what}{corrected}{later} It was made with moe-compressor.{kind}"
+    return (Text(("This is ", base_name(outcome.plan.source), made)),)
 
 
 def _corrected(outcome: Outcome) -> str:
@@ -252,61 +214,28 @@ def _corrected(outcome: Outcome) -> str:
 
 def comparison(facts: Facts) -> Blocks:
     """Base and compressed model, side by side."""
-    outcome, active = facts.outcome, facts.active
-    gate, layers, before, after = outcome.gate, outcome.stage.layers, outcome.before, outcome.after
-    experts = span(layer.experts for layer in layers) if layers else str(outcome.experts_before)
-    rows = [
-        ("experts in each MoE layer", experts, str(outcome.experts_after), "", ""),
-        ("parameters", *_numbers(before.parameters, after.parameters), ""),
-        *([(ACTIVE, *_numbers(active.before, active.after), "")] if active is not None else []),
-        ("bytes of all tensors", *_numbers(before.bytes, after.bytes), ""),
-        *(map(_task_row, gate.tasks) if gate is not None else ()),
-    ]
-    columns = ("", "base", "this model", "change", "verdict")[: 5 if gate is not None else 4]
+    (table,) = page.sizes(facts.outcome)
     note = "Parameters are stored elements, in whatever format."
-    if active is not None:
-        note += " Active parameters are all but the experts that a token is not sent to."
-    table = Table("", columns, tuple(row[: len(columns)] for row in rows))
-    return Heading("Before and after"), table, Text(note), *(_gate_notes(gate) if gate is not None else ())
-
-
-def _numbers(before: int | None, after: int) -> tuple[str, str, str]:
-    if before is None:
-        return "-", f"{after:,}", ""
-    return f"{before:,}", f"{after:,}", f"{100 * (after - before) / before:+.1f}%"
-
-
-def _task_row(task: TaskGate) -> tuple[str, ...]:
-    name = f"{one_line(task.task)}, {one_line(task.metric)} ({counted(task.items, 'item')})"
-    drop = f"drop {change(task.drop, task.kind)}, at most {change(task.upper, task.kind)}"
-    return name, level(task.base), level(task.compressed), drop, task.verdict
-
-
-def _gate_notes(gate: GateResult) -> Blocks:
-    judged = ((gate.base, gate.base_identity), (gate.compressed, gate.compressed_identity))
-    base, made = (
-        label(name) + (f" (commit {one_line(str(identity['commit']))})" if "commit" in identity else "")
-        for name, identity in judged
-    )
-    rise = ", of a perplexity its relative rise" if any(task.kind == "likelihood" for task in gate.tasks) else ""
-    how = (
-        f"The tasks compare {made} with {base}. A drop is base less compressed{rise}; at most: its one-sided upper "
-        f"bound with confidence {100 * gate.confidence:g}%. {method(gate)}"
-    )
-    return Text(Strong(one_line(verdict_line(gate), None))), Text(how)
+    if facts.active is not None:
+        before, after = facts.active
+        known = ("-", "-", "-") if before is None else (human_count(before), share(after, before), f"{before:,}")
+        row = ("active parameters", known[0], human_count(after), known[1], known[2], f"{after:,}")
+        table = replace(table, rows=(*table.rows, row))
+        note += " Active parameters are all but the experts that a token is not routed to."
+    judged = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
+    return Heading("Before and after"), table, Text(note), *judged
 
 
 def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
     """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
-    outcome, plan = facts.outcome, facts.outcome.plan
-    repeated: Blocks = (Text("The plan does not record what it was asked for, so there is no recipe to repeat it."),)
+    repeated: Blocks = (Text("The plan does not record what it was made with, so there is no recipe to repeat it."),)
     recipe, commands = again or ("", ())
     if len(recipe) > MOST_RECIPE:
         repeated = (Text(("The recipe is too long for a page: ", Code(RECIPE), " is beside the weights.")),)
     elif recipe:
         repeated = (
             Text(
-                "This recipe asks for the same plan, all steps in one run. It is made from the plan, so it has no "
+                "This recipe makes the same plan, all steps in one run. It is made from the plan, so it has no "
                 "edits by hand; local files and folders are in it by their names alone."
             ),
             Listing(recipe, "yaml"),
@@ -314,80 +243,26 @@ def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
         )
     ran: Blocks = ()
     if command is not None:
-        ran = Text("The last command that was run, in which paths are shortened to names:"), Listing(command, "bash")
-    versions = joined([f"{one_line(name)} {one_line(str(version))}" for name, version in outcome.versions.items()])
-    items: tuple[Words, ...] = (
-        ("Plan: SHA-256 ", Code(plan.digest())),
-        ("Source: ", base_name(plan.source), f", fingerprint {one_line(plan.source.fingerprint)}"),
-        f"Versions: {versions}",
-        *([SEQUENTIAL] if outcome.stage.sequential else []),
-    )
+        said = "The last command that was run, in which paths are shortened to names:"
+        ran = Text(said), Listing(without_paths(command), "bash")
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return Heading("How it was made"), *repeated, *ran, *_data(plan), Items(items), Text(whole)
-
-
-def _data(plan: Plan) -> Blocks:
-    """The sources of the calibration text and of texts of single steps with their digests, a table for each."""
-    own = [
-        _sources(f"Text of the step {one_line(step.name)}", step.text) for step in plan.steps if step.text is not None
-    ]
-    if plan.calibration is None:
-        return Text("No text was read to choose experts." if own else "No text was read to make it."), *own
-    table, only = _sources("Calibration text", plan.calibration), plan.calibration.get("only")
-    chosen = () if only is None else (Text(f"Of these sources only {label(str(only))} decided."),)
-    return table, *chosen, *own
-
-
-def sources_of(calibration: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is recorded of each calibration source."""
-    stored = calibration.get("sources")
-    entries = stored if isinstance(stored, list) else []
-    return [entry for entry in entries if isinstance(entry, Mapping) and "source" in entry]
-
-
-def _sources(title: str, calibration: Mapping[str, Any]) -> Table:
-    columns = ("source", "weight", "sequences", "tokens", "held out", "SHA-256 of the token ids")
-    fields = ("weight", "samples", "tokens", "heldout_samples", "sha256")
-    rows = tuple(
-        (label(str(entry["source"])), *(_cell(entry.get(name)) for name in fields)) for entry in sources_of(calibration)
-    )
-    return Table(title, columns, rows, frozenset({columns[-1]}))
-
-
-def _cell(value: Any) -> str:
-    if type(value) is int:
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else one_line(str(value))
+    return Heading("How it was made"), *repeated, *ran, page.made_with(facts.outcome), Text(whole)
 
 
 def experts_details(plan: CompressionPlan) -> Blocks:
     """What became of each expert, layer by layer, as a table that folds away."""
     if not plan.layers:
         return (Text("All experts stay."),)
-    found = experts_table(plan)
-    too_long = sum(len(str(cell)) for row in found.rows for cell in row) > MOST_TABLE
-    elsewhere = Text(
-        ("The list is too long for a page: ", Code("compression.json"), " has it under ", Code("plan"), ".")
-    )
-    details = (Text(experts_legend(plan)), elsewhere if too_long else found)
-    return (Details("What became of each expert", details),)
+    table, legend = page.experts(plan)
+    if sum(len(str(cell)) for row in table.rows for cell in row) > MOST_TABLE:
+        record = Code("compression.json"), " has it under ", Code("plan"), "."
+        return legend, Text(("The list is too long for a page: ", *record))
+    return (Details("Layer by layer", (legend, table)),)
 
 
 def loading(facts: Facts, repo_id: str) -> Blocks:
     """How to load it, by what is there."""
-    blocks: Blocks = (Heading("How to load it"), *(() if facts.only_graph else _transformers(facts, repo_id)))
-    if facts.graph is None:
-        return blocks
-    folder = f"model/{facts.graph.place}" if facts.graph.place else "model"
-    return (
-        *blocks,
-        Text("In ONNX Runtime; or from the terminal, once the repository is downloaded:"),
-        Listing(f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"', "bash"),
-        Listing(f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")', "python"),
-    )
-
-
-def _transformers(facts: Facts, repo_id: str) -> Blocks:
+    blocks: list[Block] = [Heading("How to load it")]
     serve = Listing(f"vllm serve {repo_id}", "bash")
     if facts.outcome.stage.constants is not None:
         vllm = (
@@ -395,45 +270,55 @@ def _transformers(facts: Facts, repo_id: str) -> Blocks:
             "field approximate_experts, where it supports this architecture unquantised (not tested with this "
             "checkpoint):"
         )
-        return Text(vllm), serve
-    names = facts.config.get("architectures")
-    found = str(names[0]) if isinstance(names, list) and names else ""
-    name = found if found.isidentifier() and found.isascii() and not found.endswith("ForCausalLM") else ""
-    class_name = name or "AutoModelForCausalLM"
-    has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    code = [
-        f"from transformers import {class_name}{', AutoTokenizer' if has_tokenizer else ''}",
-        "",
-        f'model = {class_name}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
-        *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
-    ]
-    checked = (
-        "In transformers (names and shapes of all tensors were checked against the stock model of version "
-        f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
-    )
-    return (
-        Text((checked, Code("device_map"), " needs the package accelerate):")),
-        Listing("\n".join(code), "python"),
-        Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
-        serve,
-    )
+        blocks += [Text(vllm), serve]
+    elif facts.dtypes:
+        names = facts.config.get("architectures")
+        name = str(names[0]) if isinstance(names, list) and names else ""
+        is_own = name.isidentifier() and name.isascii() and not name.endswith("ForCausalLM")
+        model_class = name if is_own else "AutoModelForCausalLM"
+        has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        code = [
+            f"from transformers import {model_class}{', AutoTokenizer' if has_tokenizer else ''}",
+            "",
+            f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
+            *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
+        ]
+        checked = (
+            "In transformers (names and shapes of all tensors were checked against the stock model of version "
+            f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
+        )
+        blocks += [
+            Text((checked, Code("device_map"), " needs the package accelerate):")),
+            Listing("\n".join(code), "python"),
+            Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
+            serve,
+        ]
+    if facts.graph is not None:
+        folder = f"model/{facts.graph.place}" if facts.graph.place else "model"
+        shell = f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"'
+        session = f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")'
+        blocks += [
+            Text("In ONNX Runtime; or from the terminal, once the repository is downloaded:"),
+            Listing(shell, "bash"),
+            Listing(session, "python"),
+        ]
+    return tuple(blocks)
 
 
-def limits(facts: Facts, has_licence: bool) -> tuple[Block, ...]:
+def limits(facts: Facts, has_licence: bool) -> Blocks:
     """The last section; `has_licence` if the card inherits one."""
-    outcome, graph = facts.outcome, facts.graph
+    outcome = facts.outcome
     told = [
         _accuracy(outcome.gate),
         _text(outcome.plan),
-        *filter(None, [_refitted(outcome)]),
+        _refitted(outcome),
         _format(facts),
-        *([NOT_STOCK] if outcome.stage.constants is not None else []),
-        *_missing(outcome),
-        *([_graph(graph)] if graph is not None else []),
-        *([LOCAL_BASE] if base_id(outcome.plan.source) is None else []),
-        *([] if has_licence else ["No licence was found in a card of the base; the base's own terms hold."]),
+        NOT_STOCK if outcome.stage.constants is not None else "",
+        _graph(facts),
+        LOCAL_BASE if base_id(outcome.plan.source) is None else "",
+        "" if has_licence else "No licence was found in a card of the base; the base's own terms hold.",
     ]
-    return Heading("Limits"), Items(tuple(told))
+    return Heading("Limits"), Items(tuple(filter(None, told)))
 
 
 def _accuracy(gate: GateResult | None) -> str:
@@ -444,7 +329,7 @@ def _accuracy(gate: GateResult | None) -> str:
         )
     limit = gate.options.get("limit")
     first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
-    tasks = joined([one_line(task.task) for task in gate.tasks]) or "no task"
+    tasks = joined([task.task for task in gate.tasks]) or "no task"
     told = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
     if gate.routing is None:
         return told
@@ -458,12 +343,11 @@ def _text(plan: Plan) -> str:
     if plan.calibration is None:
         own = any(step.text is not None for step in plan.steps)
         return f"No text was read{' to choose experts' if own else ''}: weights alone decided."
-    names = [label(str(entry["source"])) for entry in sources_of(plan.calibration)] or ["unnamed text"]
-    only = plan.calibration.get("only")
-    chosen = [label(str(only))] if only is not None else names
-    tokens = plan.calibration.get("tokens")
+    stored, only, tokens = (plan.calibration.get(name) for name in ("sources", "only", "tokens"))
+    sources = [entry["source"] for entry in entries(stored) if "source" in entry]
     many = f" ({tokens:,} tokens, held-out ones included)" if type(tokens) is int and only is None else ""
-    return f"The calibration text was {joined(chosen)}{many}. What experts do on other kinds of text did not count."
+    names = joined([label(str(name)) for name in ([only] if only is not None else sources or ["unnamed text"])])
+    return f"The calibration text was {names}{many}. What experts do on other kinds of text did not count."
 
 
 def _refitted(outcome: Outcome) -> str:
@@ -488,7 +372,7 @@ def _refitted(outcome: Outcome) -> str:
 
 
 def _format(facts: Facts) -> str:
-    if facts.only_graph:
+    if not facts.dtypes:
         return "There are no safetensors here, only the ONNX graph."
     names = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
     if quantization := entry_of(facts.config, "quantization_config"):
@@ -497,35 +381,24 @@ def _format(facts: Facts) -> str:
     return f"The weights are not quantised; they are stored as {names}."
 
 
-def _missing(outcome: Outcome) -> list[str]:
-    """Tensors that were left out, and config fields that announced them."""
-    names, found = outcome.left_out, []
-    if names:
-        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-        found.append(
-            f"{counted(len(names), 'tensor')} of the base that stock transformers does not load "
-            f"{'is' if len(names) == 1 else 'are'} left out: {', '.join(map(one_line, names[:MOST_NAMED]))}{more}."
-        )
-    if fields := outcome.zeroed_fields:
-        found.append(
-            f"Set to zero in the config, since their tensors are left out: {joined([*map(one_line, fields)])}."
-        )
-    return found
-
-
-def _graph(graph: Graph) -> str:
-    """How the ONNX graph was verified, as its record has it."""
+def _graph(facts: Facts) -> str:
+    """How the ONNX graph was verified, as its record has it; nothing without a graph."""
+    if (graph := facts.graph) is None:
+        return ""
     options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
     quantize = options.get("quantize")
     experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"
     told = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
-    difference, compared = checks.get("largest_difference"), checks.get("tokens_compared")
+    difference, compared, cost = (
+        checks.get("largest_difference"),
+        checks.get("tokens_compared"),
+        rounding.get("largest_difference"),
+    )
     if isinstance(difference, float | int):
         other = one_line(str(checks.get("reference", "the stock model")))
         told += f" was compared with {other}: logits differ by at most {difference:.2g}"
         if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
             told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
-    cost = rounding.get("largest_difference")
     if isinstance(cost, float | int):
         told += f"; rounding alone moved logits by up to {cost:.2g}"
     return told + "."

@@ -14,11 +14,12 @@ from compressor.errors import CompressionError
 from compressor.gates.report import card_metrics
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
-from compressor.pipeline.outcome import Outcome, read_outcome
+from compressor.pipeline.outcome import Outcome
 from compressor.recipe.plan import Source, parts_of
 from compressor.records import read_object
+from compressor.report.data import Measured, Report, report_data
 from compressor.run_record import COMPRESSION
-from compressor.words import one_line
+from compressor.words import label, one_line
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -38,21 +39,13 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class Active:
-    """Parameters without the experts that a token is not sent to."""
-
-    before: int | None  # None where the original stores its tensors in another way
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """What a card may say of a checkpoint: the outcome in its folder, and what its files hold."""
 
     folder: Path
-    outcome: Outcome
+    outcome: Report
     config: Mapping[str, Any]
-    active: Active | None
+    active: tuple[int | None, int] | None  # parameters less the experts that a token isn't routed to, before and after
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     graph: Graph | None
 
@@ -62,11 +55,6 @@ class Facts:
         chosen = [step for step in self.outcome.plan.steps if "layers" in (step.plan or {})]
         return tuple(dict.fromkeys(str(step.options.get("strategy", step.name)) for step in chosen))
 
-    @property
-    def only_graph(self) -> bool:
-        """Whether there are no safetensors beside the ONNX graph."""
-        return not self.dtypes
-
 
 def entry_of(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An object within JSON of a file that anybody may have edited; an empty one where there is none."""
@@ -74,16 +62,33 @@ def entry_of(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else EMPTY
 
 
-def read_facts(folder: Path, gate: GateResult | None = None) -> Facts:
+def without_folders(value: Any) -> Any:
+    """A value of an option in which paths are names."""
+    if isinstance(value, Mapping):
+        return {name: without_folders(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(inner) for inner in value]
+    return label(value) if isinstance(value, str) else value
+
+
+def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured | None = None) -> Facts:
     """Everything that a card says, from the files in `folder`; raises `CompressionError` where they disagree."""
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
             "moe-compress, or write its README.md by hand"
         )
-    outcome = read_outcome(folder, gate)
+    outcome = report_data(folder, measured, gate=gate)
     if outcome.recorded_digest != outcome.plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
+    if (result := outcome.gate) is not None:  # with names that YAML and a web page can hold
+        tasks = tuple(
+            replace(task, task=one_line(task.task), metric=one_line(task.metric), version=one_line(task.version))
+            for task in result.tasks
+        )
+        base, compressed, options = label(result.base), label(result.compressed), without_folders(result.options)
+        result = replace(result, base=base, compressed=compressed, tasks=tasks, options=options)
+        outcome = replace(outcome, gate=result)
     graph, has_weights = _find_graph(folder), any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if not has_weights and (graph is None or graph.place):
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
@@ -112,8 +117,11 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
     return dict(sorted(dtypes.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def _active_parameters(folder: Path, outcome: Outcome) -> Active | None:
-    """Counted from headers by the stock model's layout; None where stored elements are not parameters of one expert."""
+def _active_parameters(folder: Path, outcome: Outcome) -> tuple[int | None, int] | None:
+    """Counted from headers by the stock model's layout; None where stored elements are not parameters of one expert.
+
+    The base's alone are None where it stores its tensors in another way.
+    """
     try:
         model = open_model(ModelSource(str(folder), None, folder), device="cpu")
     except CompressionError:
@@ -124,11 +132,11 @@ def _active_parameters(folder: Path, outcome: Outcome) -> Active | None:
     plan, before, after = outcome.stage, outcome.before.parameters, outcome.after.parameters
     expert, row = Counter[str](), Counter[str]()  # by layer: elements of one expert, and of its router row
     for name, role in layout.roles.items():
-        info, found = model.checkpoint.tensors[name], row if role.is_router else expert
+        info, counts = model.checkpoint.tensors[name], row if role.is_router else expert
         if role.kind == "fused":
-            found[role.layer] += info.parameters // info.shape[role.dim]
+            counts[role.layer] += info.parameters // info.shape[role.dim]
         elif role.kind == "expert" and role.expert == 0:
-            found[role.layer] += info.parameters
+            counts[role.layer] += info.parameters
     if set(expert) != {layer.module for layer in plan.layers}:
         return None  # layers that share their experts
     idle = sum((plan.experts - layer.top_k) * expert[layer.module] for layer in plan.layers)
@@ -136,7 +144,7 @@ def _active_parameters(folder: Path, outcome: Outcome) -> Active | None:
     parts = parts_of(plan.split)
     rows = sum((layer.experts // parts - plan.experts) * row[layer.module] for layer in plan.layers)
     same = plan.top_k is None and before - after == gone + rows
-    return Active(before - gone - idle if same else None, after - idle)
+    return before - gone - idle if same else None, after - idle
 
 
 def _find_graph(folder: Path) -> Graph | None:
@@ -202,22 +210,16 @@ def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revis
         return {}
     known = _matches(IDENTIFIER, given)
     found = {"license": given if known else "other"}
-    name = base.get("license_name") if known else given
+    name, link = base.get("license_name") if known else given, base.get("license_link")
     if isinstance(name, str) and name.strip():
         found["license_name"] = one_line(name)
-    link = base.get("license_link")
-    if isinstance(link, str) and (placed := _link(one_line(link), folder, repository, revision)):
-        found["license_link"] = placed
+    if isinstance(link, str):
+        link = one_line(link)
+        if re.match(r"https?://", link) or (Path(link).name == link and (folder / link).is_file()):
+            found["license_link"] = link
+        elif repository is not None and not link.startswith("/") and ".." not in Path(link).parts:
+            found["license_link"] = f"https://huggingface.co/{repository}/blob/{revision}/{link}"
     return found
-
-
-def _link(link: str, folder: Path, repository: str | None, revision: str | None) -> str | None:
-    """Where the licence lies as seen from the new repository; None where that cannot be said."""
-    if re.match(r"https?://", link) or (Path(link).name == link and (folder / link).is_file()):
-        return link
-    if repository is None or link.startswith("/") or ".." in Path(link).parts:
-        return None
-    return f"https://huggingface.co/{repository}/blob/{revision}/{link}"
 
 
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:
@@ -232,45 +234,29 @@ def languages(base: Mapping[str, Any]) -> list[str] | None:
     return [str(code) for code in codes if _matches(LANGUAGE, code)] or None
 
 
-def tags(facts: Facts) -> list[str]:
-    """What the Hub's search finds it by."""
-    merged = any(layer.merged for layer in facts.outcome.stage.layers)
-    dropped = any(layer.dropped for layer in facts.outcome.stage.layers)
-    return [
-        "moe",
-        "moe-compressor",
-        *map(one_line, facts.strategies),
-        *(["merged", "expert-merging"] if merged else []),
-        *(["pruned", "expert-pruning"] if dropped else []),
-        *(["onnx"] if facts.graph is not None else []),
-    ]
-
-
 def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
     """The card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
-    outcome = facts.outcome
+    outcome, layers = facts.outcome, facts.outcome.stage.layers
     repository, revision = base_id(outcome.plan.source), outcome.plan.source.revision
-    results = []
-    if (gate := outcome.gate) is not None:
-        tasks = [  # with names that YAML and a web page can hold
-            replace(task, task=one_line(task.task), metric=one_line(task.metric), version=one_line(task.version))
-            for task in gate.tasks
-        ]
-        results = card_metrics(replace(gate, tasks=tuple(tasks)))
+    results = [] if outcome.gate is None else card_metrics(outcome.gate)
     pipeline = base.get("pipeline_tag")
+    library = "transformers" if outcome.stage.constants is None else "vllm"
     return ModelCardData(
         **licence(base, facts.folder, repository, revision),
         language=languages(base),
         base_model=repository,
         **({"base_model_relation": RELATION} if repository is not None else {}),
-        library_name="onnx"
-        if facts.only_graph
-        else "transformers"
-        if facts.outcome.stage.constants is None
-        else "vllm",
+        library_name=library if facts.dtypes else "onnx",
         pipeline_tag=pipeline if _matches(IDENTIFIER, pipeline) else TASK,
-        tags=tags(facts),
+        tags=[
+            "moe",
+            "moe-compressor",
+            *map(one_line, facts.strategies),
+            *(["merged", "expert-merging"] if any(layer.merged for layer in layers) else []),
+            *(["pruned", "expert-pruning"] if any(layer.dropped for layer in layers) else []),
+            *(["onnx"] if facts.graph is not None else []),
+        ],
         **({"model_name": repo_id.rpartition("/")[2], "eval_results": results} if results else {}),
     )

@@ -164,7 +164,7 @@ def similarity(data: Report) -> Figure | None:
         return None
     low, high = limits(layers)
     colours = colormaps[HEAT].resampled(LEVELS)
-    kinds = [MERGED] if any(layer.plan.merged for layer in layers) else []
+    kinds: list[tuple[str, Any]] = [MERGED] if any(layer.plan.merged for layer in layers) else []
     kinds += [DROPPED] if any(layer.plan.dropped for layer in layers) else []
 
     def draw_scale(canvas: "FigureBase") -> None:
@@ -371,8 +371,8 @@ def errors(data: Report) -> Figure | None:
         draw_dots(axes, [_brief(layer) for layer, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
         for place, (_, known) in enumerate(rows):
             if all(field in known for field in HELDOUT):
-                ends = [_drawable(known[field]) for field in HELDOUT]
-                axes.hlines(place, *ends, color=ROLES["muted"], linewidth=0.8, zorder=1)
+                before, after = (_drawable(known[field]) for field in HELDOUT)
+                axes.hlines(place, before, after, color=ROLES["muted"], linewidth=0.8, zorder=1)
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
     row = min(max(TALLEST / len(rows), LEAST_ROW), MOST_ROW)
@@ -429,7 +429,12 @@ def distillation(data: Report) -> Figure | None:
             axes.axhline(apart[0], color=ROLES["muted"], linewidth=0.8, linestyle="dashed")
             draw_lines(axes, [Line("held out", steps, apart, ROLES["after"], marker="o")], first_is_start=False)
             if taken is not None:
-                ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": ROLES["good"]}
+                ring: dict[str, Any] = {
+                    "marker": "o",
+                    "markersize": 11,
+                    "markerfacecolor": "none",
+                    "color": ROLES["good"],
+                }
                 axes.plot([taken[0]], [_drawable(taken[1])], **ring)
             axes.set_xticks(spaced(steps))
             axes.set_xlabel("steps")

@@ -33,7 +33,7 @@ from compressor.drawing.picture import png
 from compressor.errors import CompressionError
 from compressor.files import alone, check_folder, replacing, whole_folder
 from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
-from compressor.recipe.document import changed, first_of, step_blocks, step_line
+from compressor.recipe.document import changed, entries, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, told_split
 from compressor.replaceable import is_page
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
@@ -81,8 +81,9 @@ def made_with(data: Report) -> Facts:
         rows += [] if text is None else _text(name, text)
     rows += [("Measured for this report", data.measured_on)] if data.measured_tokens else []
     if names := data.left_out:
-        said = f"{counted(len(names), 'tensor')} that stock transformers does not load: {first_of(names, MOST_NAMED)}"
-        rows.append(("Left out of the output", said))
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        said = f"{counted(len(names), 'tensor')} that stock transformers does not load"
+        rows.append(("Left out of the output", f"{said}: {', '.join(names[:MOST_NAMED])}{more}"))
     if data.zeroed_fields:
         rows.append(("Config fields set to zero, as their tensors are left out", setting(data.zeroed_fields)))
     return Facts((*rows, ("Versions", setting(data.versions)), ("Plan, SHA-256", Code(data.plan.digest()))))
@@ -90,9 +91,9 @@ def made_with(data: Report) -> Facts:
 
 def _text(name: str, identity: Mapping[str, Any]) -> list[tuple[str, Words | Items]]:
     """A text that was read, its size, its sources where there are several, and the digest of its token ids."""
-    skipped, sources = ("source", "sources", "sha256", "asked"), identity.get("sources")
+    skipped = ("source", "sources", "sha256", "asked")
     size = {str(key).replace("_", " "): value for key, value in identity.items() if key not in skipped}
-    parts = [part for part in sources if isinstance(part, Mapping)] if isinstance(sources, list) else []
+    parts = entries(identity.get("sources"))
     said = tuple(setting({**part, "source": label(str(part.get("source")))}) for part in parts)
     return [
         (name, label(str(identity.get("source", "unnamed text")))),
@@ -115,11 +116,11 @@ def steps(data: Report) -> list[Block]:
     return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
 
 
-def sizes(data: Report) -> list[Block]:
+def sizes(data: Report) -> tuple[Table]:
     """Experts, parameters and bytes, exactly."""
     rows = [(name, *said, share(b, a), f"{a:,}", f"{b:,}") for name, a, b, *said in data.sizes()]
     columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
-    return [Table("Sizes before and after", columns, tuple(rows))]
+    return (Table("Sizes before and after", columns, tuple(rows)),)
 
 
 def gate(data: Report) -> list[Block]:
@@ -151,7 +152,7 @@ def cost(data: Report) -> list[Block]:
     return [Text(peak), Table("Seconds by phase", columns, tuple(rows), frozenset({"phase"}))]
 
 
-def experts(plan: CompressionPlan) -> list[Block]:
+def experts(plan: CompressionPlan) -> tuple[Table, Text]:
     """What became of each expert: a row for each layer, and how to read it."""
     legend = (
         "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
@@ -162,7 +163,7 @@ def experts(plan: CompressionPlan) -> list[Block]:
             " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
             "to which neither plan nor reconstruction was fitted, before and after the reconstruction."
         )
-    return [experts_table(plan, "What became of each expert"), Text(legend, "note")]
+    return experts_table(plan, "What became of each expert"), Text(legend, "note")
 
 
 def similarity(data: Report) -> list[Block]:
@@ -178,7 +179,7 @@ def similarity(data: Report) -> list[Block]:
             "kept alone": [expert for expert in alone if expert not in layer.protected],
             lost: plan.dropped,
         }
-        rows = [
+        rows: list[tuple[str, str, str, str]] = [
             (
                 f"merged, slot {slot}",
                 listed(group.members),
@@ -197,9 +198,9 @@ def similarity(data: Report) -> list[Block]:
             Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})),
         ]
         if with_matrices and layer.similarity is not None:
-            columns = ("expert", *map(str, range(len(layer.similarity))))
+            numbers = ("expert", *map(str, range(len(layer.similarity))))
             lines = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
-            blocks.append(Table(f"{layer.name}: {layer.similarity_label or 'similarity'}", columns, lines))
+            blocks.append(Table(f"{layer.name}: {layer.similarity_label or 'similarity'}", numbers, lines))
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
             f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {lost}"
@@ -249,11 +250,11 @@ def visits(data: Report) -> list[Block]:
         columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
         table = Table(f"{layer.name}: routed tokens", columns, shares, frozenset({"what became of it"}))
         folds.append(Details((Strong(layer.name), " ", Note(what)), (table,)))
-    columns = ("", "maximum to mean, before", "after", "entropy, before", "after")
+    heads = ("", "maximum to mean, before", "after", "entropy, before", "after")
     note = "Both are 1 where all experts get equally many tokens; the entropy is 0 where one gets them all."
     return [
         *_unseen(data, "visits_before", "share of tokens"),
-        Table("How evenly the routed tokens spread", columns, tuple(rows)),
+        Table("How evenly the routed tokens spread", heads, tuple(rows)),
         Text(note, "note"),
         *_together(folds, what),
     ]
@@ -289,10 +290,11 @@ def hubs(data: Report) -> list[Block]:
     for hub in data.hubs:
         expert, layer = hub.get("expert"), layers.get(str(hub.get("module")))
         place = hub.get("layer", layer and layer.plan.layer)
-        is_known = isinstance(expert, int)
-        became = dispositions(layer).get(expert, "-") if layer is not None and is_known else "not in the plan"
+        became = "not in the plan"
+        if layer is not None and isinstance(expert, int):
+            became = dispositions(layer).get(expert, "-")
         figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
-        said = expert_label(place, expert) if isinstance(place, int) and is_known else setting(expert)
+        said = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else setting(expert)
         rows.append((said, became, *map(short, figures), percent(hub.get("share"))))
     return [
         Heading("Hubs", 3),
@@ -306,7 +308,7 @@ def hubs(data: Report) -> list[Block]:
     ]
 
 
-SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], list[Block]]]] = (
+SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
     ("sizes", "Sizes", "sizes", sizes),
