@@ -20,9 +20,16 @@ from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.inspection import Inspection, inspect_model
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
-from compressor.pathways.answering import refuse_other_tasks, routed_answerer, trusted_reference
+from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
-from compressor.pathways.reference import NAMES, Asked, ReferenceFacts, build_reference, write_reference
+from compressor.pathways.reference import (
+    NAMES,
+    Asked,
+    ReferenceFacts,
+    build_reference,
+    trusted_reference,
+    write_reference,
+)
 from compressor.pipeline.run_context import find_model, open_run
 from compressor.pipeline.task import HELDOUT, sources_of
 from compressor.progress import Progress, Silent

@@ -49,6 +49,11 @@ class Item:
         """Which of them is the answer."""
         return self.continuations.index(self.answer)
 
+    @property
+    def alone(self) -> "Item":
+        """The prompt with its right answer alone."""
+        return Item(self.prompt, self.answer)
+
 
 def read_items(path: Path) -> list[Item]:
     """The items of a JSONL file: objects with `prompt`, `answer` and, of multiple choice, `choices`.

@@ -5,7 +5,7 @@ And a gate's compressed model that answers so: what can be refused before a weig
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, Plain
-from compressor.pathways.optimisers import Neighbour, needs_runs, optimised
+from compressor.pathways.optimisers import Neighbour, optimised
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
-from compressor.pathways.reference import Embedder, ReferenceSet, embedder, read_reference, reference_digest
+from compressor.pathways.reference import Embedder, ReferenceSet, embedder, reference_digest, trusted_reference
 from compressor.progress import Progress
 from compressor.records import plain_json
 
@@ -34,7 +34,7 @@ class Answer:
     """What a model thinks of one continuation of a prompt."""
 
     likelihood: float  # in nats, of the whole continuation
-    greedy: bool  # whether each of its tokens is the likeliest
+    greedy: bool  # whether each of its tokens is the argmax
     plain: float  # the likelihood on the model's own pathway
 
 
@@ -52,15 +52,16 @@ class Answering:
     embed: Embedder
     plain_work: int = 0
     left_plain: int = 0
-    _most: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._most = positions(self.model.opened.config)
 
     @property
     def cost(self) -> float:
         """Decoder layers times tokens that were computed, as a multiple of plain forwards of the questions."""
         return self.model.work / self.plain_work if self.plain_work else 1.0
+
+    def run(self, item: Item) -> Plain:
+        """Run a plain forward of an item's prompt with each of its continuations."""
+        opened = self.model.opened
+        return self.model.run(rows_of(item, self.tokenizer, opened.vocabulary, positions(opened.config)))
 
     def answer(self, prompt: str, continuations: Sequence[str]) -> list[Answer]:
         """What the model thinks of each continuation on the optimised pathway of the prompt.
@@ -68,37 +69,30 @@ class Answering:
         An item so long that its rows are cut differently has no one prompt; its answers are those of the plain model.
         """
         item = Item(prompt, continuations[0], tuple(continuations))
-        rows = rows_of(item, self.tokenizer, self.model.opened.vocabulary, self._most)
-        plain = self.model.run(rows)
-        self.plain_work += self.model.plain_work(plain)
+        plain = self.run(item)
+        rows, logits = plain.rows, plain.logits
+        self.plain_work += plain.work
         if len({row.start for row in rows}) > 1:
             self.left_plain += 1
-            logits = plain.logits
         else:
             with torch.no_grad():
                 logits = self.model.again(plain, self.shift(item, plain))
-        found, before = (likelihoods(each, rows).tolist() for each in (logits, plain.logits))
+        optimal, before = (likelihoods(each, rows).tolist() for each in (logits, plain.logits))
         greedy = [is_greedy(logits[place : place + 1], row) for place, row in enumerate(rows)]
-        return [Answer(*each) for each in zip(found, greedy, before, strict=True)]
+        return [Answer(*each) for each in zip(optimal, greedy, before, strict=True)]
 
     def shift(self, item: Item, plain: Plain) -> Tensor:
         """What to add to the late router logits [L, E] of an item that has passed the plain model."""
-        late, options = self.model.late, self.options
-        embedding = self.embed(item, plain.rows[0])
+        late, options, items = self.model.late, self.options, self.reference.items
         places, query, points = self.reference.neighbours(
-            embedding, options.neighbours, options.radius, but=item.prompt
+            self.embed(item, plain.rows[0]), options.neighbours, options.radius, but=item.prompt
         )
-        runs, items = needs_runs(options), self.reference.items
+        runs = options.optimizer == "ngd" or (options.optimizer == "kernel" and options.share is None)
         near = [
-            Neighbour(self.reference.pathways[at, -late:], self.answered(items[at]) if runs else None) for at in places
+            Neighbour(self.reference.pathways[at, -late:], self.run(items[at].alone) if runs else None) for at in places
         ]
         with torch.enable_grad():
             return optimised(self.model, plain.pathway[-late:], near, query, points, options)
-
-    def answered(self, item: Item) -> Plain:
-        """A plain forward of an item's prompt with its right answer alone."""
-        alone = Item(item.prompt, item.answer)
-        return self.model.run(rows_of(alone, self.tokenizer, self.model.opened.vocabulary, self._most))
 
 
 def open_answering(
@@ -117,46 +111,28 @@ def open_answering(
     Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
     another model than `embedding`: a file shall not choose what is downloaded.
     """
-    found = trusted_reference(Routing(reference, options, embedding))
-    return load_answering(*opened_with(found, locate(model, revision, progress), dtype, device), found, options)
+    trusted = trusted_reference(Routing(reference, options, embedding))
+    return load_answering(open_model(locate(model, revision, progress), dtype, device), trusted, options)
 
 
-def trusted_reference(routing: Routing) -> ReferenceSet:
-    """The reference set of a routing, refused if its prompts are embedded by another model than the routing names."""
-    found = read_reference(Path(routing.reference))
-    if found.facts.embedding != routing.embedding:
-        raise CompressionError(
-            f"the prompts of the reference set are embedded by {found.facts.embedding!r}, not {routing.embedding!r}; "
-            f"pass {found.facts.embedding} as the embedding if you trust that model, or make the reference set again"
-        )
-    return found
-
-
-def opened_with(reference: ReferenceSet, source: ModelSource, dtype: str, device: str) -> tuple[OpenModel, Any]:
-    """The model, of which no weight but its routers is read, and its tokenizer; refused unless the set is of both."""
-    opened = open_model(source, dtype, device)
-    tokenizer = load_tokenizer(source.folder)
+def load_answering(opened: OpenModel, reference: ReferenceSet, options: PathwayOptions) -> Answering:
+    """Read the weights of a model; refused unless `reference` is of it and its tokenizer."""
+    tokenizer = load_tokenizer(opened.source.folder)
     reference.check(opened, tokenizer)
-    return opened, tokenizer
-
-
-def load_answering(opened: OpenModel, tokenizer: Any, reference: ReferenceSet, options: PathwayOptions) -> Answering:
-    """Read the weights of a model that `reference` is of."""
     late = min(options.layers, len(opened.architecture.layers))
-    loaded = PathwayModel(opened, late, options.tokens, reference.facts.scores)
-    loaded.load()
-    return Answering(loaded, tokenizer, reference, options, embedder(reference.facts.embedding, loaded))
+    model = PathwayModel(opened, late, options.tokens, reference.facts.scores)
+    model.load()
+    return Answering(model, tokenizer, reference, options, embedder(reference.facts.embedding, model))
 
 
 def refuse_other_tasks(tasks: Sequence[EvaluationTask]) -> None:
     """Refuse tasks that give no answers to choose from after a prompt."""
-    for task in tasks:
-        for name, part in task.parts.items():
-            if (what := OTHER_ANSWERS.get(str(getattr(part, "OUTPUT_TYPE", None)))) is not None:
-                raise CompressionError(
-                    f"task {name!r} {what}, so it has no prompt to optimise a pathway for; name tasks of multiple "
-                    "choice, or leave --routing out"
-                )
+    for name, part in (entry for task in tasks for entry in task.parts.items()):
+        if (what := OTHER_ANSWERS.get(str(getattr(part, "OUTPUT_TYPE", None)))) is not None:
+            raise CompressionError(
+                f"task {name!r} {what}, so it has no prompt to optimise a pathway for; name tasks of multiple choice, "
+                "or leave --routing out"
+            )
 
 
 def routed_answerer(
@@ -166,7 +142,8 @@ def routed_answerer(
 
     Raises `CompressionError` for the set of another model or tokenizer.
     """
-    opened_with(reference, source, options.dtype, options.device)  # the base answers first, and that may take hours
+    # the base answers first, and that may take hours
+    reference.check(open_model(source, options.dtype, options.device), load_tokenizer(source.folder))
     facts = {
         "method": METHOD,
         "reference": reference_digest(Path(routing.reference)),
@@ -178,9 +155,9 @@ def routed_answerer(
         from compressor.evaluation.model import free
         from compressor.pathways.lm_eval_model import RoutedModel
 
-        opened, tokenizer = opened_with(reference, source, options.dtype, options.device)
+        opened = open_model(source, options.dtype, options.device)
         try:
-            yield RoutedModel(load_answering(opened, tokenizer, reference, routing.options))
+            yield RoutedModel(load_answering(opened, reference, routing.options))
         finally:
             opened.partial.release("")
             free(opened.partial.device)

@@ -19,10 +19,10 @@ from compressor.evaluation.items import Item, positions, rows_of
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import logits_of, weights_of
 from compressor.model.tokenizer import load_tokenizer
-from compressor.pathways.answering import load_answering, trusted_reference
+from compressor.pathways.answering import load_answering
 from compressor.pathways.optimisers import oracle
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions, Routing
-from compressor.pathways.reference import ReferenceSet, build_reference
+from compressor.pathways.reference import ReferenceSet, build_reference, trusted_reference
 from compressor.progress import Progress
 
 OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours
@@ -57,17 +57,17 @@ def average_pathway(model: OpenModel, reference: ReferenceSet, optimizer: str, p
     """
     own_answer = optimizer == OWN_ANSWER
     options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
-    answering = load_answering(model, load_tokenizer(model.source.folder), reference, options)
+    answering = load_answering(model, reference, options)
     loaded, items = answering.model, reference.items
     items = items if len(items) <= MOST else tuple(random.Random(0).sample(items, MOST))
     progress.start("optimise pathways", len(items))
     changes, scores = list[Tensor](), list[Tensor]()
     for item in items:
-        plain = answering.answered(item)
+        plain = answering.run(item.alone)
         own = plain.pathway[-loaded.late :]
         change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
         changes.append(change.detach())
-        late = zip(own, changes[-1], loaded.late_scores, strict=True)
+        late = zip(own, changes[-1], loaded.scores[-loaded.late :], strict=True)
         rescored = [weights_of(logits_of(weights, score) + added, score) for weights, added, score in late]
         scores.append(torch.stack(rescored) - own)
         progress.advance("")

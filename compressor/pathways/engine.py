@@ -3,8 +3,8 @@
 B rows, S tokens, M positions that may be moved, L late MoE layers, E experts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,12 +30,13 @@ class Plain:
     """A plain forward of some rows, and what recomputing its late layers takes."""
 
     rows: tuple[Row, ...]
-    tokens: Tensor  # [B, S], without the last one of each row, after which nothing is asked
-    kept: Mapping[str, Any]  # what each early decoder layer puts out
+    tokens: Tensor  # [B, S], without the last one of each row, whose logits are not needed
+    kept: Mapping[str, Any]  # output of each early decoder layer
     moved: Tensor  # [M] positions among all B * S
     own: tuple[Tensor, ...]  # of each late layer the router's logits there, [M, E]
     pathway: Tensor  # [all MoE layers, E] of the last prompt token of the first row, float32 on the CPU
     logits: Tensor  # [B, S, V]
+    work: int  # decoder layers times tokens
 
 
 @dataclass(slots=True)
@@ -67,10 +68,6 @@ class PathwayModel:
         return self.layers[-self.late :]
 
     @property
-    def late_scores(self) -> tuple[Score, ...]:
-        return self.scores[-self.late :]
-
-    @property
     def early_units(self) -> tuple[str, ...]:
         """The decoder layers before the first late one."""
         units = self.opened.architecture.units
@@ -82,10 +79,6 @@ class PathwayModel:
             raise CompressionError(f"{type(self.model).__name__} has no language-model head, so it answers no item")
         with faults_told(f"{self.opened.source.label} cannot be loaded", *REMEDIES):
             self.opened.partial.load(self.opened.partial.keys_under(""))
-
-    def plain_work(self, plain: Plain) -> int:
-        """What one plain forward of these rows costs."""
-        return len(self.opened.architecture.units) * plain.tokens.numel()
 
     @torch.no_grad()
     def run(self, rows: Sequence[Row]) -> Plain:
@@ -118,7 +111,8 @@ class PathwayModel:
                 handle = self.model.get_submodule(unit).register_forward_hook(partial(keep_output, unit))
                 stack.callback(handle.remove)
             logits = self._forward(tokens).detach()
-        self.work += len(units) * tokens.numel()
+        work = len(units) * tokens.numel()
+        self.work += work
         if not bool(logits.isfinite().all()):
             raise CompressionError(
                 f"{self.opened.source.label} gives logits that are not finite, so its answers mean nothing; check its "
@@ -142,21 +136,29 @@ class PathwayModel:
         late = tuple(own[layer.name][moved] for layer in self.late_layers)
         last, scored = rows[0].start - 1, zip(self.layers, self.scores, strict=True)
         pathway = torch.stack([weights_of(own[layer.name][last], score).cpu() for layer, score in scored])
-        plain = Plain(tuple(rows), tokens, kept, moved, late, pathway, logits)
-        self._check(plain)
+        plain = Plain(tuple(rows), tokens, kept, moved, late, pathway, logits, work)
+        if not self._checked:
+            self._check(plain)
         return plain
 
     def again(self, plain: Plain, shift: Tensor) -> Tensor:
         """Logits [B, S, V] with `shift` [L, E] added to the plain logits of the late routers at the moved positions.
 
-        The routers are set to that whatever the layers before now put out. Gradients go back to a `shift` that asks for
-        them. A shift of nothing gives the plain logits bit for bit.
+        The routers are set to that whatever the layers before now output. Gradients go back to a `shift` that requires
+        them. A shift of zeros gives the plain logits bit for bit.
         """
+
+        def set_rows(target: Tensor, product: Product) -> Tensor:
+            flat = product.logits.reshape(-1, product.logits.shape[-1])
+            return flat.index_copy(0, plain.moved, target.to(flat)).reshape(product.logits.shape)
+
         with ExitStack() as stack:
-            for number, layer in enumerate(self.late_layers):
-                target = plain.own[number] + shift[number].to(plain.own[number])
-                stack.enter_context(watched(self.model, layer, partial(_set_rows, plain.moved, target)))
-            stack.enter_context(_handing_on(self.model, plain.kept))
+            for layer, own, added in zip(self.late_layers, plain.own, shift, strict=True):
+                stack.enter_context(watched(self.model, layer, partial(set_rows, own + added.to(own))))
+            for unit, kept in plain.kept.items():  # early layers return what they returned before
+                module = self.model.get_submodule(unit)
+                module.forward = lambda *args, kept=kept, **kwargs: tree_map(_copy, kept)
+                stack.callback(module.__dict__.pop, "forward", None)
             logits = self._forward(plain.tokens)
         layers = len(self.opened.architecture.units) - len(self.early_units)
         self.work += layers * plain.tokens.numel() * (3 if logits.requires_grad else 1)
@@ -171,8 +173,6 @@ class PathwayModel:
     @torch.no_grad()
     def _check(self, plain: Plain) -> None:
         """Once, on the first rows: the late layers give what they gave, or the architecture is refused."""
-        if self._checked:
-            return
         before, work = plain.logits, self.work
         what = f"the late layers of {type(self.model).__name__} cannot be run again without the earlier ones"
         try:
@@ -186,21 +186,3 @@ class PathwayModel:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _set_rows(moved: Tensor, target: Tensor, product: Product) -> Tensor:
-    flat = product.logits.reshape(-1, product.logits.shape[-1])
-    return flat.index_copy(0, moved, target.to(flat)).reshape(product.logits.shape)
-
-
-@contextmanager
-def _handing_on(model: nn.Module, kept: Mapping[str, Any]) -> Iterator[None]:
-    """Decoder layers that put out what was kept of them, instead of what they are given."""
-    modules = {unit: model.get_submodule(unit) for unit in kept}
-    for unit, module in modules.items():
-        module.forward = lambda *args, kept=kept[unit], **kwargs: tree_map(_copy, kept)
-    try:
-        yield
-    finally:
-        for module in modules.values():
-            module.__dict__.pop("forward", None)

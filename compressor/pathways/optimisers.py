@@ -1,9 +1,7 @@
 """C3PO at test time (arXiv 2504.07964): other router logits for an item, from the pathways of neighbours of it.
 
 Of the methods of the paper, mode finding and kernel regression mix the neighbours' pathways, neighbourhood gradient
-descent (NGD) lowers their loss. L late MoE layers, E experts.
-
-n points; a pathway [L, E] holds the weights over all experts of every layer.
+descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights over all experts of L late MoE layers.
 """
 
 import math
@@ -81,11 +79,6 @@ class Neighbour:
 
     pathway: Tensor
     plain: Plain | None = None  # which mode finding, and kernel regression with a given share, go without
-
-
-def needs_runs(options: PathwayOptions) -> bool:
-    """Whether the neighbours themselves are run, not their pathways mixed alone."""
-    return options.optimizer == "ngd" or (options.optimizer == "kernel" and options.share is None)
 
 
 def optimised(
@@ -171,4 +164,6 @@ def _neighbour_loss(model: PathwayModel, own: Tensor, place: Tensor, neighbour: 
 
 
 def _logits(model: PathwayModel, pathway: Tensor) -> Tensor:
-    return torch.stack([logits_of(weights, score) for weights, score in zip(pathway, model.late_scores, strict=True)])
+    return torch.stack(
+        [logits_of(weights, score) for weights, score in zip(pathway, model.scores[-model.late :], strict=True)]
+    )

@@ -25,7 +25,7 @@ from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Score
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, Plain
-from compressor.pathways.options import OWN
+from compressor.pathways.options import OWN, Routing
 from compressor.progress import Progress
 from compressor.records import RESTORE, plain_json, read_as, read_json
 from compressor.words import counted, share
@@ -94,19 +94,19 @@ class ReferenceSet:
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse a model or a tokenizer that the set was not made with."""
-        facts, layers = self.facts, tuple(layer.name for layer in model.architecture.layers)
-        remedy = f"make one with `moe-compress reference {model.source.label}`"
-        if facts.experts != model.architecture.experts:
-            what = f"of a model with {facts.experts} experts a layer, {model.source.label} has "
-            raise CompressionError(f"the reference set is {what}{model.architecture.experts}; {remedy}")
-        if facts.fingerprint != model.fingerprint or facts.layers != layers:
-            raise CompressionError(
-                f"the reference set is of another model ({facts.model}) than {model.source.label}; {remedy}"
-            )
-        if facts.tokenizer != tokenizer_digest(tokenizer):
-            raise CompressionError(
-                f"the reference set was made with another tokenizer than that of {model.source.label}; {remedy}"
-            )
+        facts, label, experts = self.facts, model.source.label, model.architecture.experts
+        layers = tuple(layer.name for layer in model.architecture.layers)
+        if facts.experts != experts:
+            what = f"is of a model with {facts.experts} experts a layer, {label} has {experts}"
+        elif facts.fingerprint != model.fingerprint or facts.layers != tuple(
+            layer.name for layer in model.architecture.layers
+        ):
+            what = f"is of another model ({facts.model}) than {label}"
+        elif facts.tokenizer != tokenizer_digest(tokenizer):
+            what = f"was made with another tokenizer than that of {label}"
+        else:
+            return
+        raise CompressionError(f"the reference set {what}; make one with `moe-compress reference {label}`")
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -141,15 +141,26 @@ def read_reference(folder: Path) -> ReferenceSet:
     path, layers = folder / NAMES[1], len(facts.layers)
     header = read_header(path)
     shapes = {name: info.shape for name, info in header.items() if info.dtype == "F32"}
-    embeddings, pathways = shapes.get("embeddings", ()), shapes.get("pathways", ())
-    fits = len(embeddings) == 2 and embeddings[0] == len(items) and embeddings[1] > 0
-    fits &= len(pathways) == 3 and pathways[:2] == (len(items), layers) and pathways[2] >= facts.experts
-    if not fits or len(header) != 2:
+    embedded, routed = shapes.get("embeddings", ()), shapes.get("pathways", ())
+    fits = len(header) == 2 and len(embedded) == 2 and embedded[0] == len(items) and embedded[1] > 0
+    if not (fits and len(routed) == 3 and routed[:2] == (len(items), layers) and routed[2] >= facts.experts):
         raise CompressionError(f"{path} does not fit the files beside it; make the reference set again")
-    found = load_file(path)
-    if not all(bool(value.isfinite().all()) for value in found.values()) or bool((found["pathways"] < 0).any()):
+    tensors = load_file(path)
+    embeddings, pathways = tensors["embeddings"], tensors["pathways"]
+    if not bool(embeddings.isfinite().all() and pathways.isfinite().all() and (pathways >= 0).all()):
         raise CompressionError(f"{path} holds numbers that are no embeddings or weights; make the reference set again")
-    return ReferenceSet(facts, items, found["embeddings"], found["pathways"])
+    return ReferenceSet(facts, items, embeddings, pathways)
+
+
+def trusted_reference(routing: Routing) -> ReferenceSet:
+    """The reference set of a routing, refused if its prompts are embedded by another model than the routing names."""
+    reference = read_reference(Path(routing.reference))
+    if (embedding := reference.facts.embedding) != routing.embedding:
+        raise CompressionError(
+            f"the prompts of the reference set are embedded by {embedding!r}, not {routing.embedding!r}; pass "
+            f"{embedding} as the embedding if you trust that model, or make the reference set again"
+        )
+    return reference
 
 
 def reference_digest(folder: Path) -> str:
@@ -169,10 +180,8 @@ def embedder(name: str, model: PathwayModel) -> Embedder:
 
         @torch.no_grad()
         def mean(item: Item, row: Row) -> Tensor:
-            table = model.model.get_input_embeddings()
-            tokens = torch.tensor(row.tokens[: row.start], device=table.weight.device)
-            found: Tensor = table.weight[tokens].float().mean(0).cpu()
-            return found
+            weight: Tensor = model.model.get_input_embeddings().weight
+            return weight[torch.tensor(row.tokens[: row.start], device=weight.device)].float().mean(0).cpu()
 
         return mean
     try:
@@ -218,8 +227,8 @@ def build_reference(
 
     Raises `CompressionError` where no item is kept.
     """
-    tokenizer, most = load_tokenizer(opened.source.folder), positions(opened.config)
-    rows = [rows_of(item, tokenizer, opened.vocabulary, most) for item in items]
+    tokenizer = load_tokenizer(opened.source.folder)
+    rows = [rows_of(item, tokenizer, opened.vocabulary, positions(opened.config)) for item in items]
     model = PathwayModel(opened, late=1)
     progress.start(f"Loading {opened.source.label}", 1)
     model.load()
@@ -251,8 +260,8 @@ def build_reference(
         embedding,
         len(items),
     )
-    made = ReferenceSet(facts, learnt, torch.stack(embeddings), torch.stack(pathways))
-    return made, tuple(Asked(task, len(found), sum(found)) for task, found in marks.items())
+    reference = ReferenceSet(facts, learnt, torch.stack(embeddings), torch.stack(pathways))
+    return reference, tuple(Asked(task, len(each), sum(each)) for task, each in marks.items())
 
 
 def reference_blocks(facts: ReferenceFacts, asked: Sequence[Asked]) -> tuple[Block, ...]:

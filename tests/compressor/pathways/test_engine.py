@@ -152,7 +152,7 @@ def test_work_counts_layers_and_tokens() -> None:
     model = engine("qwen3_moe-sparse_step", late=1)
     plain = model.run(rows(model))
     tokens, units = plain.tokens.numel(), len(model.opened.architecture.units)
-    assert model.work == units * tokens == model.plain_work(plain)
+    assert model.work == units * tokens == plain.work
     unmoved = torch.zeros(1, plain.own[0].shape[-1])
     model.again(plain, unmoved)
     late = units - len(model.early_units)

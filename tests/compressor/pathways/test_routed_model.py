@@ -16,9 +16,10 @@ from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.model import AnswerWatch, loaded_model
 from compressor.evaluation.scores import ItemScores, Spent
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
-from compressor.pathways.answering import open_answering, refuse_other_tasks, routed_answerer, trusted_reference
+from compressor.pathways.answering import open_answering, refuse_other_tasks, routed_answerer
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.options import PathwayOptions, Routing
+from compressor.pathways.reference import trusted_reference
 from compressor.progress import Progress, Silent
 from tests import small
 from tests.evaluations import CHOICE, Steps, own_tasks
