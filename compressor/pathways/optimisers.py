@@ -164,6 +164,5 @@ def _neighbour_loss(model: PathwayModel, own: Tensor, place: Tensor, neighbour: 
 
 
 def _logits(model: PathwayModel, pathway: Tensor) -> Tensor:
-    return torch.stack(
-        [logits_of(weights, score) for weights, score in zip(pathway, model.scores[-model.late :], strict=True)]
-    )
+    late = zip(pathway, model.scores[-model.late :], strict=True)
+    return torch.stack([logits_of(weights, score) for weights, score in late])

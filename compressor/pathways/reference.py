@@ -98,9 +98,7 @@ class ReferenceSet:
         layers = tuple(layer.name for layer in model.architecture.layers)
         if facts.experts != experts:
             what = f"is of a model with {facts.experts} experts a layer, {label} has {experts}"
-        elif facts.fingerprint != model.fingerprint or facts.layers != tuple(
-            layer.name for layer in model.architecture.layers
-        ):
+        elif facts.fingerprint != model.fingerprint or facts.layers != layers:
             what = f"is of another model ({facts.model}) than {label}"
         elif facts.tokenizer != tokenizer_digest(tokenizer):
             what = f"was made with another tokenizer than that of {label}"
