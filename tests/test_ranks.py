@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from compressor.distributed.ranks import here, on_cpu, owners, process_group
 from compressor.errors import CompressionError
-from compressor.steps.correct.tuning import AGAIN
+from compressor.steps.correct.tuning import REBALANCED
 from tests import small
 from tests.command_line import CHILDREN, Result, Run, ended, names, refused, work
 from tests.evaluations import own_tasks
@@ -89,7 +89,7 @@ def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tup
     plan = tmp_path / "plan.json"
     ask = ("--experts", 4, "--strategy", "reap", "--correct", "tune", *text, "--samples", 100)
     assert run("plan", model, *ask, "-o", plan).status == 0
-    small.edit_json(plan, lambda content: content["steps"][-1]["options"].update(steps=2 * AGAIN + 2))
+    small.edit_json(plan, lambda content: content["steps"][-1]["options"].update(steps=2 * REBALANCED + 2))
     assert run("apply", plan, "-o", tmp_path / "alone").status == 0
     fine(launched(3, tmp_path, "apply", plan, "-o", tmp_path / "together"))
     alike(tmp_path / "together", tmp_path / "alone")

@@ -26,37 +26,21 @@ PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
 CONSTANT_PENALTIES = (1e-6, *PENALTIES)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Neurons [begin, end) of one expert, at columns from `place` on of a block."""
-
-    expert: int
-    begin: int
-    end: int
-    place: int
-
-    @property
-    def columns(self) -> slice:
-        """Its columns of the block's features."""
-        return slice(self.place, self.place + self.end - self.begin)
-
-
 def block_width(layer_bytes: int) -> int:
     """Neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
     return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
 
 
-def neuron_blocks(experts: int, neurons: int, width: int) -> list[list[Span]]:
-    """All neurons of all experts, in order, in blocks of at most `width`.
+def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, slice]]:
+    """Experts and their neurons in blocks of at most `width` neurons, in order.
 
     A block is of whole experts, or a part of one that is wider: activations are computed anew for each block.
     """
     if neurons > width:
-        parts = [(begin, min(begin + width, neurons)) for begin in range(0, neurons, width)]
-        return [[Span(expert, begin, end, 0)] for expert in range(experts) for begin, end in parts]
+        parts = [slice(begin, min(begin + width, neurons)) for begin in range(0, neurons, width)]
+        return [(range(expert, expert + 1), part) for expert in range(experts) for part in parts]
     count = width // neurons
-    groups = [range(first, min(first + count, experts)) for first in range(0, experts, count)]
-    return [[Span(expert, 0, neurons, place * neurons) for place, expert in enumerate(group)] for group in groups]
+    return [(range(first, min(first + count, experts)), slice(0, neurons)) for first in range(0, experts, count)]
 
 
 @dataclass(slots=True)
@@ -89,32 +73,45 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Block:
-    """A block's features of some tokens, chunk by chunk: those that there is room for are kept, others made anew."""
+    """Features of some tokens: the gate-weighted activations of the same neurons of some experts, side by side.
+
+    Those of a chunk of tokens are kept within a memory budget, and computed anew beyond.
+    """
 
     layer: CutLayer
     tokens: _Tokens
-    spans: list[Span]
-    room: float = math.inf  # bytes
+    experts: range
+    neurons: slice
+    budget: float = math.inf  # bytes
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def columns(self, expert: int) -> slice:
+        """Columns of the features that are an expert's neurons."""
+        width = self.neurons.stop - self.neurons.start
+        return slice((expert - self.experts.start) * width, (expert + 1 - self.experts.start) * width)
+
+    @property
+    def width(self) -> int:
+        """Number of columns D."""
+        return int(self.columns(self.experts[-1]).stop)
 
     def features(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the chunk's tokens that reach the block: their positions in `tokens` [m], and features [m, D]."""
         if chunk in self.kept:
             return self.kept[chunk]
-        layer, tokens, wanted = self.layer, self.tokens, {span.expert: span for span in self.spans}
+        layer, tokens = self.layer, self.tokens
         weights, index = tokens.routes[chunk]
-        inside = torch.isin(index, torch.tensor(sorted(wanted), device=index.device))
+        inside = torch.isin(index, torch.tensor([*self.experts], device=index.device))
         reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
         places = tokens.starts[chunk] + reached.cpu()
         x, weights = layer.inputs(tokens.rows[places]), weights[reached]
-        phi = x.new_zeros(len(reached), self.spans[-1].columns.stop)
-        for expert, rows, slots in routed(weights, index[reached], wanted):
+        phi = x.new_zeros(len(reached), self.width)
+        for expert, rows, slots in routed(weights, index[reached], self.experts):
             shares = weights[rows, slots] * tokens.scales[places][rows]
             active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
-            span = wanted[expert]
-            phi[:, span.columns].index_add_(0, rows, active[:, span.begin : span.end])
-        if phi.nbytes <= self.room:
-            self.room -= phi.nbytes
+            phi[:, self.columns(expert)].index_add_(0, rows, active[:, self.neurons])
+        if phi.nbytes <= self.budget:
+            self.budget -= phi.nbytes
             self.kept[chunk] = places, phi
         return places, phi
 
@@ -128,7 +125,7 @@ class _Block:
 def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
     """phi^T phi [D, D] and phi^T r [D, H] in float64, over the fitted tokens of all ranks."""
     layer, fit = block.layer, block.tokens
-    width, down = block.spans[-1].columns.stop, layer.parameters[0]["down_proj"]
+    width, down = block.width, layer.parameters[0]["down_proj"]
     hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
     like = torch.zeros(width, width + hidden, dtype=torch.float64, device=down.device)
 
@@ -206,21 +203,21 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     blocks = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
     turns = blocks * (SWEEPS if len(blocks) > 1 else 1)  # one alone has nothing to see of others
     penalties: Sequence[float] = PENALTIES
-    for number, spans in enumerate(turns, start=1):
-        fitted, judged = _Block(layer, fit, spans, nbytes / 8), _Block(layer, judge, spans)
-        found = _change(fitted, judged, penalties)
-        if found is None:
+    for number, (experts, part) in enumerate(turns, start=1):
+        fitted, judged = _Block(layer, fit, experts, part, nbytes / 8), _Block(layer, judge, experts, part)
+        solution = _change(fitted, judged, penalties)
+        if solution is None:
             continue
-        change, penalties = found[0], found[1:]
+        change, penalties = solution[0], solution[1:]
         if number < len(turns):  # no other block asks what is left after the last
             fitted.take(change)
             judged.take(change)
-        for span in spans:
-            down, part = layer.parameters[span.expert]["down_proj"], change[span.columns]
+        for expert in experts:
+            down, own = layer.parameters[expert]["down_proj"], change[fitted.columns(expert)]
             if layer.experts.is_transposed:
-                down[span.begin : span.end] += part
+                down[part] += own
             else:
-                down[:, span.begin : span.end] += part.T
+                down[:, part] += own.T
 
 
 @torch.no_grad()

@@ -10,9 +10,8 @@ n tokens of a step, K top-k, H hidden, N experts.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,11 @@ from compressor.model.experts import routed
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.step import STEPS, TOKENS
 
-AGAIN = 4  # steps after which outputs are added up along a new tree, and then after twice as many each time
+REBALANCED = 4  # step at which outputs are first added up along a new tree; then at twice as many each time
 DEPTH = 4  # of the tree: 16 leaves, so that as many ranks have work
 UPDATE = 130  # tokens that take an expert as long as a step of its optimizer
 
-Tree = list[int] | tuple[Any, Any]  # a leaf of experts, or two trees
+Leaves = Sequence[Sequence[int]]  # experts of each leaf of a binary tree, some of them maybe none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +38,35 @@ class Schedule:
     seed: int = 0
 
 
-def balanced(loads: Sequence[float], depth: int = DEPTH) -> Tree:
-    """Build a tree of experts of these loads above 0; the halves of each branch have about as much to do."""
-
-    def cut(experts: list[int], depth: int) -> Tree:
-        if depth == 0 or len(experts) == 1:
-            return experts
-        halves, sums = (list[int](), list[int]()), [0.0, 0.0]
-        for expert in sorted(experts, key=lambda expert: -loads[expert]):
-            lighter = int((sums[1], len(halves[1])) < (sums[0], len(halves[0])))
-            halves[lighter].append(expert)
-            sums[lighter] += loads[expert]
-        return cut(sorted(halves[0]), depth - 1), cut(sorted(halves[1]), depth - 1)
-
-    return cut([*range(len(loads))], depth)
-
-
-def leaves(tree: Tree) -> Iterator[list[int]]:
-    """Yield the experts of each leaf, in order."""
-    if isinstance(tree, list):
-        yield tree
-    else:
-        yield from leaves(tree[0])
-        yield from leaves(tree[1])
+def balanced(loads: Sequence[float]) -> Leaves:
+    """Divide experts of these loads among the leaves of a binary tree; halves of a branch have about equal loads."""
+    leaves = [[*range(len(loads))]]
+    for _ in range(DEPTH):
+        halves = list[list[int]]()
+        for leaf in leaves:
+            pair, sums = (list[int](), list[int]()), [0.0, 0.0]
+            for expert in sorted(leaf, key=lambda expert: -loads[expert]):
+                lighter = int((sums[1], len(pair[1])) < (sums[0], len(pair[0])))
+                pair[lighter].append(expert)
+                sums[lighter] += loads[expert]
+            halves += map(sorted, pair)
+        leaves = halves
+    return leaves
 
 
 def owners(loads: Sequence[float], size: int) -> list[int]:
-    """Assign experts of these loads above 0 to so many ranks, leaf by leaf, each about as much to do: -> [N]."""
-    found, before = [0] * len(loads), 0.0
-    for leaf in leaves(balanced(loads)):
+    """Assign experts of these loads above 0 to `size` ranks, leaf by leaf, each about as much to do: -> [N]."""
+    rank_of, before = [0] * len(loads), 0.0
+    for leaf in balanced(loads):
         load = sum(loads[expert] for expert in leaf)
         for expert in leaf:
-            found[expert] = min(int((before + load / 2) / sum(loads) * size), size - 1)
+            rank_of[expert] = min(int((before + load / 2) / sum(loads) * size), size - 1)
         before += load
-    return found
+    return rank_of
 
 
 def _routed_tokens(layer: CutLayer, weights: Tensor, index: Tensor) -> Tensor:
     return torch.bincount(index[weights != 0], minlength=layer.choices).cpu()
-
-
-def _loads(routed_tokens: Tensor, steps: int) -> list[float]:
-    loads: list[float] = (routed_tokens + UPDATE * steps).tolist()
-    return loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +76,28 @@ class _Reached:
     tokens: Tensor
     places: Tensor
     weights: Tensor
-    output: Tensor  # [m, H], or [H] of one that says the same to all
+    output: Tensor  # [m, H], or [H] of a constant
 
 
-def descend(layer: CutLayer, tree: Tree, experts: Collection[int], rows: Tensor) -> Tensor:
+def descend(layer: CutLayer, leaves: Leaves, experts: Collection[int], rows: Tensor) -> Tensor:
     """Leave in every leaf tensor the gradient of the tokens' weighted mean of ||y - y'||^2, of this rank's experts.
 
     The tokens at `rows` [n] are the same at all ranks. The router's leaf tensors get theirs at all. One that no token
-    reaches gets none. Outputs are added up along the tree. Returns how many tokens [N] reach each expert.
+    reaches gets none. Outputs are added up along the tree. Returns how many tokens [N] are routed to each expert.
     """
     weights, index = layer.route(rows)
     counts = _routed_tokens(layer, weights, index)
     if not bool(counts.any()):
         return counts
-    inputs, targets, given = layer.inputs(rows), layer.targets(rows), weights.detach()
+    inputs, targets, gates = layer.inputs(rows), layer.targets(rows), weights.detach()
     own = {
-        expert: _Reached(at, places, given[at, places, None], layer.put_out(expert, inputs.index_select(0, at)))
-        for expert, at, places in routed(given, index, experts)
+        expert: _Reached(at, places, gates[at, places, None], layer.put_out(expert, inputs.index_select(0, at)))
+        for expert, at, places in routed(gates, index, experts)
     }
-    gap = here().all_reduce(_summed(tree, own, targets)) - targets
+    gap = here().all_reduce(_summed(leaves, own, targets)) - targets
     gradient = gap * (layer.token_weights(targets) * (2 / len(rows)))[:, None]
     pulls = {expert: gradient.index_select(0, each.tokens) for expert, each in own.items()}
-    slopes = torch.zeros_like(given)  # only an expert's rank knows those of its choices
+    slopes = torch.zeros_like(gates)  # only an expert's rank knows those of its choices
     for expert, each in own.items():
         slopes[each.tokens, each.places] = (pulls[expert] * each.output.detach()).sum(-1)
     for expert, each in own.items():
@@ -124,12 +109,13 @@ def descend(layer: CutLayer, tree: Tree, experts: Collection[int], rows: Tensor)
 
 
 @torch.no_grad()
-def _summed(tree: Tree, reached: dict[int, _Reached], like: Tensor) -> Tensor:
+def _summed(leaves: Leaves, reached: dict[int, _Reached], like: Tensor) -> Tensor:
     """Add up the gate-weighted outputs [n, H] of this rank's experts: a leaf's in order, then of both halves."""
-    if isinstance(tree, tuple):
-        return _summed(tree[0], reached, like) + _summed(tree[1], reached, like)
+    if len(leaves) > 1:
+        half = len(leaves) // 2
+        return _summed(leaves[:half], reached, like) + _summed(leaves[half:], reached, like)
     total = torch.zeros_like(like)
-    for each in (reached[expert] for expert in tree if expert in reached):
+    for each in (reached[expert] for expert in leaves[0] if expert in reached):
         total.index_add_(0, each.tokens, each.output * each.weights)
     return total
 
@@ -137,33 +123,16 @@ def _summed(tree: Tree, reached: dict[int, _Reached], like: Tensor) -> Tensor:
 def _steps(rows: Tensor, schedule: Schedule) -> list[Tensor]:
     """Positions of each step's tokens: passes over shuffled tokens, without a remainder's short step."""
     generator = torch.Generator().manual_seed(schedule.seed)
-    size, found = min(schedule.tokens, len(rows)), list[Tensor]()
-    while len(found) < schedule.steps:
+    size, steps = min(schedule.tokens, len(rows)), list[Tensor]()
+    while len(steps) < schedule.steps:
         order = rows[torch.randperm(len(rows), generator=generator)]
-        found += [order[begin : begin + size] for begin in range(0, len(order) - size + 1, size)]
-    return found[: schedule.steps]
-
-
-def _optimised(leaf: Tensor) -> tuple[torch.optim.Optimizer, Any]:
-    """An optimizer that steps as soon as the leaf's gradient is there, and frees it; and the hook that has it do so."""
-    optimizer = torch.optim.Adafactor([leaf.requires_grad_()])
-
-    def update(leaf: Tensor) -> None:
-        optimizer.step()
-        leaf.grad = None  # no two gradients need be in memory at once
-
-    return optimizer, leaf.register_post_accumulate_grad_hook(update)
+        steps += [order[begin : begin + size] for begin in range(0, len(order) - size + 1, size)]
+    return steps[: schedule.steps]
 
 
 @torch.enable_grad()
-def tune(
-    layer: CutLayer,
-    rows: Tensor,
-    router: Sequence[Tensor],
-    schedule: Schedule,
-    after: Callable[[int], None] = lambda step: None,
-) -> None:
-    """Tune `layer.parameters` and `router`, leaves of the live router, in place; `after` gets each finished step.
+def tune(layer: CutLayer, rows: Tensor, router: Sequence[Tensor], schedule: Schedule) -> None:
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place.
 
     Each rank gives its own tokens at `rows`, and all end with the same values.
     """
@@ -175,26 +144,33 @@ def tune(
         kept = len(layer.parameters)
         return [value for expert in experts if expert < kept for value in layer.parameters[expert].values()]
 
-    drawn = _steps(rows, schedule)
+    steps = _steps(rows, schedule)
     with torch.no_grad():
-        foreseen = [_routed_tokens(layer, *layer.route(chosen)) for chosen in drawn[:AGAIN]]
+        foreseen = [_routed_tokens(layer, *layer.route(chosen)) for chosen in steps[:REBALANCED]]
     counts = torch.zeros(layer.choices, dtype=torch.int64)
-    loads = _loads(sum(foreseen, start=counts), len(foreseen))
-    owner_of, tree = owners(loads, here().size), balanced(loads)
+    loads = (sum(foreseen, start=counts) + UPDATE * len(foreseen)).tolist()
+    owner_of, leaves = owners(loads, here().size), balanced(loads)
     own = [expert for expert, owner in enumerate(owner_of) if owner == here().rank]
-    tuned = {leaf: _optimised(leaf) for leaf in (*values(own), *router)}
+    tuned = [*values(own), *router]
+    optimizers = {value: torch.optim.Adafactor([value.requires_grad_()]) for value in tuned}
+
+    def update(value: Tensor) -> None:
+        optimizers[value].step()
+        value.grad = None  # no two gradients need be in memory at once
+
+    hooks = [value.register_post_accumulate_grad_hook(update) for value in tuned]
     since = 0
-    for step, chosen in enumerate(drawn):
-        if step == max(AGAIN, 2 * since):
-            tree = balanced(_loads(counts, step - since))
+    for step, chosen in enumerate(steps):
+        if step == max(REBALANCED, 2 * since):
+            leaves = balanced((counts + UPDATE * (step - since)).tolist())
             counts, since = torch.zeros_like(counts), step
-        for optimizer, _ in tuned.values():
+        for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
-        counts += descend(layer, tree, own, chosen)
-        after(step)
-    for leaf, (_, hook) in tuned.items():
+        counts += descend(layer, leaves, own, chosen)
+    for hook in hooks:
         hook.remove()
-        leaf.requires_grad_(False)
-        leaf.grad = None
+    for value in tuned:
+        value.requires_grad_(False)
+        value.grad = None
     for expert, owner in enumerate(owner_of):
         here().copy_from(owner, values([expert]))

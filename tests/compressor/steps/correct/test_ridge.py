@@ -151,12 +151,13 @@ def test_chunks_and_block_widths_do_not_matter_to_what_a_single_sweep_sees(
     tokens = ridge._Tokens.of(found.cut, found.fit)
     whole, _ = weighted(found, found.fit)
     neurons = found.cut.parameters[0]["down_proj"].shape[1]
-    for block in neuron_blocks(len(found.cut.parameters), neurons, width):
-        phi = torch.zeros(len(found.fit), block[-1].columns.stop)
+    for experts, part in neuron_blocks(len(found.cut.parameters), neurons, width):
+        block = ridge._Block(found.cut, tokens, experts, part)
+        phi = torch.zeros(len(found.fit), block.width)
         for chunk in range(len(tokens.routes)):
-            places, part = ridge._Block(found.cut, tokens, block).features(chunk)
-            phi[places] = part
-        begin = block[0].expert * neurons + block[0].begin
+            places, features = block.features(chunk)
+            phi[places] = features
+        begin = experts[0] * neurons + part.start
         torch.testing.assert_close(phi.double(), whole[:, begin : begin + phi.shape[1]], rtol=0, atol=1e-5)
 
 
@@ -207,14 +208,11 @@ def test_a_matrix_that_cannot_be_factored_is_passed_over(monkeypatch: pytest.Mon
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64))
 def test_blocks_hold_every_neuron_once_in_order(experts: int, neurons: int, width: int) -> None:
     blocks = neuron_blocks(experts, neurons, width)
-    named = [(span.expert, neuron) for block in blocks for span in block for neuron in range(span.begin, span.end)]
+    named = [(expert, n) for block, part in blocks for expert in block for n in range(part.start, part.stop)]
     assert named == [(expert, neuron) for expert in range(experts) for neuron in range(neurons)]
-    sizes = [sum(span.end - span.begin for span in block) for block in blocks]
+    sizes = [len(block) * (part.stop - part.start) for block, part in blocks]
     assert max(sizes) <= width and min(sizes) > 0
-    holders = [sum(any(span.expert == expert for span in block) for block in blocks) for expert in range(experts)]
+    holders = [sum(expert in block for block, _ in blocks) for expert in range(experts)]
     assert set(holders) == {-(-neurons // width)}  # no more blocks than an expert fills
     if neurons <= width:
         assert len(blocks) == -(-experts // (width // neurons))
-    for block in blocks:
-        places = [place for span in block for place in range(span.columns.start, span.columns.stop)]
-        assert places == list(range(len(places)))

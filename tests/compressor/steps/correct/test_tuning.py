@@ -1,7 +1,5 @@
 """Tuning a cut layer: it learns what can be learned, changes nothing else, and depends on nothing but its seed."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,16 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.tuning import (
-    Schedule,
-    Tree,
-    _steps,
-    balanced,
-    descend,
-    leaves,
-    owners,
-    tune,
-)
+from compressor.steps.correct.tuning import Schedule, _steps, balanced, descend, owners, tune
 from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 FEW = Schedule(steps=8, tokens=64, rate=0.03)
@@ -90,9 +79,9 @@ def test_an_expert_that_no_token_reaches_stays() -> None:
     assert not torch.equal(found.cut.parameters[other]["down_proj"], found.experts.down_proj[other])
 
 
-def run(schedule: Schedule, after: Callable[[int], None] = lambda step: None) -> list[Tensor]:
+def run(schedule: Schedule) -> list[Tensor]:
     found = cut_case("deepseek_v3")
-    tune(found.cut, found.fit, found.router, schedule, after)
+    tune(found.cut, found.fit, found.router, schedule)
     return all_values(found, found.cut)
 
 
@@ -100,12 +89,6 @@ def test_the_seed_decides_and_nothing_else() -> None:
     first, again, other = run(FEW), run(FEW), run(Schedule(steps=8, tokens=64, rate=0.03, seed=1))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def test_every_finished_step_is_told() -> None:
-    told: list[int] = []
-    run(FEW, told.append)
-    assert told == list(range(8))
 
 
 def test_steps_whose_tokens_all_skip_the_experts_change_nothing() -> None:
@@ -133,32 +116,22 @@ def test_steps_take_shuffled_tokens_each_at_most_once_a_pass(count: int, tokens:
         assert len(set(seen)) == len(seen) and set(seen) <= set(rows.tolist())
 
 
-LOADS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 20))
+def test_ranks_and_halves_of_branches_have_about_as_much_to_do(loads: list[int], size: int) -> None:
+    def load(experts: list[int]) -> int:
+        return sum(loads[expert] for expert in experts)
 
-
-@given(LOADS, st.integers(1, 20))
-def test_each_expert_has_one_rank_and_ranks_have_about_as_much_to_do(loads: list[int], size: int) -> None:
-    found, tree = owners(loads, size), balanced(loads)
-    assert sorted(expert for leaf in leaves(tree) for expert in leaf) == [*range(len(loads))]
-    heaviest = max(sum(loads[expert] for expert in leaf) for leaf in leaves(tree))
+    owner_of, nodes = owners(loads, size), [list(leaf) for leaf in balanced(loads)]
+    assert sorted(expert for leaf in nodes for expert in leaf) == [*range(len(loads))]
+    heaviest = max(map(load, nodes))
     for rank in range(size):
-        load = sum(loads[expert] for expert, owner in enumerate(found) if owner == rank)
-        assert abs(load - sum(loads) / size) <= heaviest
-
-
-@given(LOADS)
-def test_halves_have_about_as_much_to_do(loads: list[int]) -> None:
-    def check(tree: Tree) -> None:
-        if isinstance(tree, tuple):
-            experts = [[expert for leaf in leaves(half) for expert in leaf] for half in tree]
-            first, second = (sum(loads[expert] for expert in half) for half in experts)
-            assert abs(first - second) <= max(loads[expert] for half in experts for expert in half)
-            for half in tree:
-                check(half)
-        else:
-            assert tree
-
-    check(balanced(loads))
+        own = load([expert for expert, owner in enumerate(owner_of) if owner == rank])
+        assert abs(own - sum(loads) / size) <= heaviest
+    while len(nodes) > 1:
+        pairs = [*zip(nodes[::2], nodes[1::2], strict=True)]
+        nodes = [sorted(one + other) for one, other in pairs]
+        for (one, other), both in zip(pairs, nodes, strict=True):
+            assert abs(load(one) - load(other)) <= max((loads[expert] for expert in both), default=0)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "zaya"])
