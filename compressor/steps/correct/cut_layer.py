@@ -22,41 +22,36 @@ CHUNK = 4096  # tokens computed at once
 GROUPS = 8  # of batches, whose sums over tokens are added up first
 
 
+@dataclass(slots=True)
 class _Rows:
-    """Rows appended batch by batch to one tensor whose final length is foreseen."""
+    """Rows appended batch by batch to one buffer whose final length is foreseen."""
 
-    def __init__(self, expected: int) -> None:
-        self.expected, self.used = expected, 0
-        self._buffer: torch.Tensor | None = None
+    expected: int
+    buffer: torch.Tensor | None = None
+    used: int = 0
 
     def append(self, rows: torch.Tensor) -> None:
         need = self.used + len(rows)
-        if self._buffer is None or need > len(self._buffer):
+        if self.buffer is None or need > len(self.buffer):
             grown = allocate((max(self.expected, need), *rows.shape[1:]), rows.dtype, rows.device)
-            if self._buffer is not None:
-                grown[: self.used] = self._buffer[: self.used]
-            self._buffer = grown
-        self._buffer[self.used : need] = rows
+            if self.buffer is not None:
+                grown[: self.used] = self.buffer[: self.used]
+            self.buffer = grown
+        self.buffer[self.used : need] = rows
         self.used = need
-
-    @classmethod
-    def of(cls, value: torch.Tensor) -> "_Rows":
-        found = cls(len(value))
-        found._buffer, found.used = value, len(value)
-        return found
 
     @property
     def value(self) -> torch.Tensor:
-        return torch.zeros(0, 1) if self._buffer is None else self._buffer[: self.used]
+        return torch.zeros(0, 1) if self.buffer is None else self.buffer[: self.used]
 
 
 @dataclass(slots=True)
 class _Argument:
-    """One argument of the router: by tokens (`dim` counts them), the experts' own input, a block's tensor, or plain."""
+    """One argument of the router: rows by token (`dim` counts them), a tensor of the block, or a plain value."""
 
     keyword: str | None
     dim: int | None = None
-    rows: _Rows | None = None  # None with a `dim`: it is what the experts get
+    rows: _Rows | None = None  # None with a `dim`: the experts' own input
     key: str | None = None  # a parameter or buffer of the block, by name
     plain: Any = None
 
@@ -93,7 +88,7 @@ class Recording:
         self._watch, self._call = None, None
 
     def enter(self, batch: int) -> None:
-        """The batch of this number is about to run."""
+        """Record the batch of this number next."""
         self._batch = batch
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -103,8 +98,15 @@ class Recording:
         if self._call is None or hidden.numel() == 0:
             return
         named = as_arguments(*self._call)
-        if not self.arguments:
-            self.arguments = [self._described(keyword, value, hidden) for keyword, value in named]
+        for keyword, value in () if self.arguments else named:
+            dim = token_dim(value, len(hidden))
+            if id(value) in self._own:
+                self.arguments.append(_Argument(keyword, key=self._own[id(value)]))
+            elif dim is None:
+                self.arguments.append(_Argument(keyword, plain=value))
+            else:
+                same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
+                self.arguments.append(_Argument(keyword, dim, None if same else _Rows(self.expected)))
         for argument, (_, value) in zip(self.arguments, named, strict=True):
             if argument.rows is not None:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
@@ -113,23 +115,14 @@ class Recording:
         self.calls.append((self._batch, len(hidden)))
         self._call = None
 
-    def _described(self, keyword: str | None, value: Any, hidden: torch.Tensor) -> _Argument:
-        if id(value) in self._own:
-            return _Argument(keyword, key=self._own[id(value)])
-        dim = token_dim(value, len(hidden))
-        if dim is None:
-            return _Argument(keyword, plain=value)
-        same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
-        return _Argument(keyword, dim, None if same else _Rows(self.expected))
-
     @property
     def inputs(self) -> torch.Tensor:
-        """[T, H] what the experts were given."""
+        """Input of the experts module: [T, H]."""
         return self._inputs.value
 
     @property
     def outputs(self) -> torch.Tensor:
-        """[T, H] what the original experts module put out."""
+        """Output of the base's experts module: [T, H]."""
         return self._outputs.value
 
     def positions(self, heldout: bool) -> torch.Tensor:
@@ -139,20 +132,21 @@ class Recording:
 
     def gathered(self, rows: torch.Tensor) -> "Recording":
         """Gather what all ranks have recorded at their `rows`, rank by rank."""
-        found = Recording(self.layer, 0)
-        found._inputs, found._outputs = (_Rows.of(gathered(value, rows)) for value in (self.inputs, self.outputs))
 
+        def gather(value: torch.Tensor) -> _Rows:
+            every = gathered(value, rows)
+            return _Rows(len(every), every, len(every))
+
+        whole = Recording(self.layer, 0)
+        whole._inputs, whole._outputs = gather(self.inputs), gather(self.outputs)
         described = here().broadcast(
             lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
         )
-        found.arguments = self.arguments or [  # of a rank that has recorded nothing
+        arguments = self.arguments or [  # of a rank that has recorded nothing
             _Argument(keyword, dim, _Rows(0) if by_rows else None, key) for keyword, dim, key, by_rows in described
         ]
-        found.arguments = [
-            replace(own, rows=None if own.rows is None else _Rows.of(gathered(own.rows.value, rows)))
-            for own in found.arguments
-        ]
-        return found
+        whole.arguments = [own if own.rows is None else replace(own, rows=gather(own.rows.value)) for own in arguments]
+        return whole
 
     def router_arguments(self, rows: torch.Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The router's arguments for the tokens at `rows` [n], in float32; tensors of its parent are `block`'s own."""
@@ -247,38 +241,35 @@ class CutLayer:
         return weights.float(), index if self.constants is None else self.constants.slots[index.long()]
 
     def inputs(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, H] what the experts are given there, in float32."""
+        """Inputs of the experts there, in float32: [n, H]."""
         return picked(self.recording.inputs, rows).float()
 
     def targets(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, H] what the original layer's experts put out there, in float32."""
+        """Outputs of the base's experts there, in float32: [n, H]."""
         return picked(self.recording.outputs, rows).float()
 
     def token_weights(self, targets: torch.Tensor) -> torch.Tensor:
-        """[n]: 1 / (||y||^2 + its median), so that a few tokens of huge output do not drown all others."""
+        """1 / (||y||^2 + its median), so that a few tokens of huge output do not outweigh all others: -> [n]."""
         return 1.0 / (targets.square().sum(-1) + self.floor)
 
     def gap(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """[n, H] the targets there minus what the smaller layer puts out, computed at once and with gradients."""
-        return targets - self.output(self.inputs(rows), *self.route(rows))
+        """The targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
+        x, (weights, index) = self.inputs(rows), self.route(rows)
+        total = torch.zeros_like(x)
+        for slot, at, places in routed(weights, index):
+            total.index_add_(0, at, self.slot_output(slot, x.index_select(0, at)) * weights[at, places, None])
+        return targets - total
 
     @property
     def choices(self) -> int:
         """How many experts and constants the router chooses from."""
         return len(self.parameters) + (0 if self.constants is None else len(self.constants.values))
 
-    def put_out(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [m, H] of a slot's expert, before its gate's weight, or its constant: [m, H] -> [m, H]."""
+    def slot_output(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+        """Output of a slot's expert, before its gate weight, or its constant: [m, H] -> [m, H]."""
         if self.constants is not None and slot >= len(self.parameters):
             return self.constants.values[slot - len(self.parameters)].expand(*x.shape[:-1], -1)
         return apply_expert(self.experts, self.parameters[slot], x)
-
-    def output(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """[n, H]: the gate-weighted sum of the chosen experts' outputs."""
-        total = torch.zeros_like(x)
-        for slot, rows, places in routed(weights, index):
-            total.index_add_(0, rows, self.put_out(slot, x.index_select(0, rows)) * weights[rows, places, None])
-        return total
 
     @torch.no_grad()
     def error(self, rows: torch.Tensor) -> float:

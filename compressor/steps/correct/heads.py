@@ -11,15 +11,12 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_alike
 from compressor.mtp.head import Head, find_heads, known_heads, names_of
 from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import CompressionPlan
 from compressor.statistics.statistics import LayerStatistics, collect
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.surgery.cutting import CutFiles
 
 Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
 KEEP_HEADS, DROP_HEADS = "keep", "drop"
@@ -147,45 +144,7 @@ class HeadLine:
         return replace(plan, layers=tuple(layers))
 
 
-def compress_with_heads(
-    model: OpenModel,
-    heads: Sequence[Head],
-    work: LayerWork,
-    calibration: Calibration,
-    progress: Progress,
-    files: CutFiles | None,
-    phase: str,
-) -> tuple[LayerPlan, ...]:
-    """The model's layers planned, cut and corrected in order, then its heads' on what the smaller model puts out."""
-    if not heads:
-        return compress_in_order(model, work, calibration, progress, files, phase=phase)
-    relay = Relay(model, heads, calibration.batches, frozenset())
-    with relay.ends[0].attached() as end:
-        plans = compress_in_order(model, work, calibration, progress, files, phase=phase, end=end)
-    for number, head in enumerate(heads):
-        text, end = relay.texts[number], relay.ends[number + 1]
-        own, of_head = replace(calibration, batches=text.batches), _of_head(work, head)
-        kept = None if files is None else files.of_head(number)
-        with text.put_in(), end.attached():
-            further = end if end.text is not None else None
-            plans += compress_in_order(head.model, of_head, own, progress, kept, phase=phase, end=further)
-    return plans
-
-
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:
     """The statistics, of the layer as plans name it."""
     parts = tuple(_named(part, head) for part in stats.by_source)
     return replace(stats, layer=head.named, by_source=parts)
-
-
-def _of_head(work: LayerWork, head: Head) -> LayerWork:
-    """The work on a layer of a head's own model, decided and told by the name that plans have for it."""
-
-    def visited(layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
-        assert work.visited is not None
-        work.visited(head.named, counts, tokens)
-
-    def decide(stats: LayerStatistics) -> LayerPlan:
-        return work.decide(_named(stats, head))
-
-    return replace(work, decide=decide, visited=None if work.visited is None else visited)

@@ -1,27 +1,37 @@
 """Layers in order, each on what the compressed earlier layers make of the calibration text.
 
-For each layer: run the original on the batches that have come as far as it, plan it (or take the plan that there is),
-cut it, correct it toward what the original put out, and let the batches pass the smaller layer. One pass, one layer in
-memory.
+For each layer: run the base on the batches that have come as far as it, plan it (or take the plan that there is), cut
+it, correct it toward the base's output, and let the batches pass the smaller layer. One pass, one layer in memory.
+
+Each layer's own guard lowers that layer's error, and all together can still take the model further from its base. So
+corrected and uncorrected layers, side by side, are compared at the model's output: the corrected ones are the default,
+and undoing them is the change that must be a gain.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Riding
+from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Riding, Variants
+from compressor.files import write_whole
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.architecture import MoeLayer, build_meta, head_of, layers_by_unit
 from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
+from compressor.mtp.head import Head, kept_heads
+from compressor.mtp.inputs import Relay
 from compressor.progress import Progress
-from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.records import read_as, read_object
 from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import correct_layer
@@ -29,17 +39,18 @@ from compressor.steps.correct.step import Correct
 from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
-Visited = Callable[[MoeLayer, torch.Tensor, int], None]  # told the visits [N] of a smaller layer, on so many tokens
+OnRouted = Callable[[MoeLayer, Tensor, int], None]  # a smaller layer, its experts' routed tokens [N], of how many
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
+EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
     """What is done to every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
 
-    `measure` has the error of layers measured that are not corrected. `visited` is told whom the batches that pass the
-    smaller layers visit there, held-out ones excepted.
+    `measure` has the error of layers measured that are not corrected. `on_routed` is called with the routed tokens of
+    each smaller layer, without those of held-out batches.
     """
 
     experts: int  # kept in each
@@ -48,7 +59,16 @@ class LayerWork:
     correction: Correct = UNCORRECTED
     seed: int = 0
     measure: bool = False
-    visited: Visited | None = None
+    on_routed: OnRouted | None = None
+
+    def of_head(self, head: Head) -> "LayerWork":
+        """The same work on a head's own model, with the layer named as plans name it."""
+        on_routed = self.on_routed
+        return replace(
+            self,
+            decide=lambda stats: self.decide(replace(stats, layer=head.named)),
+            on_routed=None if on_routed is None else lambda layer, *routed: on_routed(head.named, *routed),
+        )
 
 
 class ShadowModel:
@@ -60,7 +80,7 @@ class ShadowModel:
         self.filled: str | None = None  # the layer that is
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
 
-    def fill(self, unit: str, cut: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, unit: str, cut: Mapping[str, Tensor]) -> None:
         """Fill a layer with the cut tensors and, for the rest, the original's own, which must be loaded.
 
         Tensors are shared, not copied.
@@ -120,7 +140,7 @@ class _InOrder(RecordingVisitor):
     plans: dict[str, LayerPlan] = field(default_factory=dict)
     shadow: ShadowModel = field(init=False)
     routers: Routers = field(init=False)
-    counting: list[tuple[Watch, torch.Tensor]] = field(default_factory=list)  # of whom the batches visit, by expert
+    counting: list[tuple[Watch, Tensor]] = field(default_factory=list)  # of routed tokens, by expert
 
     def __post_init__(self) -> None:
         self.shadow, self.routers = ShadowModel(self.model, self.work.experts), smaller_routers(self.model.architecture)
@@ -130,18 +150,15 @@ class _InOrder(RecordingVisitor):
         layers = self.at.moe_layers
         if layers and not self._from_files(unit, layers):
             self._compress(unit, layers, replay)
-        if self.work.visited is not None and self.calibration is not None:
-            self.counting = [self._counting(layer, self.calibration) for layer in layers]
+        for layer in layers if self.work.on_routed is not None and self.calibration is not None else ():
+            counts = torch.zeros(self.work.experts, dtype=torch.int64)
+            self.counting.append((Watch(self.shadow.model, layer, on_experts=partial(self._count, counts)), counts))
+            self.counting[-1][0].attach()
 
-    def _counting(self, layer: MoeLayer, data: Calibration) -> tuple[Watch, torch.Tensor]:
-        """Count who visits whom in a smaller layer, held-out batches excepted."""
-        counts = torch.zeros(self.work.experts, dtype=torch.int64)
-
-        def count(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
-            if self.at.batch < len(data.batches) and self.at.batch not in data.heldout:
-                counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
-
-        return Watch(self.shadow.model, layer, on_experts=count).attach(), counts
+    def _count(self, counts: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        assert self.calibration is not None
+        if self.at.batch < len(self.calibration.batches) and self.at.batch not in self.calibration.heldout:
+            counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
@@ -149,9 +166,9 @@ class _InOrder(RecordingVisitor):
     def passed(self, unit: str) -> None:
         for watch, counts in self.counting:
             watch.detach()
-            assert self.work.visited is not None and self.calibration is not None
+            assert self.work.on_routed is not None and self.calibration is not None
             fit = (own for number, own in enumerate(self.calibration.batches) if number not in self.calibration.heldout)
-            self.work.visited(watch.layer, here().all_reduce(counts), sum(batch.numel() for batch in fit))
+            self.work.on_routed(watch.layer, here().all_reduce(counts), sum(batch.numel() for batch in fit))
         self.counting = []
         self.shadow.empty_again()
 
@@ -172,15 +189,24 @@ class _InOrder(RecordingVisitor):
 
     def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> None:
         """Plan, cut, correct and keep the layers of a unit."""
-        statistics, recordings = self._watched(layers, replay)
+        work, calibration = self.work, self.calibration
+        statistics, recordings = [LayerStatistics(layer, seed=work.seed) for layer in layers], list[Recording]()
+        if calibration is not None:
+            observers = [
+                Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
+                for layer in (layers if work.needs else ())
+            ]
+            recordings = self.record(layers if work.measure or work.correction.wanted else (), replay, observers)
+            statistics = [watching.finish() for watching in observers] or statistics
+            del observers
         for layer, seen in zip(layers, statistics, strict=True):
-            self.plans[layer.name] = self.work.decide(seen)
+            self.plans[layer.name] = work.decide(seen)
         del statistics
         self._take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
             writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
-            figures = correct_layer(self.shadow.model, layer, recording, self.work.correction, self.work.seed, writing)
+            figures = correct_layer(self.shadow.model, layer, recording, work.correction, work.seed, writing)
             plan = self.plans[layer.name]
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()
@@ -193,24 +219,33 @@ class _InOrder(RecordingVisitor):
             if self.files is not None and here().takes_turn(layer.index):
                 self.files.save(self.plans[layer.name], layer, made)
 
-    def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, torch.Tensor]) -> None:
+    def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, Tensor]) -> None:
         """Fill the smaller layer, and give the original experts' memory back."""
         self.shadow.fill(unit, cut)
         for layer in layers:
             self.model.partial.release(layer.name)
 
-    def _watched(self, layers: Sequence[MoeLayer], replay: Replay) -> tuple[list[LayerStatistics], list[Recording]]:
-        """What the original layer shows on the calibration batches: statistics, and what to correct toward."""
-        work, calibration = self.work, self.calibration
-        bare = [LayerStatistics(layer, seed=work.seed) for layer in layers]
-        if calibration is None:
-            return bare, []
-        observers = [
-            Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
-            for layer in (layers if work.needs else ())
-        ]
-        recordings = self.record(layers if work.measure or work.correction.wanted else (), replay, observers)
-        return [watching.finish() for watching in observers] or bare, recordings
+
+def _compress(
+    model: OpenModel,
+    work: LayerWork,
+    calibration: Calibration | None,
+    progress: Progress,
+    phase: str,
+    files: CutFiles | None,
+    riding: Riding | None = None,
+    end: LayerVisitor | None = None,
+) -> tuple[LayerPlan, ...]:
+    """One model's layers; for the sake of a visitor `end` the batches go on to its output."""
+    batches = () if calibration is None else calibration.batches
+    state = _InOrder(model, calibration, work, files)
+    evaluation = [] if riding is None else riding.batches
+    if riding is not None:
+        riding.first = len(batches)
+    one = Pass(model, batches, progress, phase, work.seed, to_end=end is not None, evaluation=evaluation, shared=True)
+    one.run(*(visitor for visitor in (state, riding, end) if visitor is not None))
+    here().barrier()  # until all layers are kept
+    return tuple(state.plans[layer.name] for layer in model.architecture.layers)
 
 
 def compress_in_order(
@@ -221,20 +256,149 @@ def compress_in_order(
     files: CutFiles | None = None,
     riding: Riding | None = None,
     phase: str = "correct",
-    end: LayerVisitor | None = None,
+    heads: Sequence[Head] = (),
 ) -> tuple[LayerPlan, ...]:
     """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
     `files` keeps the cut layers, and those that it has are not made again. An evaluator's batches in `riding` run
-    through the compressed model to its end; so do the calibration's for the sake of a visitor `end`.
+    through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
     """
     refuse_shared_experts(model)
-    batches = () if calibration is None else calibration.batches
-    state = _InOrder(model, calibration, work, files)
-    evaluation = [] if riding is None else riding.batches
-    if riding is not None:
-        riding.first = len(batches)
-    one = Pass(model, batches, progress, phase, work.seed, to_end=end is not None, evaluation=evaluation, shared=True)
-    one.run(*(visitor for visitor in (state, riding, end) if visitor is not None))
+    if not heads:
+        return _compress(model, work, calibration, progress, phase, files, riding)
+    assert calibration is not None
+    relay = Relay(model, heads, calibration.batches, frozenset())
+    with relay.ends[0].attached() as end:
+        plans = _compress(model, work, calibration, progress, phase, files, end=end)
+    for number, head in enumerate(heads):
+        text, end = relay.texts[number], relay.ends[number + 1]
+        own, kept = replace(calibration, batches=text.batches), None if files is None else files.of_head(number)
+        with text.put_in(), end.attached():
+            further = end if end.text is not None else None
+            plans += _compress(head.model, work.of_head(head), own, progress, phase, kept, end=further)
+    return plans
+
+
+def correct(
+    model: OpenModel,
+    plan: CompressionPlan,
+    progress: Progress,
+    files: CutFiles,
+    calibration: Calibration,
+    correction: Correct,
+    on_routed: OnRouted | None = None,
+) -> CompressionPlan:
+    """Carry out the correction of a plan, layer by layer into `files`; returns the plan with its figures.
+
+    Layers that are in `files` already are not made again. Corrections that take the whole model further from the base
+    on held-out text are undone, except beside heads, which were corrected on what the corrected layers output.
+    """
+    heads = kept_heads(model, [layer.module for layer in plan.layers])
+    routed = list[tuple[MoeLayer, Tensor, int]]()  # reported only for what stays
+    done = [files.plan(layer) for layer in model.architecture.layers]
+    done += [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
+    layers = tuple(layer for layer in done if layer is not None)
+    here().assert_same_on_all(len(layers), "number of corrected layers in its hidden folder")
+    if len(layers) < len(done):
+        by_name = {layer.module: layer for layer in plan.layers}
+        work = LayerWork(
+            plan.experts,
+            lambda stats: by_name[stats.layer.name],
+            correction=correction,
+            seed=plan.seed,
+            on_routed=None if on_routed is None else lambda *counts: routed.append(counts),
+        )
+        layers = compress_in_order(model, work, calibration, progress, files, heads=heads)
+    if not heads:
+        corrected, layers = layers, keep_the_better(model, layers, files, calibration.heldout_batches, progress)
+        routed = routed if layers == corrected else []
+    if on_routed is not None:
+        for counts in routed:
+            on_routed(*counts)
+    return replace(plan, layers=layers)
+
+
+class _SideBySide(Variants):
+    """Variant 0 meets the corrected layers, variant 1 the uncorrected ones, and the base's batches its own."""
+
+    def __init__(self, model: OpenModel, files: CutFiles, plans: Mapping[str, LayerPlan]) -> None:
+        experts = len(next(iter(plans.values())).groups)
+        self.model, self.files, self.plans = model, files, plans
+        self.smaller = ShadowModel(model, experts), ShadowModel(model, experts)
+
+    def before(self, unit: str, replay: Replay) -> None:
+        if layers := self.at.moe_layers:
+            device = self.model.partial.device
+            corrected = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
+            self.smaller[0].fill(unit, corrected)
+            self.smaller[1].fill(unit, cut_layers(self.model.partial.model, layers, self.plans))
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        if self.variant is None or not self.at.moe_layers:
+            return own
+        forward: Forward = self.smaller[self.variant].model.get_submodule(unit).forward
+        return forward
+
+    def passed(self, unit: str) -> None:
+        for each in self.smaller:
+            each.empty_again()
+
+
+def compare_corrections(
+    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, evaluator: Evaluator, progress: Progress
+) -> Difference:
+    """What undoing the corrected tensors of all layers in `files` does to the distance from the base.
+
+    One streamed pass, in which the base runs along unless the evaluator knows it: with a decoder layer of the base,
+    both of its smaller ones are in memory.
+    """
+    visitor = _SideBySide(model, files, {plan.module: plan for plan in plans})
+    before, after = evaluator.measure(model, visitor, 2, progress, "compare the corrections")
+    return Difference.of(before.kl, after.kl)
+
+
+def keep_the_better(
+    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, texts: Sequence[Tensor], progress: Progress
+) -> tuple[LayerPlan, ...]:
+    """The plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts then.
+
+    What was measured on `texts`, token ids [B, L], is kept beside the files, and a run that was killed goes on from
+    there. Of fewer than eight sequences, or without a language-model head, nothing is measured: the corrections stay.
+    """
+    undoing: Difference | None = here().broadcast(lambda: read_difference(files))
+    if undoing is None:
+        undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
+        if undoing.sequences >= FEWEST and head_of(model.partial.model) is not None:
+            undoing = compare_corrections(model, plans, files, Evaluator.of(model, texts), progress)
+        if here().is_first:
+            write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
+    if not undoing.accepted:
+        return tuple(plans)
+    reason = (
+        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
+        f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
+    )
+    undone = dict[str, LayerPlan]()
+    for plan in plans:
+        figures = dict(plan.figures.get("correction") or {})
+        if "heldout_error_before" in figures:  # errors stay as they were measured
+            figures["heldout_error"] = figures["heldout_error_before"]
+        figures |= {"kept": "none", "reason": reason}
+        undone[plan.module] = replace(plan, figures={**plan.figures, "correction": figures})
+    for unit, layers in layers_by_unit(model.architecture.layers).items():
+        if here().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
+            model.partial.load(model.partial.keys_under(unit))
+            cut = cut_layers(model.partial.model, layers, undone)
+            for layer in layers:
+                files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
+            model.partial.release(unit)
     here().barrier()  # until all layers are kept
-    return tuple(state.plans[layer.name] for layer in model.architecture.layers)
+    return tuple(undone[plan.module] for plan in plans)
+
+
+def read_difference(files: CutFiles) -> Difference | None:
+    """What an earlier run measured of these cut layers; None if it is not there, or cannot be read."""
+    try:
+        return read_as(Difference, read_object(files.folder / EVALUATED))
+    except (OSError, CompressionError):
+        return None

@@ -1,4 +1,4 @@
-"""Output-space correction of one cut layer: refit the survivors until the original layer's output comes back.
+"""Output-space correction of one cut layer: the remaining experts refitted toward the base layer's output.
 
 `ridge` refits the down projections in closed form; `tune` goes on from there with optimiser steps on router, gate, up
 and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
@@ -58,11 +58,12 @@ class _Guard:
     def __init__(
         self,
         cut: CutLayer,
+        heldout: torch.Tensor,
         router: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
         writing: torch.dtype | None,
     ) -> None:
-        self.cut, self.rows = cut, cut.recording.positions(heldout=True)
+        self.cut, self.heldout = cut, heldout
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
         # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
@@ -85,7 +86,7 @@ class _Guard:
         """The error with all values rounded as they will be stored; they stay so."""
         for value, place in self.kept_at:
             value.copy_(self._stored(value, place.dtype))
-        return self.cut.error(self.rows)
+        return self.cut.error(self.heldout)
 
     @torch.no_grad()
     def judge(self, name: str) -> float:
@@ -98,22 +99,6 @@ class _Guard:
             into, source = (place, value) if better else (value, place)
             into.copy_(source)
         return error
-
-
-def _improve(
-    name: str, cut: CutLayer, router: Mapping[str, torch.Tensor], correction: Correct, error: float, seed: int
-) -> None:
-    """Carry out one step of a correction; the layer's held-out `error` is what earlier ones have left."""
-    rows, judged = cut.recording.positions(heldout=False), cut.recording.positions(heldout=True)
-    if name == "tune":
-        rate = min(correction.rate * error, MOST_RATE)  # bold steps only shake a layer that is near
-        leaves = [*router.values()] if cut.constants is None else [*router.values(), cut.constants.values]
-        tune(cut, rows, leaves, Schedule(correction.steps, correction.tokens, rate, seed))
-        return
-    if name == "ridge":
-        refit_down(cut, rows, judged)
-    if cut.constants is not None:
-        refit_constants(cut, rows, judged)
 
 
 def correct_layer(
@@ -131,21 +116,26 @@ def correct_layer(
     are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
-
-    def anywhere(heldout: bool) -> bool:
-        return bool(here().all_reduce(torch.tensor(len(recording.positions(heldout)))))
-
-    if not anywhere(heldout=True):
+    fit, heldout = recording.positions(heldout=False), recording.positions(heldout=True)
+    fitted, judged = here().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
+    if not judged:
         return {"kept": NONE, "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with _float_router(model, layer, recording) as router:
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block, constants)
-        guard = _Guard(cut, router, dtypes, writing)
+        guard = _Guard(cut, heldout, router, dtypes, writing)
         errors = {"before": guard.best}
         steps = STEPS_OF[correction.method] if constants is None else (CONSTANTS, *STEPS_OF[correction.method])
-        for name in steps if guard.best > 0 and anywhere(heldout=False) else ():
-            _improve(name, cut, router, correction, guard.best, seed)
+        for name in steps if guard.best > 0 and fitted else ():
+            if name == "tune":
+                rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
+                leaves = [*router.values()] if constants is None else [*router.values(), constants.values]
+                tune(cut, fit, leaves, Schedule(correction.steps, correction.tokens, rate, seed))
+            if name == "ridge":
+                refit_down(cut, fit, heldout)
+            if name != "tune" and constants is not None:
+                refit_constants(cut, fit, heldout)
             errors[name] = guard.judge(name)
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

@@ -70,7 +70,7 @@ class Correct(Step):
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
         """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
         from compressor.recipe.steps_plan import decisions
-        from compressor.steps.correct.carry_out import correct
+        from compressor.steps.correct.in_order import correct
 
         if state.step_of(CONSTANTS) is not None:  # it refits its own
             return {}

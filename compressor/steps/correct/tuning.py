@@ -91,7 +91,7 @@ def descend(layer: CutLayer, leaves: Leaves, experts: Collection[int], rows: Ten
         return counts
     inputs, targets, gates = layer.inputs(rows), layer.targets(rows), weights.detach()
     own = {
-        expert: _Reached(at, places, gates[at, places, None], layer.put_out(expert, inputs.index_select(0, at)))
+        expert: _Reached(at, places, gates[at, places, None], layer.slot_output(expert, inputs.index_select(0, at)))
         for expert, at, places in routed(gates, index, experts)
     }
     gap = here().all_reduce(_summed(leaves, own, targets)) - targets

@@ -20,8 +20,8 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
-from compressor.steps.correct.heads import HeadLine, chosen_heads, compress_with_heads, said_of_heads
-from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork
+from compressor.steps.correct.heads import HeadLine, chosen_heads, said_of_heads
+from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
 from compressor.steps.prune.step import Prune, protector_of
@@ -151,8 +151,8 @@ class Planner:
             return replace(made, upstream=COMPRESSED)
 
         work = LayerWork(wish.experts, decide, wish.strategy.needs, correction or UNCORRECTED, self.seed)
-        layers = compress_with_heads(
-            self.model, wish.heads, work, self.calibration, self.progress, files, "plan in order"
+        layers = compress_in_order(
+            self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=wish.heads
         )
         return replace(self._plan(wish, self.calibration, layers, protected), sequential=True)
 

@@ -18,9 +18,8 @@ from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan, decisions
-from compressor.steps.correct import carry_out
 from compressor.steps.correct import in_order as sequence
-from compressor.steps.correct.carry_out import correct
+from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planner, Wish
@@ -224,7 +223,7 @@ def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
     assert Planner(model, data, Silent()).plan_in_order(wish, TUNE, files=again) == made
     assert list(seen) == [model.architecture.layers[2].name]
     assert files_of(again.folder) == files_of(files.folder)
-    monkeypatch.setattr(carry_out, "compress_with_heads", None)  # no pass is made
+    monkeypatch.setattr(sequence, "compress_in_order", None)  # no pass is made
     assert correct(model, made, Silent(), files, data, TUNE) == made
 
 

@@ -12,8 +12,8 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.evaluation.evaluator import Difference
 from compressor.progress import Silent
 from compressor.recipe.steps_plan import decisions
-from compressor.steps.correct import carry_out
-from compressor.steps.correct.carry_out import correct, keep_the_better, read_difference
+from compressor.steps.correct import in_order
+from compressor.steps.correct.in_order import correct, keep_the_better, read_difference
 from compressor.steps.correct.step import Correct
 from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.job import make_job
@@ -66,7 +66,7 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
         assert files.plan(layer) == plan
         assert all(torch.equal(files.tensors(layer)[key], value) for key, value in expected_cut.items())
         model.partial.release(layer.unit)
-    monkeypatch.setattr(carry_out, "compare_corrections", None)  # a run that goes on asks nothing anew
+    monkeypatch.setattr(in_order, "compare_corrections", None)  # a run that goes on asks nothing anew
     assert keep_the_better(model, kept, files, text, Silent()) == better
 
 
@@ -78,7 +78,7 @@ def test_a_plan_is_carried_out_without_the_harm(tmp_path: Path, monkeypatch: pyt
     correction = {**asked.to_dict(), "dtype": "float32"}
     plan = whole_plan(model, plans, correction=correction, calibration=data.identity)
     for harm, undoing in ((False, Difference(0.1, 0.2, 0.01, 8)), (True, Difference(0.2, 0.1, 0.01, 8))):
-        monkeypatch.setattr(carry_out, "compare_corrections", lambda *_, found=undoing: found)
+        monkeypatch.setattr(in_order, "compare_corrections", lambda *_, found=undoing: found)
         files, told = CutFiles(tmp_path / f"cut {harm}"), list[object]()
         corrected = correct(model, plan, Silent(), files, data, asked, lambda *seen, to=told: to.append(seen))
         assert bool(told) is not harm  # whom the corrected layers were visited by
