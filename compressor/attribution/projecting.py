@@ -11,11 +11,11 @@ from torch import Tensor
 
 from compressor.attribution.figures import UNRANKED, ScoreEdge, adds_up
 from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
-from compressor.attribution.stream_maps import LeafMap, ObservedRouters, leaf_map, refuse, router_rows
+from compressor.attribution.routers import ObservedRouters, leaf_map, refuse, router_rows
 from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
-from compressor.attribution.unit_trace import STREAM, Component, Heads, UnitTrace
+from compressor.attribution.unit_trace import STREAM, Component, TracedPass, UnitTrace, parts_of
 from compressor.distributed.ranks import here
-from compressor.model.opened import OpenModel
+from compressor.model.architecture import layers_by_unit
 
 OUTPUT = "output"  # of the layer, where later routers' rows are kept
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
@@ -31,22 +31,22 @@ class Tally:
     number: int | None
     sums: Tensor  # [5, R]: variance, positive and negative scores, covariance, change of rank
     reaches: Tensor  # [R]: whether the sender comes before the router
-    tokens: int = 0
-    norm: float = 0.0
+    tokens: int = 0  # of an expert; so are the norms and the entry
+    norm: float = 0.0  # L2, summed over its tokens
     max_norm: float = 0.0
     max_entry: float = 0.0
-    by_expert: Tensor | None = None  # [R, E] variance by expert, while its layer passes and where that is asked for
+    by_expert: Tensor | None = None  # [R, E] variance by expert, while its layer passes and if edges are kept
 
     def add_sizes(self, tokens: int, norm: float, max_norm: float, max_entry: float) -> None:
         """Add so many outputs of an expert: the sum of their norms, the largest one and the largest entry."""
         self.tokens, self.norm = self.tokens + tokens, self.norm + norm
         self.max_norm, self.max_entry = max(self.max_norm, max_norm), max(self.max_entry, max_entry)
 
-    def add_by_expert(self, found: Tensor, span: slice = slice(None)) -> None:
+    def add_by_expert(self, variance: Tensor, span: slice = slice(None)) -> None:
         """Add the variance by expert [r, E] for these routers."""
         if self.by_expert is None:
-            self.by_expert = torch.zeros(len(self.reaches), found.shape[1], dtype=torch.float64)
-        self.by_expert[span] += found
+            self.by_expert = torch.zeros(len(self.reaches), variance.shape[1], dtype=torch.float64)
+        self.by_expert[span] += variance
 
 
 @dataclass(slots=True)
@@ -65,19 +65,19 @@ class Tallies:
         return self.totals[name]
 
     def passed(self, unit: str) -> None:
-        """Add up what all ranks have measured of a layer."""
+        """Add up the layer's sums of all ranks."""
         if here().is_alone:
             return
         own = {name: tally for name, tally in self.totals.items() if tally.unit == unit}
         for name in own:  # begun anew
             del self.totals[name]
-        for name, found in (entry for each in here().all_gather(own) for entry in each.items()):
-            tally = self.of(name, found.kind, unit, found.module, found.number)
-            tally.sums += found.sums
-            tally.reaches |= found.reaches
-            tally.add_sizes(found.tokens, found.norm, found.max_norm, found.max_entry)
-            if found.by_expert is not None:
-                tally.add_by_expert(found.by_expert)
+        for name, part in (entry for each in here().all_gather(own) for entry in each.items()):
+            tally = self.of(name, part.kind, unit, part.module, part.number)
+            tally.sums += part.sums
+            tally.reaches |= part.reaches
+            tally.add_sizes(part.tokens, part.norm, part.max_norm, part.max_entry)
+            if part.by_expert is not None:
+                tally.add_by_expert(part.by_expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,65 +94,69 @@ class View:
         return (values.float() @ self.rows.T).view(len(values), -1, experts) * scales[..., None]
 
 
-@dataclass(slots=True)
-class Projection:
-    """Projects what a layer's trace shows onto the routers, and adds up what that does to them."""
+_Key = tuple[str, int, int]  # what is looked at, and by which routers
 
-    model: OpenModel
+
+@dataclass(slots=True)
+class Projection(TracedPass):
+    """Projects every component onto the routers that it reaches, and adds up what that does to them."""
+
     routers: ObservedRouters
-    parts: Mapping[str, tuple[Component, ...]]  # by decoder layer
-    edges_kept: int = 0  # of those to single experts' scores, which are measured if it is not 0
+    edges_kept: int = 0  # edges to single experts' scores, which are measured if it is not 0
     tallies: Tallies = field(init=False)
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
+    _parts: Mapping[str, tuple[Component, ...]] = field(init=False)  # by decoder layer
     _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
-    _chains: dict[tuple[str, int, int], tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
-    _rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # as they look from them
+    _chains: dict[_Key, tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
+    _rows: dict[_Key, Tensor] = field(default_factory=dict)  # of this layer's components and output
 
     def __post_init__(self) -> None:
-        self.tallies = Tallies(len(self.routers.layers))
-        first = self.routers.logits.get(0)
-        self.remainder = None if first is None else first.clone()
-        for unit, parts in self.parts.items():
+        routers, architecture = self.routers, self.routers.model.architecture
+        self.tallies = Tallies(len(routers.layers))
+        self.remainder = routers.logits[0].clone() if 0 in routers.logits else None
+        layers, meta = layers_by_unit(architecture.layers), routers.model.partial.model
+        self._parts = {
+            unit: parts_of(unit, meta.get_submodule(unit), layers.get(unit, ())) for unit in architecture.units
+        }
+        for unit, parts in self._parts.items():
             for part in parts:
                 for expert in range(self.experts if part.kind == "expert" else 0):
-                    self._expert(unit, part.name, expert).reaches[self.routers.later(unit)] = True
+                    self._expert(unit, part.name, expert).reaches[routers.later(unit)] = True
 
     @property
     def experts(self) -> int:
         """E."""
-        return self.model.architecture.experts
+        return self.routers.model.architecture.experts
 
     def _expert(self, unit: str, module: str, expert: int) -> Tally:
         return self.tallies.of(f"{module} expert {expert}", "expert", unit, module, expert)
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
-        for module, found in trace.routed.items():
-            for routed in found:
-                norms, entry = routed.outputs.float().norm(dim=-1), float(routed.outputs.abs().max())
+        for module, ran in trace.routed.items():
+            for expert in ran:
+                norms, entry = expert.outputs.float().norm(dim=-1), float(expert.outputs.abs().max())
                 sizes = len(norms), float(norms.sum(dtype=torch.float64)), float(norms.max()), entry
-                self._expert(unit, module, routed.expert).add_sizes(*sizes)
+                self._expert(unit, module, expert.expert).add_sizes(*sizes)
         routers, later = self.routers, self.routers.later(unit)
         at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.experts))
-        for start in range(0, len(later), at_once):
-            numbers = later[start : start + at_once]
+        for numbers in (later[start : start + at_once] for start in range(0, len(later), at_once)):
             span = slice(numbers[0], numbers[-1] + 1)
             key = OUTPUT, span.start, span.stop  # batches of other sizes have other spans
             if key not in self._rows:
                 self._rows[key] = torch.cat([routers.rows_after(unit, number) for number in numbers])
-            passing = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
-            end = View(span, self._rows[key], passing)
-            together = self._measure(unit, batch, trace, trace.terms, end, key[1:])
+            scales = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
+            together = self._measure(unit, batch, trace, trace.terms, View(span, self._rows[key], scales), key[1:])
             if together is not None:
                 self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, span)
         for number, layer in enumerate(routers.layers):
-            if layer.unit == unit and layer.name in trace.logits:  # it sees what comes before it in its own layer
-                rows = router_rows(layer, [()], routers.logits[batch].device)
-                end = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
-                self._measure(unit, batch, trace, trace.logits[layer.name].terms, end, (-1, number))
+            if (logits := trace.logits.get(layer.name)) is not None:  # it sees what comes before it in its own layer
+                rows = router_rows(layer, [()], routers.valid.device)
+                view = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
+                self._measure(unit, batch, trace, logits.terms, view, (-1, number))
 
-    def passed(self, unit: str) -> None:
-        """Every batch has passed the layer: add up what all ranks have measured, and keep the strongest edges."""
+    def finish(self, unit: str) -> None:
+        """Add up the layer's sums of all ranks, and keep the strongest edges."""
         self.tallies.passed(unit)
         self._chains.clear()
         self._rows.clear()
@@ -171,8 +175,8 @@ class Projection:
     def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
         """The strongest edges to single experts' scores, averaged over so many tokens."""
         mean = tuple(replace(edge, influence=edge.influence / tokens) for edge in self._strongest)
-        found: tuple[ScoreEdge, ...] = here().broadcast(lambda: mean)
-        return found
+        edges: tuple[ScoreEdge, ...] = here().broadcast(lambda: mean)
+        return edges
 
     def _measure(
         self, unit: str, batch: int, trace: UnitTrace, terms: Sequence[Term], end: View, place: tuple[int, int]
@@ -181,78 +185,71 @@ class Projection:
 
         Returns the sum [T, r, E] of those of routed and shared experts; None without any.
         """
-        known = {part.name: part for part in self.parts[unit]}
+        known = {part.name: part for part in self._parts[unit]}
         together: Tensor | None = None
         for name in trace.context.leaves:
             part = known.get(name, Component(f"{unit} {name}", "other"))
             if name == STREAM:
-                if unit != self.model.architecture.units[0]:
+                if unit != self.routers.model.architecture.units[0]:
                     continue
                 part = Component("token", "token")
-            if (found := leaf_map(terms, name)) is None:
+            if (leaf := leaf_map(terms, name)) is None:
                 continue
-            scales = end.scales if found.token is None else end.scales * found.token[:, None]
-            view = View(end.span, self._pulled(unit, name, place, found, end.rows), scales)
-            for tally, values, tokens in self._values(unit, trace, name, part):
-                scores = view.scores(values, tokens, self.experts)
+            key, chains = (name, *place), leaf.chains
+            if not same_chains(self._chains.setdefault(key, chains), chains):
+                raise refuse(self.routers.model, unit, f"what it does to {name} differs between batches")
+            if key not in self._rows:
+                self._rows[key] = end.rows if chains == ((),) else pull_sum(end.rows, chains)
+            scales = end.scales if leaf.token is None else end.scales * leaf.token[:, None]
+            view = View(end.span, self._rows[key], scales)
+            for tally, seen, values, tokens in self._written(unit, trace, name, part, view):
+                scores = seen.scores(values, tokens, self.experts)
                 self._add(tally, scores, tokens, batch, view.span)
-                if batch == 0 and self.remainder is not None:
+                if batch == 0 and self.remainder is not None and tally.kind not in UNRANKED:
                     _add_rows(self.remainder[:, view.span], tokens, -scores)
-                if part.kind in ("expert", "shared"):
+                if tally.kind in ("expert", "shared"):
                     if together is None:
                         together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
                     _add_rows(together, tokens, scores)
-            if name in trace.heads:
-                self._measure_heads(unit, part, trace.heads[name], view, batch)
         return together
 
-    def _pulled(self, unit: str, name: str, place: tuple[int, int], found: LeafMap, base: Tensor) -> Tensor:
-        """The routers' rows `base` pulled back to the component; the same for all batches of the layer."""
-        key = name, *place
-        if key not in self._chains:
-            self._chains[key] = found.chains
-            self._rows[key] = base if found.is_identity else pull_sum(base, found.chains)
-        elif not same_chains(self._chains[key], found.chains):
-            raise refuse(self.model, unit, f"what it does to {name} differs between batches")
-        return self._rows[key]
+    def _written(
+        self, unit: str, trace: UnitTrace, name: str, part: Component, view: View
+    ) -> Iterator[tuple[Tally, View, Tensor, Tensor | None]]:
+        """What a component wrote and how the routers see it: an expert [n, H] with its tokens [n], others [T, H'].
 
-    def _values(
-        self, unit: str, trace: UnitTrace, name: str, part: Component
-    ) -> Iterator[tuple[Tally, Tensor, Tensor | None]]:
-        """What a component wrote, an expert's [n, H'] with its tokens [n], or [T, H'] of all of them (None)."""
+        After an attention come its heads, each through its slice of the output projection, and that one's bias.
+        """
         if part.kind == "expert":
-            for routed in trace.routed[name]:
-                values = routed.outputs.float() * routed.weights.float()[:, None]
-                yield self._expert(unit, name, routed.expert), values, routed.rows
-        else:
-            values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
-            yield self.tallies.of(part.name, part.kind, unit, part.name), values, None
-
-    def _measure_heads(self, unit: str, part: Component, heads: Heads, view: View, batch: int) -> None:
-        """All but the ranks, for each head through its slice of the output projection, and for that one's bias."""
-        size, key = heads.inputs.shape[-1] // heads.heads, (f"{part.name} heads", view.span.start, view.span.stop)
+            for ran in trace.routed[name]:
+                values = ran.outputs.float() * ran.weights.float()[:, None]
+                yield self._expert(unit, name, ran.expert), view, values, ran.rows
+            return
+        values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
+        yield self.tallies.of(part.name, part.kind, unit, part.name), view, values, None
+        if (heads := trace.heads.get(name)) is None:
+            return
+        key = f"{part.name} heads", view.span.start, view.span.stop
         if key not in self._rows:
             self._rows[key] = view.rows @ heads.weight.float()
         for head in range(heads.heads):
-            own = slice(head * size, (head + 1) * size)
-            seen = View(view.span, self._rows[key][:, own], view.scales)
+            span = heads.span(head)
             tally = self.tallies.of(f"{part.name} head {head}", "head", unit, part.name, head)
-            self._add(tally, seen.scores(heads.inputs[:, own], None, self.experts), None, batch, view.span)
+            yield tally, View(view.span, self._rows[key][:, span], view.scales), heads.inputs[:, span], None
         if heads.bias is not None:
             tally = self.tallies.of(f"{part.name} bias", "bias", unit, part.name)
-            added = heads.bias.expand(len(heads.inputs), -1)
-            self._add(tally, view.scores(added, None, self.experts), None, batch, view.span)
+            yield tally, view, heads.bias.expand(len(heads.inputs), -1), None
 
     def _add(self, tally: Tally, scores: Tensor, tokens: Tensor | None, batch: int, span: slice) -> None:
         """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""
         rows, routers = slice(None) if tokens is None else tokens, self.routers
         logits = routers.logits[batch][rows, span]
-        found = [spread(scores), *signs(scores), covariance(scores, logits)]
+        sums = [spread(scores), *signs(scores), covariance(scores, logits)]
         if tally.kind not in UNRANKED:
             share = routers.valid[span] / routers.valid[span].sum(-1, keepdim=True)
-            chosen, before = (of[batch][rows, span] for of in (routers.chosen, routers.before))
-            found.append(rank_change(logits, scores, chosen, before, share, routers.selection, span))
-        tally.sums[: len(found), span] += torch.stack(found).cpu()
+            chosen, before = (of[batch][rows, span] for of in (routers.chosen, routers.chosen_ranks))
+            sums.append(rank_change(logits, scores, chosen, before, share, routers.selection, span))
+        tally.sums[: len(sums), span] += torch.stack(sums).cpu()
         tally.reaches[span] = True
         if self.edges_kept:
             tally.add_by_expert(spread_by_expert(scores).cpu(), span)

@@ -10,6 +10,7 @@ decomposition. T tokens, H width before, H' width after a chain.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -38,12 +39,10 @@ class Step:
         return mean.expand_as(rows) if self.kind == "mean" else rows - mean
 
     def is_same(self, other: "Step") -> bool:
-        """Whether both do the same."""
-        if self.kind != other.kind or type(self.by) is not type(other.by):
-            return False
+        """Return True if both are the same map."""
         if isinstance(self.by, Tensor) and isinstance(other.by, Tensor):
-            return self.by is other.by or torch.equal(self.by, other.by)
-        return bool(self.by == other.by)
+            return self.kind == other.kind and (self.by is other.by or torch.equal(self.by, other.by))
+        return self.kind == other.kind and type(self.by) is type(other.by) and bool(self.by == other.by)
 
 
 Chain = tuple[Step, ...]
@@ -52,17 +51,13 @@ Chain = tuple[Step, ...]
 def pull_sum(rows: Tensor, chains: Iterable[Chain]) -> Tensor:
     """[M, H'] -> [M, H]: rows pulled back through a sum of chains."""
 
-    def pull(chain: Chain) -> Tensor:
-        pulled = rows
-        for step in reversed(chain):
-            pulled = step.pull(pulled)
-        return pulled
-
-    return torch.stack([pull(chain) for chain in chains]).sum(0)
+    return torch.stack([reduce(lambda pulled, step: step.pull(pulled), reversed(chain), rows) for chain in chains]).sum(
+        0
+    )
 
 
 def same_chains(first: Sequence[Chain], second: Sequence[Chain]) -> bool:
-    """Whether two sums of chains have the same steps."""
+    """Return True if two sums of chains have the same steps."""
     return [len(chain) for chain in first] == [len(chain) for chain in second] and all(
         a.is_same(b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
     )
@@ -88,12 +83,8 @@ class Term:
         return replace(self, chain=(*self.chain, step))
 
     def times(self, factor: Tensor) -> "Term":
-        """Factor by a factor [T] for each token."""
+        """Scale each token by its factor in [T]."""
         return replace(self, token=factor if self.token is None else self.token * factor)
-
-
-def ignore(value: Tensor, terms: tuple[Term, ...]) -> None:
-    """Take no notice of a matrix product."""
 
 
 @dataclass(slots=True)
@@ -101,7 +92,7 @@ class Context:
     """What all traced tensors of one run of a layer share."""
 
     tokens: int
-    projected: Callable[[Tensor, tuple[Term, ...]], None] = ignore  # told of every matrix product
+    on_product: Callable[[Tensor, tuple[Term, ...]], None] | None = None  # called with every matrix product
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
     def leaf(self, name: str, value: Tensor) -> Leaf:
@@ -116,10 +107,10 @@ class Context:
 
     def start(self, name: str, value: Tensor) -> "Traced":
         """A component's own tensor, traced."""
-        return traced(value, (Term(self.leaf(name, value)),), self)
+        return _traced(value, (Term(self.leaf(name, value)),), self)
 
     def fits(self, value: Any) -> bool:
-        """Whether a tensor [..., H] has a row for each token."""
+        """Return True for a tensor [..., H] with a row for each token."""
         return (
             isinstance(value, Tensor)
             and value.dim() > 1
@@ -144,20 +135,20 @@ class Traced(Tensor):
             seen = tuple(args)
             if name in _IN_PLACE and isinstance(target, Tensor) and not isinstance(target, Traced):
                 seen = (target.clone(), *args[1:])  # what a plain tensor held before traced ones were added to it
-            result = func(*tree_map(plain, tuple(args)), **tree_map(plain, given))
+            result = func(*untraced(tuple(args)), **untraced(given))
             terms = _terms(name, seen, given, result) if isinstance(result, Tensor) else None
-            if isinstance(target, Traced) and _changes(name):
+            suffixed = name.endswith("_") and not name.endswith("__")
+            if isinstance(target, Traced) and (suffixed or name in _IN_PLACE or name in ("__setitem__", "__ipow__")):
                 rows = plain(target).reshape(target.context.tokens, -1)
                 target.terms = (Term(target.context.leaf("changed in place", rows)),) if terms is None else terms
                 return target if isinstance(result, Tensor) else result
             if not isinstance(result, Tensor):
                 return result
             context = next((arg.context for arg in (*args, *given.values()) if isinstance(arg, Traced)), None)
-            return result if terms is None or context is None else traced(result, terms, context)
+            return result if terms is None or context is None else _traced(result, terms, context)
 
 
-def traced(value: Tensor, terms: tuple[Term, ...], context: Context) -> Traced:
-    """The tensor with its terms; it shares the values."""
+def _traced(value: Tensor, terms: tuple[Term, ...], context: Context) -> Traced:
     made = value.as_subclass(Traced)
     made.terms, made.context = terms, context
     return made
@@ -177,9 +168,11 @@ def untraced(values: Any) -> Any:
 
 
 _Terms = tuple[Term, ...] | None
-_COPYING = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"}
-_SHAPING = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
-_KEEPING = {*_COPYING, *_SHAPING, "dropout"}  # models are never in training mode
+_KEEPING = {
+    *("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"),
+    *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"),
+    "dropout",  # models are never in training mode
+}
 _ADDING = {
     **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), 1.0),
     **dict.fromkeys(("sub", "__sub__", "subtract", "sub_", "__isub__"), -1.0),
@@ -188,11 +181,6 @@ _MULTIPLYING = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
 _DIVIDING = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
 _PRODUCTS = {"matmul", "__matmul__", "mm"}
 _IN_PLACE = {"add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__", "div_", "__itruediv__"}
-
-
-def _changes(name: str) -> bool:
-    """Whether an operation changes its first argument in place."""
-    return name in _IN_PLACE or name in ("__setitem__", "__ipow__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _terms(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> _Terms:
@@ -273,7 +261,8 @@ def _product(value: Traced, weight: Tensor, bias: Tensor | None, result: Tensor)
     terms = tuple(term.then(Step("matrix", weight.detach())) for term in value.terms)
     if bias is not None:
         terms = (*terms, Term(value.context.leaf("constant", bias)))
-    value.context.projected(result, terms)
+    if value.context.on_product is not None:
+        value.context.on_product(result, terms)
     return terms
 
 

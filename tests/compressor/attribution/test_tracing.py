@@ -296,7 +296,7 @@ def test_a_change_in_place_that_is_not_linear_makes_a_new_component(name: str) -
 def test_matrix_products_are_told_with_their_terms() -> None:
     told: list[tuple[Tensor, tuple[Term, ...]]] = []
     context, (x, y) = start((5, H))
-    context.projected = lambda value, terms: told.append((value, terms))
+    context.on_product = lambda value, terms: told.append((value, terms))
     rows = draw(3, H)
     F.linear(x + y, rows, torch.ones(3))
     ((value, terms),) = told

@@ -1,0 +1,193 @@
+"""The first pass of routing attribution: how each layer changes the residual stream, and every router's view of it.
+
+T tokens, H hidden, E experts, R routers, K top-k.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from compressor.attribution.influence import Selection, best_selection, ranks, selections
+from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
+from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, router_width
+from compressor.distributed.ranks import here
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import BUDGET, Pass, allocate
+from compressor.progress import Progress
+
+SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMap:
+    """How a component enters a sum: token factor [T] (None: 1) times a sum of chains."""
+
+    token: Tensor | None
+    chains: tuple[Chain, ...]
+
+
+def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
+    """How the component of this name enters; None if it does not. Terms of one component share their token factor."""
+    own = [term for term in terms if term.leaf.name == leaf]
+    if not own:
+        return None
+    first = own[0].token
+    for other in (term.token for term in own[1:]):
+        if other is not first and (other is None or first is None or not torch.equal(other, first)):
+            raise CompressionError(
+                f"{leaf} enters a sum twice with different factors; routing attribution does not support this model"
+            )
+    return LeafMap(first, tuple(term.chain for term in own))
+
+
+def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
+    """The error for an architecture whose routers' logits cannot be taken apart."""
+    return CompressionError(
+        f"{model.architecture.model_class} cannot be attributed: {unit}: {why}; compress it without attribution "
+        "(--protect takes a list written by hand)"
+    )
+
+
+def router_rows(layer: MoeLayer, chains: Sequence[Chain], device: torch.device) -> Tensor:
+    """[E, H]: the rows of a router on a component that reaches its logits by these chains."""
+    return pull_sum(torch.eye(router_width(layer), device=device)[: layer.experts], chains)
+
+
+@dataclass(slots=True)
+class ObservedRouters(TracedPass):
+    """Keeps of every router its logits, choices and view of the stream, and of every layer how it maps the stream.
+
+    A rank keeps them of its own batches; all have the same routers, slots and way to rank experts.
+    """
+
+    model: OpenModel
+    batches: Sequence[Tensor]
+    layers: tuple[MoeLayer, ...] = field(init=False)
+    logits: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, E]
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K]
+    chosen_ranks: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K]
+    valid: Tensor = field(init=False)  # [R, K] slots that the router uses
+    selection: Selection = field(default_factory=Selection)
+    _rows: dict[str, Tensor] = field(default_factory=dict)  # by experts module, [E, H] on the layer's input
+    _scales: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)  # [T] by experts module and batch
+    _streams: dict[str, tuple[Chain, ...]] = field(default_factory=dict)  # by decoder layer
+    _passing: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)  # [T] by decoder layer and batch
+    _biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # [E] by name, then experts module
+
+    def __post_init__(self) -> None:
+        self.layers = self.model.architecture.layers
+        device, top_k = self.model.partial.device, max(layer.top_k for layer in self.layers)
+        for batch in sorted(here().share(self.batches)):
+            shape = self.batches[batch].numel(), len(self.layers)
+            logits = (*shape, self.model.architecture.experts)
+            self.logits[batch] = allocate(logits, torch.float32, device, BUDGET // len(self.batches))
+            self.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)
+        self.valid = torch.zeros((len(self.layers), top_k), dtype=torch.bool, device=device)
+
+    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
+        """Keep what a layer does to the stream of one batch, and what its routers make of it."""
+        if (stream := leaf_map(trace.terms, STREAM)) is None:
+            raise refuse(self.model, unit, "its layers do not add to one residual stream")
+        self._passing[unit, batch] = stream.token
+        if not same_chains(self._streams.setdefault(unit, stream.chains), stream.chains):
+            raise refuse(self.model, unit, "what it does to the residual stream differs between batches")
+        for number, layer in enumerate(self.layers):
+            if layer.name not in trace.logits:
+                continue
+            logits = trace.logits[layer.name]
+            if logits is None or (view := leaf_map(logits.terms, STREAM)) is None:
+                raise refuse(self.model, unit, "its router's logits are not linear in the normalised residual stream")
+            if leaf_map(trace.terms, layer.name) is None:
+                raise refuse(self.model, unit, "its experts' outputs do not reach the residual stream token by token")
+            if not bool(torch.isfinite(logits.value).all()):
+                raise CompressionError(
+                    f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
+                )
+            slots = logits.chosen.shape[-1]
+            self.logits[batch][:, number] = logits.value
+            self.chosen[batch][:, number, :slots] = logits.chosen
+            self.valid[number, :slots] = True
+            self._scales[layer.name, batch] = view.token
+            if layer.name not in self._rows:
+                self._rows[layer.name] = router_rows(layer, view.chains, self.valid.device)
+                self._keep_biases(layer)
+
+    def _keep_biases(self, layer: MoeLayer) -> None:
+        """Vectors with an entry for each expert, by which the router may correct its ranking."""
+        block = self.at.model.get_submodule(layer.block)
+        own = dict((*block.named_parameters(), *block.named_buffers()))
+        for tensor in layer.tensors:
+            name = tensor.key.removeprefix(f"{layer.block}.")
+            if name in own and own[name].numel() == layer.experts and own[name].is_floating_point():
+                bias = own[name].detach().float().reshape(-1).clone()
+                self._biases.setdefault(name, {})[layer.name] = bias
+
+    def rank(self) -> None:
+        """Leave out routers that no token came to; learn what the others rank by, and the ranks of what they chose."""
+        reached = torch.tensor([layer.name in self._rows for layer in self.layers])
+        marks = here().all_reduce(torch.cat([reached[:, None], self.valid.cpu()], 1).int()) > 0
+        seen, self.valid = marks[:, 0].nonzero().flatten().tolist(), marks[:, 1:].to(self.valid.device)
+        if len(seen) < len(self.layers):
+            self.layers, self.valid = tuple(self.layers[number] for number in seen), self.valid[seen]
+            for kept in (self.logits, self.chosen):
+                kept.update({batch: values[:, seen] for batch, values in kept.items()})
+        names = [layer.name for layer in self.layers]
+        common = [own for own in self._biases.values() if all(name in own for name in names)]
+        tried = selections([torch.stack([own[name] for name in names]) for own in common])
+        groups = [layer.routing_groups for layer in self.layers]
+        shape = len(names), self.model.architecture.experts
+        logits = self._first_tokens(self.logits, torch.zeros(shape, device=self.valid.device))
+        chosen = self._first_tokens(self.chosen, self.valid.long())
+        best = here().broadcast(lambda: best_selection(tried, logits, chosen, self.valid, groups))
+        if self.logits:  # a rank without a batch has seen no biases
+            self.selection = tried[best]
+        for batch, own_logits in self.logits.items():
+            self.chosen_ranks[batch] = ranks(self.selection.scores(own_logits), self.chosen[batch])
+
+    def _first_tokens(self, parts: dict[int, Tensor], like: Tensor) -> Tensor:
+        """The first tokens of all batches together, however they are cut and whoever has them: [n, *like]."""
+        starts = [0, *accumulate(batch.numel() for batch in self.batches)]
+        first = like.new_zeros(min(SELECTION_TOKENS, starts[-1]), *like.shape)
+        for batch, part in parts.items():
+            first[starts[batch] : starts[batch + 1]] = part[: max(0, len(first) - starts[batch])]
+        return here().all_reduce(first)
+
+    def later(self, unit: str) -> list[int]:
+        """Numbers of the routers in layers after this one."""
+        return [number for number, layer in enumerate(self.layers) if self._place(layer.unit) > self._place(unit)]
+
+    def rows_after(self, unit: str, number: int) -> Tensor:
+        """[E, H]: a later router's rows on the output of a layer."""
+        rows = self._rows[self.layers[number].name]
+        for between in self._between(unit, number):
+            if self._streams[between] != ((),):
+                rows = pull_sum(rows, self._streams[between])
+        return rows
+
+    def scale_after(self, unit: str, number: int, batch: int) -> Tensor:
+        """[T]: the factor of each token that goes with those rows."""
+        passing = [self._passing[between, batch] for between in self._between(unit, number)]
+        factors = [f for f in (self._scales[self.layers[number].name, batch], *passing) if f is not None]
+        logits = self.logits[batch]
+        return torch.stack(factors).prod(0) if factors else torch.ones(len(logits), device=logits.device)
+
+    def _place(self, unit: str) -> int:
+        return self.model.architecture.units.index(unit)
+
+    def _between(self, unit: str, number: int) -> list[str]:
+        """Layers after `unit` and before the router's own, the last one first."""
+        units = self.model.architecture.units[self._place(unit) + 1 : self._place(self.layers[number].unit)]
+        return list(reversed(units))
+
+
+def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0) -> ObservedRouters:
+    """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
+    routers = ObservedRouters(model, batches)
+    Pass(model, batches, progress, "routers", seed, shared=True).run(routers)
+    routers.rank()
+    return routers
